@@ -1,0 +1,42 @@
+# `make demo` and `make test` need Python 3.11 or newer, make and pip; everything else they install
+# into .venv. Both do nothing twice: what has not changed is not installed, run or tested again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := $(shell find src tests -type f -not -name '*.pyc' 2>/dev/null) README.md
+# A pass without the data directory says nothing about a run with it.
+TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
+
+.PHONY: demo test retest slow lint format clean
+
+demo: $(INSTALLED)
+	$(BIN)/fedpact run --out runs/demo
+
+test: $(TESTED)
+	@echo "The suite has passed on these sources; 'make retest' runs it again."
+
+retest: $(INSTALLED)
+	$(BIN)/pytest -n 2 --dist worksteal && touch $(TESTED)
+
+$(TESTED): $(INSTALLED) $(SOURCES)
+	$(BIN)/pytest -n 2 --dist worksteal
+	@touch $@
+
+slow: $(INSTALLED)
+	$(BIN)/pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+format: $(INSTALLED)
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, and $(PYTHON) is {v.major}.{v.minor}: call make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""fedpact: train one model across data owners who keep their records."""

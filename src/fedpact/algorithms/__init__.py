@@ -1,0 +1,1 @@
+"""One file an algorithm, found by its file name."""

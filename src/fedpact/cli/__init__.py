@@ -1,0 +1,1 @@
+"""The command line: one command a module; parses, builds a plan, calls."""

@@ -1,0 +1,1 @@
+"""From files to partitions to a site's records."""

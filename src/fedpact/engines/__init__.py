@@ -1,0 +1,1 @@
+"""What carries a task to the sites and brings back the replies."""

@@ -1,0 +1,51 @@
+"""The errors fedpact raises on purpose.
+
+    FedpactError                what a caller may catch for all of them
+    ├── InputError              a setting, an argument or a file is not what it has to be
+    │   ├── PlanError           a configuration as a whole makes no sense
+    │   ├── DataError           records, labels, a partition or a data file
+    │   └── ModelError          a model that cannot be trained as asked
+    ├── PrivacyError            a release that a site does not make
+    │   ├── BudgetExhausted     it would exceed the site's (ε, δ)
+    │   └── PolicyRefused       the site's policy or reservation does not name it
+    └── LedgerError             a ledger that is unreadable, altered or in use
+
+Every message is one paragraph: what is wrong, the name and value that show it, and what to do.
+A message from a site never quotes its data.
+"""
+
+
+class FedpactError(Exception):
+    """The root of every error that fedpact raises on purpose."""
+
+
+class InputError(FedpactError, ValueError):
+    """A setting, an argument or a file is not what it has to be."""
+
+
+class PlanError(InputError):
+    """A configuration is refused as a whole."""
+
+
+class DataError(InputError):
+    """Records, labels, a partition or a data file cannot be used."""
+
+
+class ModelError(InputError):
+    """A model cannot be trained as asked."""
+
+
+class PrivacyError(FedpactError):
+    """A release that a site does not make."""
+
+
+class BudgetExhausted(PrivacyError):
+    """The release would exceed what the site reserved or allows."""
+
+
+class PolicyRefused(PrivacyError):
+    """The site's policy or reservation does not name this release."""
+
+
+class LedgerError(FedpactError):
+    """A ledger is unreadable, altered or in use by another process."""

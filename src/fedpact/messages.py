@@ -1,0 +1,161 @@
+"""What may cross the wire, and what may reach a report: frozen, and nothing else.
+
+A Task goes from the server to a site; a Reply or a Refusal comes back. `to_bytes` and `from_bytes`
+turn each into one safetensors block and back without losing a bit, for every engine.
+A RoundRecord is what a round leaves behind: one line of a run's rounds.jsonl.
+
+Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from safetensors.torch import load as _load_tensors
+from safetensors.torch import save as _save_tensors
+from torch import Tensor
+
+from fedpact.errors import InputError
+
+Vectors = Mapping[str, Tensor]
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server asks of one site in one round.
+
+    vectors: flat float tensors by name, "w" [d] among them; numbers: scalars by name.
+    included: the last round whose reply from this site entered the server's state, -1 if none;
+    by it the site knows which of its pending memory to keep.
+    """
+
+    run: str
+    round: int
+    algorithm: str
+    vectors: Vectors
+    numbers: Numbers
+    included: int = -1
+    attempt: int = 0
+
+    @cached_property
+    def digest(self) -> str:
+        """What the site is asked for, as a hash: equal questions have equal digests.
+
+        The attempt is left out: in a simulation a repeated question draws the same noise again.
+        """
+        return hashlib.blake2b(
+            to_bytes(dataclasses.replace(self, attempt=0)), digest_size=16
+        ).hexdigest()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a site releases in answer to a Task.
+
+    weight: the site's declared, public size N_i. ledger_head, ledger_length: hash and number of
+    the last entry in the site's ledger, so that a shortened or forked ledger is found out.
+    """
+
+    run: str
+    round: int
+    site: str
+    weight: float
+    vectors: Vectors
+    numbers: Numbers
+    ledger_head: str = ""
+    ledger_length: int = 0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site's answer that it does not reply: a code that depends on public quantities only."""
+
+    run: str
+    round: int
+    site: str
+    code: str
+
+
+@dataclass(frozen=True)
+class SiteScore:
+    """The global model on one site's held-out records. Simulator only: not a private release."""
+
+    accuracy: float
+    loss: float
+    records: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round leaves behind.
+
+    round: 0 is the initial model, before any training; r >= 1 follows r rounds.
+    accuracy, loss: the global model on the public test set, None where the round was not evaluated.
+    psi: Ψ(w) = Σ p_i (F_i(w) - F(w))² over the sites' held-out records, None likewise.
+    scores: per site, empty likewise. steps: local iterations τ of the round.
+    epsilon: ε spent so far by each site at its δ; empty in a plain run.
+    bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
+    seconds: wall-clock time of the round. refused: site -> code.
+    numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
+    """
+
+    round: int
+    accuracy: float | None = None
+    loss: float | None = None
+    psi: float | None = None
+    scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
+    steps: int = 0
+    epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float = 0.0
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    numbers: Numbers = field(default_factory=dict[str, float])
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), allow_nan=True)
+
+    @staticmethod
+    def from_json(line: str) -> "RoundRecord":
+        """Read back a line that `to_json` wrote."""
+        raw: dict[str, Any] = json.loads(line)
+        raw["scores"] = {name: SiteScore(**score) for name, score in raw["scores"].items()}
+        return RoundRecord(**raw)
+
+
+_KINDS: dict[str, type[Task | Reply | Refusal]] = {
+    kind.__name__: kind for kind in (Task, Reply, Refusal)
+}
+
+
+def to_bytes(message: Task | Reply | Refusal) -> bytes:
+    """Encode a message as one safetensors block; its other fields stand in the block's metadata."""
+    fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
+    vectors: Vectors = fields.pop("vectors", {})
+    head = json.dumps({"kind": type(message).__name__, **fields}, sort_keys=True, default=dict)
+    tensors = {name: vector.contiguous() for name, vector in vectors.items()}
+    return _save_tensors(tensors, metadata={"fedpact": head})
+
+
+def from_bytes(block: bytes) -> Task | Reply | Refusal:
+    """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours."""
+    try:
+        length = int.from_bytes(block[:8], "little")
+        head: dict[str, Any] = json.loads(
+            json.loads(block[8 : 8 + length])["__metadata__"]["fedpact"]
+        )
+        kind = _KINDS[head.pop("kind")]
+        if kind is not Refusal:
+            head["vectors"] = _load_tensors(block)
+        return kind(**head)
+    except Exception as error:
+        raise InputError(
+            f"a block of {len(block)} bytes is no fedpact message ({type(error).__name__}): "
+            "expected what messages.to_bytes wrote; check that both ends run the same version"
+        ) from error

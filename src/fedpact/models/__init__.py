@@ -1,0 +1,1 @@
+"""The papers' models; any nn.Module works."""

@@ -1,0 +1,70 @@
+"""Parameters are one flat vector: w ∈ R^d, contiguous; the model's weights are views of it.
+
+Frozen parameters (requires_grad = False) and buffers stay where they are: they are constants of the
+model, equal at every site, and never cross the wire. A buffer that training changes would carry
+statistics of records around the oracle, so such a model is refused.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.errors import ModelError
+
+
+class FlatModel:
+    """A module whose trainable parameters are views of one vector.
+
+    vector: w [d], contiguous, in the order of `module.named_parameters()`; writing to it changes
+    the model, and `load` is the way to set it. A parameter shared by two modules stands in it once.
+    Raises ModelError: no trainable parameter, or trainable parameters of several types or devices.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ModelError(
+                f"model {type(module).__name__} has no trainable parameter: "
+                "set requires_grad on at least one"
+            )
+        kinds = {(p.dtype, p.device) for p in trainable.values()}
+        if len(kinds) > 1:
+            raise ModelError(
+                f"model {type(module).__name__} mixes {sorted(map(str, kinds))}: "
+                "expected trainable parameters of one type on one device; convert it with .to(...)"
+            )
+        self._shapes = {name: p.shape for name, p in trainable.items()}
+        ends = [0]
+        for p in trainable.values():
+            ends.append(ends[-1] + p.numel())
+        self._slices = {
+            name: slice(*ends) for name, ends in zip(trainable, pairwise(ends), strict=True)
+        }
+        with torch.no_grad():
+            self.vector = torch.cat([p.detach().reshape(-1) for p in trainable.values()])
+            for name, view in self.views(self.vector):
+                trainable[name].data = view
+
+    @property
+    def size(self) -> int:
+        """d, the number of trainable parameters."""
+        return self.vector.numel()
+
+    def load(self, w: Tensor) -> None:
+        """Set the model's weights to w [d]. Raises ModelError for another shape."""
+        if w.shape != self.vector.shape:
+            raise ModelError(
+                f"w has shape {tuple(w.shape)}: the model has {self.size} trainable parameters; "
+                "check that the vector comes from the same model"
+            )
+        if w is not self.vector:
+            with torch.no_grad():
+                self.vector.copy_(w)
+
+    def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, view) of any vector [d] laid out as this model's."""
+        for name, part in self._slices.items():
+            yield name, vector[part].view(self._shapes[name])

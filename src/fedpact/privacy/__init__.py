@@ -1,0 +1,1 @@
+"""Everything that stands between the records and the outside."""

@@ -1,0 +1,1 @@
+"""Tables, figures and the page of a run; reads records of runs, never trains."""

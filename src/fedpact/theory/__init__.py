@@ -1,0 +1,1 @@
+"""Pure functions of numbers, in float64: no torch, no records, usable alone."""
