@@ -1,0 +1,103 @@
+"""Dataset: the records of one data set, checked once, frozen.
+
+Its errors give names, shapes, rows and columns, never a value of a record.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Records with labels, and where there is one a public test set.
+
+    x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1.
+    classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
+    site: for each training record the name of its site, where the data come from several.
+    description: one line: what it is, where from, the constants of its preprocessing.
+
+    Raises DataError: nothing in it, lengths or shapes that do not fit, a value that is NaN or
+    infinite, a label out of range.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    classes: tuple[str, ...]
+    x_test: Tensor | None = None
+    y_test: Tensor | None = None
+    site: tuple[str, ...] | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.classes or len(set(self.classes)) < len(self.classes):
+            raise DataError(
+                f"data set {self.name}: it has {len(self.classes)} class names, "
+                f"{len(set(self.classes))} of them different: expected at least one, and no name "
+                "twice; name every class once"
+            )
+        self._check_pair("x", self.x, "y", self.y)
+        if (self.x_test is None) != (self.y_test is None):
+            raise DataError(
+                f"data set {self.name}: only one of x_test and y_test is given: give both or none"
+            )
+        if self.x_test is not None and self.y_test is not None:
+            self._check_pair("x_test", self.x_test, "y_test", self.y_test)
+            if self.x_test.shape[1:] != self.x.shape[1:]:
+                raise DataError(
+                    f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
+                    f"of x_test {tuple(self.x_test.shape[1:])}: expected equal shapes"
+                )
+        if self.site is not None and len(self.site) != len(self.y):
+            raise DataError(
+                f"data set {self.name}: site has {len(self.site)} entries for {len(self.y)} "
+                "records: give one site name a record"
+            )
+
+    def _check_pair(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
+        for name, tensor, dtypes in (
+            (x_name, x, (torch.float32, torch.int64)),
+            (y_name, y, (torch.int64,)),
+        ):
+            if tensor.dtype not in dtypes:
+                raise DataError(
+                    f"data set {self.name}: {name} has type {tensor.dtype}: expected "
+                    f"{' or '.join(map(str, dtypes))}; data.from_arrays converts any two arrays"
+                )
+        if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or x.numel() == 0:
+            raise DataError(
+                f"data set {self.name}: {x_name} has shape {tuple(x.shape)} and {y_name} "
+                f"{tuple(y.shape)}: expected [n, ...] and [n] with equal n >= 1 and at least one "
+                "feature; a single feature is a column, reshape(-1, 1)"
+            )
+        self._check_values(x_name, x)
+        self._check_labels(y_name, y)
+
+    def _check_values(self, name: str, x: Tensor) -> None:
+        if not x.is_floating_point() or bool((good := torch.isfinite(x)).all()):
+            return
+        first = (~good).nonzero()[0].tolist()
+        raise DataError(
+            f"data set {self.name}: {int((~good).sum())} values of {name} are NaN or infinite, the "
+            f"first in row {first[0]}, column {_column(first[1:])} (counted from 0): remove those "
+            "records, or replace the values by a constant declared beforehand"
+        )
+
+    def _check_labels(self, name: str, y: Tensor) -> None:
+        bad = ~((y >= 0) & (y < len(self.classes)))
+        if bool(bad.any()):
+            raise DataError(
+                f"data set {self.name}: {int(bad.sum())} labels of {name} are out of range, the "
+                f"first in row {int(bad.nonzero()[0])} (counted from 0): expected integers "
+                f"0..{len(self.classes) - 1} for {len(self.classes)} classes; correct them, or "
+                "name all classes"
+            )
+
+
+def _column(index: Sequence[int]) -> str:
+    return str(index[0]) if len(index) == 1 else str(tuple(index))

@@ -1,0 +1,273 @@
+"""Partition: which records each simulated site trains on, and which it keeps for evaluation.
+
+>>> from fedpact.data.datasets import load
+>>> settings = PartitionSettings(kind="labels", labels_per_site=2)
+>>> partition = make_partition(load("digits"), settings, sites=5, seed=1)
+>>> [(site.name, len(site.y.unique())) for site in partition.sites(load("digits"))][:2]
+[('site-00', 2), ('site-01', 2)]
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.random import PCG64, Generator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from rich.table import Table
+from torch import Tensor
+
+from fedpact import check
+from fedpact.data import splits
+from fedpact.data.dataset import Dataset
+from fedpact.data.files import replacing
+from fedpact.errors import DataError
+
+# The settings that matter for a kind only; every other one has to keep its default there.
+_SPECIFIC = {
+    "beta": {"dirichlet"},
+    "labels_per_site": {"labels", "power_law"},
+    "shards_per_site": {"shards"},
+    "smallest": {"power_law"},
+    "largest": {"power_law"},
+    "exponent": {"power_law"},
+}
+
+
+class PartitionSettings(BaseModel):
+    """How a simulation spreads records over sites.
+
+    kind: iid; dirichlet (each label by Dirichlet(beta) proportions); labels (labels_per_site labels
+    a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes with density
+    ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
+    given: FedProxVR's setting); natural (the data set's own sites).
+    held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
+    stays in training.
+    A setting that the kind does not use is refused.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["iid", "dirichlet", "labels", "shards", "power_law", "natural"] = "iid"
+    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    labels_per_site: int | None = Field(default=None, ge=1)
+    shards_per_site: int = Field(default=2, ge=1)
+    smallest: int | None = Field(default=None, ge=2)
+    largest: int | None = Field(default=None, ge=2)
+    exponent: float = Field(default=2.0, ge=0, le=20)
+    held_out: float = Field(default=0.2, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        for name, kinds in _SPECIFIC.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.kind not in kinds and value != default:
+                raise ValueError(
+                    f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of "
+                    f"{' and '.join(sorted(kinds))}; leave it out or change the kind"
+                )
+        if self.kind == "labels" and self.labels_per_site is None:
+            raise ValueError("labels_per_site is missing: kind = 'labels' needs it; give one >= 1")
+        if self.kind == "power_law":
+            low, high = self.smallest, self.largest
+            if low is None or high is None or not low <= high:
+                raise ValueError(
+                    f"smallest is {low}, largest is {high}: kind = 'power_law' needs both, with "
+                    "2 <= smallest <= largest; give the sizes of the smallest and largest site"
+                )
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One site's records: x [n, ...], y [n] to train on; x_held, y_held, maybe none, to evaluate.
+
+    name: safe as a file name; the order of names is the order of sites.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    x_held: Tensor
+    y_held: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Site name -> ascending indices into the data set's training records, in the names' order.
+
+    train, held_out: disjoint; every site is in both, and a site's held-out part may be empty.
+    label_counts [sites, classes]: training records of each label.
+    """
+
+    settings: PartitionSettings
+    seed: int
+    classes: tuple[str, ...]
+    train: Mapping[str, np.ndarray]
+    held_out: Mapping[str, np.ndarray]
+    label_counts: np.ndarray
+
+    def sites(self, dataset: Dataset) -> list[Site]:
+        """Return the sites' records, by name. Raises DataError for another data set's partition."""
+        indices = [i for part in (self.train, self.held_out) for i in part.values()]
+        fits = max((int(i.max()) for i in indices if len(i)), default=0) < len(dataset.y)
+        if not (
+            fits
+            and dataset.classes == self.classes
+            and np.array_equal(_label_counts(dataset, self.train), self.label_counts)
+        ):
+            raise DataError(
+                f"the partition was made from other records than those of data set {dataset.name}: "
+                "make it again with make_partition"
+            )
+        return [
+            Site(name, *_take(dataset, self.train[name]), *_take(dataset, self.held_out[name]))
+            for name in self.train
+        ]
+
+    def counts(self) -> np.ndarray:
+        """Return [sites, classes]: the training records of each label at each site."""
+        return self.label_counts
+
+    def table(self) -> Table:
+        """Return the counts and sizes as a table. For simulations: it shows the sites' labels."""
+        table = Table(title=f"{self.settings.kind} partition, seed {self.seed}")
+        table.add_column("site")
+        for column in (*self.classes, "training", "held out"):
+            table.add_column(column, justify="right")
+        for (name, indices), counts in zip(self.train.items(), self.label_counts, strict=True):
+            sizes = (*counts, len(indices), len(self.held_out[name]))
+            table.add_row(name, *(f"{size:,}" for size in sizes))
+        return table
+
+    def save(self, path: Path | str) -> None:
+        """Write the partition as JSON. For simulations: the file shows the sites' labels."""
+        content = {
+            "settings": self.settings.model_dump(),
+            "seed": self.seed,
+            "classes": self.classes,
+            "train": {name: indices.tolist() for name, indices in self.train.items()},
+            "held_out": {name: indices.tolist() for name, indices in self.held_out.items()},
+            "label_counts": self.label_counts.tolist(),
+        }
+        with replacing(Path(path)) as target:
+            target.write_text(json.dumps(content))
+
+    @staticmethod
+    def load(path: Path | str) -> "Partition":
+        """Read back what `save` wrote. Raises DataError where it is something else."""
+        try:
+            raw: dict[str, Any] = json.loads(Path(path).read_text())
+            return Partition(
+                settings=PartitionSettings(**raw["settings"]),
+                seed=raw["seed"],
+                classes=tuple(raw["classes"]),
+                train={name: np.array(i, np.int64) for name, i in raw["train"].items()},
+                held_out={name: np.array(i, np.int64) for name, i in raw["held_out"].items()},
+                label_counts=np.array(raw["label_counts"], np.int64),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"partition file {path} cannot be used ({type(error).__name__}: {error}): expected "
+                "what Partition.save wrote; make the partition again"
+            ) from error
+
+
+def make_partition(
+    dataset: Dataset, settings: PartitionSettings, sites: int, seed: int
+) -> Partition:
+    """Spread a data set's training records over sites, every record to at most one.
+
+    sites: >= 1; with kind = "natural" the number of the data set's own sites. seed: >= 0; the same
+    seed gives the same partition on every machine, and held_out does not change which site a
+    record belongs to. Raises DataError: a site would have fewer than 2 records, or the data set
+    does not allow the settings; InputError: sites or seed.
+    """
+    check.count(sites=sites)
+    rng = Generator(PCG64(check.natural(seed=seed)))
+    if settings.kind == "natural":
+        records = _natural(dataset, sites)
+    else:
+        width = max(2, len(str(sites - 1)))
+        parts = _split(dataset, settings, sites, rng)
+        records = {f"site-{i:0{width}}": part for i, part in enumerate(parts)}
+    for name, part in records.items():
+        if len(part) < 2:
+            raise DataError(
+                f"site {name} would have {len(part)} of the {len(dataset.y)} records of data set "
+                f"{dataset.name} with kind = {settings.kind!r}: expected at least 2; take fewer "
+                "sites or a more even split"
+            )
+    train, held_out = {}, {}
+    for name, part in records.items():
+        held = min(round(settings.held_out * len(part)), len(part) - 1)
+        shuffled = rng.permutation(part)
+        held_out[name], train[name] = np.sort(shuffled[:held]), np.sort(shuffled[held:])
+    return Partition(
+        settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
+    )
+
+
+def _split(
+    dataset: Dataset, settings: PartitionSettings, sites: int, rng: Generator
+) -> splits.Indices:
+    y = dataset.y.numpy()
+    least = splits.DIRICHLET_LEAST if settings.kind == "dirichlet" else 2
+    if sites * least > len(y):
+        raise DataError(
+            f"sites is {sites} for the {len(y)} records of data set {dataset.name}: a "
+            f"{settings.kind} split gives every site at least {least}; take at most "
+            f"{len(y) // least} sites"
+        )
+    match settings.kind:
+        case "dirichlet":
+            return splits.dirichlet(y, sites, settings.beta, rng)
+        case "labels":
+            return splits.labels(y, sites, settings.labels_per_site or 1, rng)
+        case "shards":
+            return splits.shards(y, sites, settings.shards_per_site, rng)
+        case "power_law":
+            bounds = (settings.smallest or 2, settings.largest or 2)
+            per_site = settings.labels_per_site
+            return splits.power_law(y, sites, bounds, settings.exponent, per_site, rng)
+        case _:
+            return splits.iid(y, sites, rng)
+
+
+def _natural(dataset: Dataset, sites: int) -> dict[str, np.ndarray]:
+    if dataset.site is None:
+        raise DataError(
+            f"data set {dataset.name} has no sites of its own: choose another kind of partition, "
+            "or name the site of each record (site=...)"
+        )
+    records = splits.natural(dataset.site)
+    if len(records) != sites:
+        raise DataError(
+            f"sites is {sites} and data set {dataset.name} has {len(records)} sites of its own: "
+            f"set sites = {len(records)}"
+        )
+    named = {_safe(name): part for name, part in records.items()}
+    if len({name.casefold() for name in named}) < len(records):
+        raise DataError(
+            f"the site names of data set {dataset.name} are not different as file names "
+            f"({', '.join(sorted(map(_safe, records)))}): rename the sites"
+        )
+    return dict(sorted(named.items()))
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "site"
+
+
+def _take(dataset: Dataset, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    chosen = torch.from_numpy(indices)
+    return dataset.x[chosen], dataset.y[chosen]
+
+
+def _label_counts(dataset: Dataset, train: Mapping[str, np.ndarray]) -> np.ndarray:
+    y, classes = dataset.y.numpy(), len(dataset.classes)
+    return np.stack([np.bincount(y[i], minlength=classes) for i in train.values()])

@@ -1,0 +1,179 @@
+"""How records go to sites: one function a kind, label arrays in, index arrays out.
+
+Each takes the labels y [n] (int64), the number of sites and a seeded generator, and returns one
+index array a site. No record goes to two sites; `labels` and `power_law` may leave some over.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.random import Generator
+
+from fedpact.errors import DataError
+
+Indices = list[np.ndarray]
+
+DIRICHLET_LEAST = 10  # records every site of a Dirichlet split has
+_TRIES = 2000
+
+
+def iid(y: np.ndarray, sites: int, rng: Generator) -> Indices:
+    """Shuffle, and cut into equal parts (sizes differ by at most 1)."""
+    return np.array_split(rng.permutation(len(y)), sites)
+
+
+def dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+    """Spread each label over the sites by proportions drawn from Dirichlet(beta, ..., beta).
+
+    Label after label, a site that already holds n / sites records gets no more; all proportions
+    are drawn again until every site has 10 records (Li, Diao, Chen, He, Federated learning on
+    non-IID data silos, ICDE 2022, section 4; the split of FedFDP's and ALI-DPFL's experiments).
+    Raises DataError: not reached in 2,000 tries.
+    """
+    per_label = np.unique(y, return_counts=True)[1]
+    for _ in range(_TRIES):
+        parts = _dirichlet_counts(per_label, sites, beta, rng)
+        if parts.sum(axis=0).min() >= DIRICHLET_LEAST:
+            break
+    else:
+        raise DataError(
+            f"a Dirichlet split of {len(y)} records over {sites} sites with beta = {beta} left a "
+            f"site with fewer than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta "
+            "or take fewer sites"
+        )
+    dealt: list[Indices] = [[] for _ in range(sites)]
+    for label, counts in zip(np.unique(y), parts, strict=True):
+        records = rng.permutation(np.flatnonzero(y == label))
+        for site, part in zip(dealt, np.split(records, np.cumsum(counts)[:-1]), strict=True):
+            site.append(part)
+    return [np.concatenate(parts) for parts in dealt]
+
+
+def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Generator) -> np.ndarray:
+    """Draw counts [labels, sites] whose rows sum to per_label."""
+    total, held = per_label.sum(), np.zeros(sites, np.int64)
+    rows = []
+    for count in per_label:
+        share = rng.dirichlet(np.full(sites, beta)) * (held < total / sites)
+        if not share.sum() > 0:  # a tiny beta gave everything to sites that are full
+            share = (held < total / sites).astype(float)
+        cuts = (np.cumsum(share / share.sum())[:-1] * count).astype(np.int64)
+        rows.append(np.diff(cuts, prepend=0, append=count))
+        held += rows[-1]
+    return np.stack(rows)
+
+
+def labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
+    """Give every site exactly `per_site` labels, and each label's sites equal parts of it.
+
+    Labels are used equally often, give or take one; one that no site was dealt is left over.
+    Raises DataError: a label has fewer records than sites that need it.
+    """
+    dealt = _deal_labels(y, sites, per_site, rng)
+    parts: list[Indices] = [[] for _ in range(sites)]
+    for label in np.unique(y):
+        holders = [site for site in range(sites) if label in dealt[site]]
+        records = rng.permutation(np.flatnonzero(y == label))
+        if len(records) < len(holders):
+            raise DataError(
+                f"label {label} has {len(records)} records for {len(holders)} sites that hold it: "
+                "take fewer sites or fewer labels_per_site"
+            )
+        if holders:
+            for site, part in zip(holders, np.array_split(records, len(holders)), strict=True):
+                parts[site].append(part)
+    return [np.concatenate(site) for site in parts]
+
+
+def _deal_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> list[np.ndarray]:
+    """Give each site the labels that were used least so far, ties broken at random."""
+    present = np.unique(y)
+    if per_site > len(present):
+        raise DataError(
+            f"labels_per_site is {per_site}: expected at most {len(present)}, the number of "
+            "labels that have records; lower it"
+        )
+    used = np.zeros(len(present))
+    dealt: list[np.ndarray] = []
+    for _ in range(sites):
+        least = np.lexsort((rng.random(len(present)), used))[:per_site]
+        used[least] += 1
+        dealt.append(np.sort(present[least]))
+    return dealt
+
+
+def shards(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
+    """Sort by label, cut into sites · per_site equal shards, deal each site `per_site` of them.
+
+    McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep
+    networks from decentralized data, AISTATS 2017, section 3. Raises DataError: too few records.
+    """
+    number = sites * per_site
+    if number > len(y):
+        raise DataError(
+            f"{sites} sites with shards_per_site = {per_site} need {number} shards of at least one "
+            f"record, and there are {len(y)} records: take fewer sites or shards"
+        )
+    shuffled = rng.permutation(len(y))
+    cut = np.array_split(shuffled[np.argsort(y[shuffled], kind="stable")], number)
+    deal = rng.permutation(number).reshape(sites, per_site)
+    return [np.concatenate([cut[shard] for shard in mine]) for mine in deal]
+
+
+def power_law(
+    y: np.ndarray,
+    sites: int,
+    bounds: tuple[int, int],
+    exponent: float,
+    per_site: int | None,
+    rng: Generator,
+) -> Indices:
+    """Draw sizes from p(s) ∝ s^-exponent on [smallest, largest]; fill each with its labels.
+
+    With per_site = k a site's records come in equal parts (give or take one) from k labels, dealt
+    as in `labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
+    Raises DataError: more records are needed than there are.
+    """
+    sizes = power_law_sizes(sites, bounds, exponent, rng)
+    if per_site is None:
+        _enough("records", len(y), sizes.sum())
+        return np.split(rng.permutation(len(y)), np.cumsum(sizes))[:-1]
+    dealt = _deal_labels(y, sites, per_site, rng)
+    stock = {label: rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)}
+    taken = dict.fromkeys(stock, 0)
+    parts: list[Indices] = [[] for _ in range(sites)]
+    for site, size in enumerate(sizes):
+        shares = np.diff(np.arange(per_site + 1) * size // per_site)
+        for label, share in zip(dealt[site], shares, strict=True):
+            start, taken[label] = taken[label], taken[label] + share
+            parts[site].append(stock[label][start : taken[label]])
+    for label, records in stock.items():
+        _enough(f"records of label {label}", len(records), taken[label])
+    return [np.concatenate(site) for site in parts]
+
+
+def power_law_sizes(
+    sites: int, bounds: tuple[int, int], exponent: float, rng: Generator
+) -> np.ndarray:
+    """Return integer sizes [sites] by inverting the distribution function of the bounded law."""
+    low, high = bounds[0], bounds[1] + 1  # the integer part of a draw from [low, high)
+    u, power = rng.random(sites), 1 - exponent
+    if abs(power) < 1e-9:
+        sizes = low * (high / low) ** u
+    else:
+        sizes = (low**power + u * (high**power - low**power)) ** (1 / power)
+    return np.clip(sizes.astype(np.int64), *bounds)
+
+
+def _enough(what: str, have: int, need: int) -> None:
+    if need > have:
+        raise DataError(
+            f"the power law's sizes need {need} {what}, and there are {have}: lower `largest`, "
+            "raise `exponent`, take fewer sites or another seed"
+        )
+
+
+def natural(site: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the records of each named site, in the order of the names."""
+    names = np.asarray(site)
+    return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
