@@ -108,6 +108,16 @@ SOURCES: Mapping[str, Source] = {
 }
 
 
+def find_source(name: str) -> Source:
+    """Return the files of a data set by its name. Raises DataError for a name without files."""
+    if name not in SOURCES:
+        raise DataError(
+            f"data set {name!r} has no files to fetch or verify: expected one of "
+            f"{', '.join(SOURCES)}"
+        )
+    return SOURCES[name]
+
+
 def cache_dir() -> Path:
     """Return the cache directory; it need not exist."""
     return Path(os.environ.get("FEDPACT_CACHE") or Path.home() / ".cache" / "fedpact")
@@ -139,7 +149,8 @@ def read(source: Source, file: str) -> bytes:
         content = lzma.decompress(content) if path.suffix == ".xz" else content
     except (OSError, lzma.LZMAError) as error:
         raise DataError(
-            f"data set {source.name}: {path} cannot be read ({error}): {_again(source)}"
+            f"data set {source.name}: {path} cannot be read ({error}): fetch it again with "
+            f"`fedpact data download {source.name}`"
         ) from error
     check_md5(source, file, content, str(path))
     return content
@@ -151,12 +162,20 @@ def check_md5(source: Source, file: str, content: bytes, origin: str) -> None:
     if found != expected:
         raise DataError(
             f"data set {source.name}: {origin} ({len(content)} bytes) has MD5 {found}: expected "
-            f"the published {expected}; the file is damaged or another version; {_again(source)}"
+            f"the published {expected}; the file is damaged or another version; fetch it again "
+            f"with `fedpact data download {source.name}`"
         )
 
 
-def _again(source: Source) -> str:
-    return f"remove it and fetch it again with `fedpact data download {source.name}`"
+def state(source: Source, file: str) -> str:
+    """Return "ok", "missing" or "damaged": whether the file is there with its published MD5."""
+    if locate(source, file) is None:
+        return "missing"
+    try:
+        read(source, file)
+    except DataError:
+        return "damaged"
+    return "ok"
 
 
 def cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:

@@ -58,10 +58,10 @@ def load_images(name: str) -> Dataset:
     return Dataset(
         name=name,
         x=_normalised(arrays["x"], about),
-        y=torch.from_numpy(arrays["y"]).long(),
+        y=torch.from_numpy(arrays["y"].astype(np.int64)),
         classes=about.classes,
         x_test=_normalised(arrays["x_test"], about),
-        y_test=torch.from_numpy(arrays["y_test"]).long(),
+        y_test=torch.from_numpy(arrays["y_test"].astype(np.int64)),
         description=f"{about.title}; pixels / 255, then mean {about.mean}, standard deviation "
         f"{about.std} (published)",
     )
@@ -93,7 +93,7 @@ def load_digits() -> Dataset:
 
 def _normalised(pixels: np.ndarray, about: _Images) -> Tensor:
     mean, std = (torch.tensor(c).view(-1, 1, 1) for c in (about.mean, about.std))
-    return torch.from_numpy(pixels).float().div_(255).sub_(mean).div_(std)
+    return torch.from_numpy(pixels.astype(np.float32)).div_(255).sub_(mean).div_(std)
 
 
 def _decode_idx(source: Source) -> Arrays:
