@@ -82,6 +82,27 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class State:
+    """Named vectors and numbers that last from round to round: the server's state, a site's memory.
+
+    The server's holds "w" [d]. A site's memory holds what its algorithm keeps (c_i, h_i, a bound)
+    and comes from released numbers only.
+    """
+
+    vectors: Vectors = field(default_factory=dict[str, Tensor])
+    numbers: Numbers = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Local:
+    """What an algorithm's local part hands to the site: what to send, and what to remember."""
+
+    vectors: Vectors
+    numbers: Numbers = field(default_factory=dict[str, float])
+    memory: State = field(default_factory=State)
+
+
+@dataclass(frozen=True)
 class SiteScore:
     """The global model on one site's held-out records. Simulator only: not a private release."""
 
@@ -129,12 +150,12 @@ class RoundRecord:
         return RoundRecord(**raw)
 
 
-_KINDS: dict[str, type[Task | Reply | Refusal]] = {
-    kind.__name__: kind for kind in (Task, Reply, Refusal)
-}
+Message = Task | Reply | Refusal | State
+
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Task, Reply, Refusal, State)}
 
 
-def to_bytes(message: Task | Reply | Refusal) -> bytes:
+def to_bytes(message: Message) -> bytes:
     """Encode a message as one safetensors block; its other fields stand in the block's metadata."""
     fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
     vectors: Vectors = fields.pop("vectors", {})
@@ -143,7 +164,7 @@ def to_bytes(message: Task | Reply | Refusal) -> bytes:
     return _save_tensors(tensors, metadata={"fedpact": head})
 
 
-def from_bytes(block: bytes) -> Task | Reply | Refusal:
+def from_bytes(block: bytes) -> Message:
     """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours."""
     try:
         length = int.from_bytes(block[:8], "little")
