@@ -1,0 +1,221 @@
+"""What a history of releases costs: upper bounds on ε, and how many releases a budget allows.
+
+A history counts events, each a Poisson-sampled Gaussian release. Adjacency is add or remove one
+record; every ε holds against whoever sees all the releases, chosen adaptively, as long as the
+*events* were fixed in advance (else: theory.filters).
+
+>>> release = SampledGaussian(q=0.015, sigma=1.1)
+>>> round(epsilon({release: 317}, delta=1e-5), 2)
+1.36
+>>> max_steps(release, Budget(epsilon=2.0, delta=1e-5))
+716
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal
+
+import numpy as np
+
+from fedpact import check
+from fedpact.errors import InputError
+from fedpact.theory import pld, rdp
+from fedpact.theory.rdp import Conversion
+
+__all__ = [
+    "Accountant",
+    "Budget",
+    "Conversion",
+    "History",
+    "SampledGaussian",
+    "epsilon",
+    "joint",
+    "max_steps",
+    "round_rate_up",
+    "running_epsilon",
+]
+
+Accountant = Literal["best", "pld", "rdp"]
+
+_RATES_PER_OCTAVE: Final = 8
+_COUNTS_PER_OCTAVE: Final = 8
+
+
+@dataclass(frozen=True, order=True)
+class SampledGaussian:
+    """A Gaussian release on a Poisson batch, or several releases on one batch as one (`joint`).
+
+    q: sampling rate in (0, 1]; 1 takes every record. sigma: noise multiplier, the noise's standard
+    deviation divided by the L2 sensitivity to one record, > 0. Raises InputError.
+    """
+
+    q: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        check.rate(q=self.q)
+        check.positive(sigma=self.sigma)
+
+
+History = Mapping[SampledGaussian, int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An (ε, δ) for one record: epsilon finite and > 0, delta in (0, 1). Raises InputError."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        check.positive(epsilon=self.epsilon)
+        check.fraction(delta=self.delta)
+
+
+def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:
+    """Return the one event that several Gaussian releases on the same Poisson batch form.
+
+    σ_joint = (Σ σ_k^-2)^(-1/2). Adaptive releases compose to one Gaussian pair, which Poisson
+    sampling amplifies once (Zhu, Dong, Wang 2022); amplifying each alone would not be valid.
+
+    >>> round(joint(0.05, [2.0, 5.0]).sigma, 3)
+    1.857
+    """
+    each = [check.positive(sigma=sigma) for sigma in sigmas]
+    if not each:
+        raise InputError("sigmas is empty: expected the noise multiplier of at least one release")
+    # Scaled by the least, so that the squares neither overflow nor vanish.
+    least = min(each)
+    return SampledGaussian(q, least / math.sqrt(math.fsum((least / s) ** 2 for s in each)))
+
+
+def epsilon(
+    history: History,
+    delta: float,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+) -> float:
+    """Return a proven upper bound on the ε of the whole history at δ; 0.0 for an empty one.
+
+    history: event -> how often, >= 0. delta: in (0, 1). accountant: "pld", tight; "rdp"; "best",
+    the smaller of the two. conversion: RDP to (ε, δ); "mironov" keeps to the papers' whole orders
+    2..64. inf says that no bound was found. Raises InputError.
+    """
+    check.fraction(delta=delta)
+    return _epsilon(_terms(history), delta, _known(accountant), conversion)
+
+
+def _terms(history: History) -> tuple[pld.Term, ...]:
+    """The history in one canonical order, without what never happened: a key for the caches."""
+    return tuple(
+        (float(event.q), float(event.sigma), check.natural(count=count))
+        for event, count in sorted(history.items())
+        if count != 0
+    )
+
+
+def _known(accountant: Accountant) -> Accountant:
+    if accountant not in ("best", "pld", "rdp"):
+        raise InputError(f"accountant is {accountant!r}: expected 'best', 'pld' or 'rdp'")
+    return accountant
+
+
+@lru_cache(maxsize=65536)
+def _epsilon(
+    terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
+) -> float:
+    by_rdp = _rdp_epsilon(terms, delta, conversion) if accountant != "pld" else math.inf
+    by_pld = pld.epsilon(terms, delta) if accountant != "rdp" else math.inf
+    return min(by_rdp, by_pld)
+
+
+def _rdp_epsilon(terms: tuple[pld.Term, ...], delta: float, conversion: Conversion) -> float:
+    if not terms:
+        return 0.0
+    orders = rdp.PAPER_ORDERS if conversion == "mironov" else rdp.ORDERS
+    total = np.zeros(len(orders))
+    for q, sigma, count in terms:
+        total += count * rdp.renyi(q, sigma, orders)
+    return rdp.to_epsilon(total, delta, conversion, orders)
+
+
+def running_epsilon(history: History, delta: float, planned: History | None = None) -> float:
+    """Return an upper bound on ε that is cheap to ask for after every round, and never falls.
+
+    The smaller one of RDP at the history itself and PLD at a history that contains it: each count
+    rounded up to a coarse grid, but not beyond `planned`. A run of T rounds meets the PLD about
+    8 log2 T times, for all sites of one (q, σ, δ) together, and ends at `epsilon(planned)`.
+    """
+    check.fraction(delta=delta)
+    terms = _terms(history)
+    limits = planned or {}
+    above = tuple(
+        (q, s, max(t, min(_round_count_up(t), limits.get(SampledGaussian(q, s), math.inf))))
+        for q, s, t in terms
+    )
+    return min(
+        _rdp_epsilon(terms, delta, "balle"),
+        _epsilon(tuple((q, s, int(t)) for q, s, t in above), delta, "best", "balle"),
+    )
+
+
+def _round_count_up(count: int) -> int:
+    power = math.ceil(_COUNTS_PER_OCTAVE * math.log2(count) - 1e-9)
+    return max(count, math.floor(2 ** (power / _COUNTS_PER_OCTAVE)))
+
+
+def max_steps(
+    event: SampledGaussian,
+    budget: Budget,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+    spent: History | None = None,
+) -> int:
+    """Return the largest T such that T times the event, after what is spent, stay in the budget.
+
+    epsilon(T) <= budget.epsilon < epsilon(T + 1) holds exactly; 0 where not even one fits.
+    The PLD answers for up to 10 million releases, and T beyond 2^53 is cut off there.
+    """
+    before = dict(spent or {})
+
+    def fits(steps: int) -> bool:
+        history = before | {event: before.get(event, 0) + steps}
+        return epsilon(history, budget.delta, accountant, conversion) <= budget.epsilon
+
+    start = 0
+    if accountant == "best":
+        # RDP costs microseconds and is never above the answer: start there.
+        start = max_steps(event, budget, "rdp", conversion, before)
+    return _last(fits, start)
+
+
+def _last(fits: Callable[[int], bool], start: int) -> int:
+    """Return T with fits(T) and not fits(T + 1), found by doubling the stride and bisecting."""
+    if start == 0 and not fits(0):
+        return 0
+    low, stride = start, max(1, start // 2)
+    while fits(low + stride):
+        low, stride = low + stride, 2 * stride
+        if low > 2**53:
+            return 2**53
+    high = low + stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def round_rate_up(q: float) -> float:
+    """Return the next rate at or above q on a geometric grid of 8 an octave, never above 1.
+
+    ε grows with q, so sampling at q and accounting at the grid's rate is safe. Sites of a thousand
+    sizes then share a few calibrations.
+
+    >>> round_rate_up(1.0), round_rate_up(0.25)
+    (1.0, 0.25)
+    """
+    check.rate(q=q)
+    power = math.ceil(_RATES_PER_OCTAVE * math.log2(q) - 1e-9)
+    return min(1.0, max(q, 2 ** (power / _RATES_PER_OCTAVE)))

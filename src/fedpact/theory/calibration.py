@@ -1,0 +1,137 @@
+"""The smallest noise, or the largest sampling rate, with which a planned history keeps a budget.
+
+Every answer lies on the safe side: epsilon(answer) <= budget.epsilon has been evaluated.
+
+>>> budget = Budget(epsilon=2.0, delta=1e-5)
+>>> round(smallest_sigma(budget, q=0.015, steps=716), 2)
+1.1
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from fedpact import check
+from fedpact.errors import BudgetExhausted
+from fedpact.theory import special
+from fedpact.theory.accounting import (
+    Accountant,
+    Budget,
+    Conversion,
+    History,
+    SampledGaussian,
+    epsilon,
+)
+
+# Of the answer, relative: the search ends this close to the boundary, on the safe side.
+_TOLERANCE: Final = 1e-4
+_SIGMA_RANGE: Final = (1e-3, 1e9)
+_SMALLEST_RATE: Final = 1e-9
+
+
+def smallest_sigma(
+    budget: Budget,
+    q: float,
+    steps: int,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+    spent: History | None = None,
+) -> float:
+    """Return the least σ (within 0.02 %) at which `steps` releases at rate q keep the budget.
+
+    spent: what the budget already bears. Raises BudgetExhausted where no noise would do, and
+    InputError for arguments out of range.
+    """
+    check.rate(q=q)
+    check.count(steps=steps)
+
+    def cost(log_sigma: float, by: Accountant) -> float:
+        return _cost(SampledGaussian(q, math.exp(log_sigma)), steps, budget, by, conversion, spent)
+
+    low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
+    if not cost(high, accountant) <= budget.epsilon:
+        _exhausted(budget, accountant, conversion, spent)
+    return math.exp(_boundary(cost, low, high, budget.epsilon, accountant))
+
+
+def largest_rate(
+    budget: Budget,
+    sigma: float,
+    steps: int,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+    spent: History | None = None,
+) -> float:
+    """Return the largest q (within 0.02 %) at which `steps` releases with σ keep the budget.
+
+    spent: what the budget already bears. Raises BudgetExhausted where not even q = 1e-9 does, and
+    InputError for arguments out of range.
+    """
+    check.positive(sigma=sigma)
+    check.count(steps=steps)
+
+    def cost(minus_log_q: float, by: Accountant) -> float:
+        q = min(1.0, math.exp(-minus_log_q))
+        return _cost(SampledGaussian(q, sigma), steps, budget, by, conversion, spent)
+
+    high = -math.log(_SMALLEST_RATE)
+    if not cost(high, accountant) <= budget.epsilon:
+        _exhausted(budget, accountant, conversion, spent)
+    return min(1.0, math.exp(-_boundary(cost, 0.0, high, budget.epsilon, accountant)))
+
+
+def _cost(
+    event: SampledGaussian,
+    steps: int,
+    budget: Budget,
+    accountant: Accountant,
+    conversion: Conversion,
+    spent: History | None,
+) -> float:
+    before = dict(spent or {})
+    history = before | {event: before.get(event, 0) + steps}
+    return epsilon(history, budget.delta, accountant, conversion)
+
+
+def _exhausted(
+    budget: Budget, accountant: Accountant, conversion: Conversion, spent: History | None
+) -> None:
+    bears = epsilon(spent or {}, budget.delta, accountant, conversion)
+    raise BudgetExhausted(
+        f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {bears:g} is "
+        "spent: no noise is large enough and no sampling rate small enough for what is planned; "
+        "plan fewer releases or raise the budget"
+    )
+
+
+def _boundary(
+    cost: Callable[[float, Accountant], float],
+    low: float,
+    high: float,
+    limit: float,
+    accountant: Accountant,
+) -> float:
+    """Return the least x (about) in [low, high] with cost(x) <= limit, for cost falling in x."""
+    if cost(low, accountant) <= limit:
+        return low
+    if accountant == "best":
+        # RDP is cheap, and its answer never below the one that is sought.
+        above = _boundary(cost, low, high, limit, "rdp") if cost(high, "rdp") <= limit else high
+    else:
+        above = high
+    below = above
+    step = 0.1
+    while below > low and cost(below, accountant) <= limit:
+        above, below, step = below, max(low, below - step), 2 * step
+
+    def excess(x: float) -> float:
+        # Where ε is inf or 0, a bounded stand-in keeps the root finder's secants finite.
+        value = min(max(cost(x, accountant), 1e-6 * limit), 1e6 * limit)
+        return math.log(value / limit)
+
+    x = above
+    if below < above:
+        x = special.root(excess, below, above, _TOLERANCE / 2)
+    while not cost(x, accountant) <= limit:
+        x += _TOLERANCE / 2
+    return min(x, above)

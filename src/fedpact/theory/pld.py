@@ -1,0 +1,133 @@
+"""Privacy loss distributions of Poisson-sampled Gaussians: the tight accountant.
+
+dp-accounting discretises the privacy loss pessimistically by connecting the dots (Doroshenko,
+Ghazi, Kamath, Kumar, Manurangsi. arXiv 2207.04380) and composes by FFT; ε is the larger one of the
+two directions, add and remove. This module chooses the grid, keeps memory bounded and takes the
+rounding of the FFT off δ, so that the answer stays an upper bound.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Protocol, cast
+
+import numpy as np
+from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
+    privacy_loss_distribution as _dp,
+)
+
+Term = tuple[float, float, int]  # q, σ, number of releases
+
+# The grid is this much finer than the spread of one release's loss: then the variance it adds is
+# below 1/6400 of what is there.
+_FINENESS: Final = 40.0
+_FINEST: Final = 1e-9  # below it, differences of δ on neighbouring grid points are all rounding
+_LARGEST_SINGLE: Final = 2.0**17  # grid points of one release's distribution
+_LARGEST_COMPOSED: Final = 2.0**21  # and of a composed one: 16 MiB
+MOST_RELEASES: Final = 10**7  # beyond it epsilon answers inf; RDP serves there
+
+
+class _Distribution(Protocol):
+    """What is used of dp-accounting's PrivacyLossDistribution."""
+
+    def self_compose(self, num_times: int) -> "_Distribution": ...
+    def compose(self, privacy_loss_distribution: "_Distribution") -> "_Distribution": ...
+    def get_epsilon_for_delta(self, delta: float) -> float: ...
+    def get_delta_for_epsilon(self, epsilon: float) -> float: ...
+
+
+class _Library(Protocol):
+    def from_gaussian_mechanism(
+        self,
+        standard_deviation: float,
+        *,
+        value_discretization_interval: float,
+        sampling_prob: float,
+    ) -> _Distribution: ...
+
+
+_library = cast(_Library, _dp)
+
+
+def epsilon(terms: Sequence[Term], delta: float) -> float:
+    """Return an upper bound on the ε of all releases together at δ; inf where none is found.
+
+    terms: (q, σ, count) with count >= 1, each event once. Milliseconds to a second.
+    """
+    if not terms:
+        return 0.0
+    count = sum(t for _, _, t in terms)
+    usable = delta - _rounding(count)
+    if count > MOST_RELEASES or usable <= 0:
+        return math.inf
+    if all(q == 1 for q, _, _ in terms):
+        # Gaussians compose to one Gaussian, exactly.
+        sigma = sum(t / s**2 for _, s, t in terms) ** -0.5
+        terms = ((1.0, sigma, 1),)
+    interval = _interval(terms)
+    try:
+        with np.errstate(all="ignore"):
+            value = _composed(terms, interval, usable)
+    except (OverflowError, ValueError):
+        return math.inf
+    return value if value >= 0 else math.inf
+
+
+def _composed(terms: Sequence[Term], interval: float, delta: float) -> float:
+    total: _Distribution | None = None
+    for q, sigma, count in terms:
+        one = _single(q, sigma, interval)
+        many = one.self_compose(count) if count > 1 else one
+        total = many if total is None else total.compose(many)
+    if total is None or float(total.get_delta_for_epsilon(0.0)) <= delta:
+        return 0.0
+    return float(total.get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=32)
+def _single(q: float, sigma: float, interval: float) -> _Distribution:
+    return _library.from_gaussian_mechanism(
+        sigma, value_discretization_interval=interval, sampling_prob=q
+    )
+
+
+def _rounding(count: int) -> float:
+    """Return what the rounding of the FFTs may add to or take from δ.
+
+    The relative error of a transform's `count`-th power is about count + log2(size) units in the
+    last place; summed over the tail it grows by the root of size over spread, taken as 8.
+    """
+    return 8 * (count + 64) * 2.0**-52
+
+
+def _interval(terms: Sequence[Term]) -> float:
+    """Return the grid's step: fine beside the loss of one release, coarser where memory ends."""
+    count = sum(t for _, _, t in terms)
+    variance = sum(t * _loss_spread(q, s) ** 2 for q, s, t in terms)
+    reach = max(_loss_range(q, s) for q, s, _ in terms)
+    step = max(
+        _FINEST,
+        math.sqrt(variance / count) / _FINENESS,
+        reach / _LARGEST_SINGLE,
+        (reach + 24 * math.sqrt(variance)) / _LARGEST_COMPOSED,
+        # The library's tail bounds widen for many releases as variance / (reach · step).
+        variance / (reach * _LARGEST_COMPOSED),
+    )
+    # Steps from a geometric grid, so that histories that differ little share distributions.
+    return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
+
+
+def _loss_spread(q: float, sigma: float) -> float:
+    """Return the root of the Rényi divergence of order 2: for small losses, their deviation."""
+    exponent = sigma**-2
+    if exponent < 30:
+        return math.sqrt(math.log1p(q**2 * math.expm1(exponent)))
+    return math.sqrt(float(np.logaddexp(0.0, 2 * math.log(q) + exponent)))
+
+
+def _loss_range(q: float, sigma: float) -> float:
+    """Return the width of the losses within ten deviations of the noise."""
+    rest = math.log1p(-q) if q < 1 else -math.inf
+    high = float(np.logaddexp(rest, math.log(q) + 10 / sigma + 0.5 / sigma**2))
+    low = float(np.logaddexp(rest, math.log(q) - 10 / sigma - 1.5 / sigma**2))
+    return max(high - low, 10 * _loss_spread(q, sigma), _FINEST)

@@ -1,0 +1,44 @@
+"""The few functions of SciPy the accountants need, behind typed signatures."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import scipy.optimize as _optimize  # pyright: ignore[reportMissingTypeStubs]
+import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+_special = cast(Any, _scipy)
+
+
+def log_binomial(n: float, k: Array) -> Array:
+    """Return log |C(n, k)| for real n > 0 and k = 0, 1, ..., elementwise."""
+    return np.asarray(
+        _special.gammaln(n + 1) - _special.gammaln(k + 1) - _special.gammaln(n - k + 1)
+    )
+
+
+def binomial_sign(n: float, k: Array) -> Array:
+    """Return the sign of C(n, k) for real, fractional n > 0, elementwise."""
+    return np.asarray(_special.gammasgn(n - k + 1))
+
+
+def logsumexp(x: Array) -> float:
+    """Return log Σ exp(x)."""
+    return float(_special.logsumexp(x))
+
+
+def log_normal_cdf(x: Array) -> Array:
+    """Return log Φ(x), elementwise, accurate far into the lower tail."""
+    return np.asarray(_special.log_ndtr(x))
+
+
+def normal_cdf(x: float) -> float:
+    """Return Φ(x)."""
+    return float(_special.ndtr(x))
+
+
+def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
+    """Return a root of f between low and high, where f changes its sign, by Brent's method."""
+    return float(cast(Any, _optimize).brentq(f, low, high, xtol=tolerance))
