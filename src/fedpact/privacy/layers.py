@@ -1,0 +1,191 @@
+"""Per-sample gradients by layer: squared norms, and weighted sums, from what the tape recorded.
+
+For every layer the gradient of sample j is linear in the recorded output gradient. A rule turns the
+calls of its layer into a Part: the squared norms ‖g_j‖² [B], and a way to write Σ_j c_j g_j.
+
+Linear and convolution   G_j = Σ_t g_jt u_jtᵀ over positions t; u is the input, or its patches.
+                         Three ways to ‖G_j‖²; `_outer` takes the cheapest.
+Embedding                G_j sums g_jt over the positions that hold the same index.
+LayerNorm, GroupNorm     weight: Σ_t g_jt ⊙ x̂_jt; bias: Σ_t g_jt.
+
+Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
+(ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedpact.privacy.parts import CHUNK, Outer, Part, Views, kept, square_sums, together
+from fedpact.privacy.patches import Geometry
+from fedpact.privacy.tape import Call
+
+Rule = Callable[[nn.Module, list[Call], frozenset[str]], Part]
+"""(module, its calls, its trainable parameters' names) -> its Part."""
+
+
+def _input(call: Call) -> Tensor:
+    return call.tensors[0]
+
+
+def _grad(call: Call) -> Tensor:
+    return cast(Tensor, call.grad)
+
+
+def _positions(tensors: list[Tensor]) -> Tensor:
+    """[B, ..., N] of each call as [B, T, N], one call's positions after another's."""
+    batch, width = tensors[0].shape[0], tensors[0].shape[-1]
+    return torch.cat([t.reshape(batch, -1, width) for t in tensors], 1)
+
+
+# Linear and convolution
+
+
+def _with_bias(weight: Part | None, bias: Tensor | None) -> Part:
+    """Add a bias's per-sample gradients [B, O]."""
+    parts = [] if weight is None else [weight]
+    return together(parts if bias is None else [*parts, kept({"bias": bias})])
+
+
+def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:  # noqa: ARG001
+    """nn.Linear on [B, ..., K]."""
+    if len(calls) == 1 and _input(calls[0]).dim() == 2:
+        return _linear_once(_input(calls[0]), _grad(calls[0]), names)
+    x, g = _positions([_input(c) for c in calls]), _positions([_grad(c) for c in calls])
+    outer = Outer(g.mT, lambda i, j: x[i:j], 1, x.shape[2], len(x), lambda total: total[0])
+    return _with_bias(
+        outer.part() if "weight" in names else None, g.sum(1) if "bias" in names else None
+    )
+
+
+def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
+    """One position a sample: G_j = g_j x_jᵀ, so ‖G_j‖ = ‖g_j‖‖x_j‖, and the sum is one product."""
+    factor = (square_sums(x) if "weight" in names else 0) + (1 if "bias" in names else 0)
+
+    def write(c: Tensor, views: Views) -> None:
+        scaled = g * c[:, None]
+        if "weight" in names:
+            torch.mm(scaled.t(), x, out=views["weight"])
+        if "bias" in names:
+            torch.sum(scaled, 0, out=views["bias"])
+
+    return Part(square_sums(g) * factor, write)
+
+
+def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
+    """nn.Conv1d and nn.Conv2d on [B, C, ...]: linear on patches, groups as rows of a sample."""
+    conv = cast(nn.Conv1d | nn.Conv2d, module)
+    grads = torch.cat([_grad(c).flatten(2) for c in calls], 2)  # [B, O, T]
+    bias = grads.sum(2) if "bias" in names else None
+    if "weight" not in names:
+        return _with_bias(None, bias)
+    geometry = Geometry.of(conv)
+    inside = geometry.channels_inside(_grad(calls[0]).shape[-1])
+
+    def patches(i: int, j: int) -> Tensor:
+        return torch.cat([geometry.unfold(_input(c)[i:j], inside) for c in calls], 1)
+
+    def weight(total: Tensor) -> Tensor:
+        return geometry.weight(total, inside).reshape(conv.weight.shape)
+
+    batch, out, length = grads.shape
+    rows = grads.reshape(batch * conv.groups, out // conv.groups, length)
+    outer = Outer(rows, patches, conv.groups, geometry.width, CHUNK, weight)
+    return _with_bias(outer.part(), bias)
+
+
+# Embedding
+
+
+def embedding(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:  # noqa: ARG001
+    """nn.Embedding on indices [B, ...]; the row of padding_idx has no gradient."""
+    table = cast(nn.Embedding, module)
+    batch = len(_input(calls[0]))
+    index = torch.cat([_input(c).reshape(batch, -1) for c in calls], 1).long()
+    g = _positions([_grad(c) for c in calls])
+    sample = torch.arange(batch, device=index.device)[:, None].expand_as(index)
+    real = torch.ones_like(index, dtype=torch.bool)
+    if table.padding_idx is not None:
+        real = index != table.padding_idx
+    # One row for each pair (sample, index) that occurs: B times the whole table is never built.
+    keys = sample[real] * table.num_embeddings + index[real]
+    unique = cast(Callable[..., tuple[Tensor, Tensor]], torch.unique)  # pyright: ignore[reportUnknownMemberType]
+    pairs, place = unique(keys, return_inverse=True)
+    rows = g.new_zeros(len(pairs), table.embedding_dim).index_add_(0, place, g[real])
+    owner, entry = pairs // table.num_embeddings, pairs % table.num_embeddings
+    squares = g.new_zeros(batch).index_add_(0, owner, square_sums(rows))
+
+    def write(c: Tensor, views: Views) -> None:
+        views["weight"].index_add_(0, entry, rows * c[owner, None])
+
+    return Part(squares, write)
+
+
+# Normalisation
+
+
+def _affine(grads: list[Tensor], normal: list[Tensor], names: frozenset[str]) -> Part:
+    """Weight and bias of y = weight ⊙ x̂ + bias from g, x̂ [B, T, N], one pair a call."""
+    found: dict[str, Tensor] = {}
+    if "weight" in names:
+        found["weight"] = torch.stack(
+            [(g * x).sum(1) for g, x in zip(grads, normal, strict=True)]
+        ).sum(0)
+    if "bias" in names:
+        found["bias"] = torch.stack([g.sum(1) for g in grads]).sum(0)
+    return kept(found)
+
+
+def layer_norm(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
+    """nn.LayerNorm on [B, ..., *normalized_shape]."""
+    norm = cast(nn.LayerNorm, module)
+    shape = [len(_input(calls[0])), -1, int(torch.Size(norm.normalized_shape).numel())]
+    normal = [F.layer_norm(_input(c), norm.normalized_shape, eps=norm.eps) for c in calls]
+    return _affine(
+        [_grad(c).reshape(shape) for c in calls], [x.reshape(shape) for x in normal], names
+    )
+
+
+def group_norm(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
+    """nn.GroupNorm on [B, C, ...]."""
+    norm = cast(nn.GroupNorm, module)
+    shape = [len(_input(calls[0])), norm.num_channels, -1]
+    normal = [F.group_norm(_input(c), norm.num_groups, eps=norm.eps) for c in calls]
+    return _affine(
+        [_grad(c).reshape(shape).mT for c in calls], [x.reshape(shape).mT for x in normal], names
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A rule, and the fewest dimensions of an input that has a leading batch dimension."""
+
+    rule: Rule
+    dimensions: Callable[[nn.Module], int]
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """The rule that computes this module's per-sample gradients, or None: then by the fallback.
+
+    Only the very types below: a subclass, a parametrisation or a replaced forward computes
+    something else.
+    """
+    if "forward" in vars(module):
+        return None
+    if not {n for n, _ in module.named_parameters()} <= {"weight", "bias"}:
+        return None
+    return _LAYERS.get(type(module))
+
+
+_LAYERS: dict[type[nn.Module], Layer] = {
+    nn.Linear: Layer(linear, lambda _: 2),
+    nn.Conv1d: Layer(convolution, lambda _: 3),
+    nn.Conv2d: Layer(convolution, lambda _: 4),
+    nn.Embedding: Layer(embedding, lambda _: 1),
+    nn.LayerNorm: Layer(layer_norm, lambda m: 1 + len(cast(nn.LayerNorm, m).normalized_shape)),
+    nn.GroupNorm: Layer(group_norm, lambda _: 2),
+}
