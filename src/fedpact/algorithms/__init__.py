@@ -1,1 +1,103 @@
-"""One file an algorithm, found by its file name."""
+"""One file an algorithm, found by its file name.
+
+An algorithm is a module of pure functions, described by `Algorithm`: what the server tells the
+sites, what a site does with its oracle, what the server does with the replies. The loops over
+rounds and over sites belong to the engine. docs/adding-an-algorithm.md writes one from scratch.
+
+>>> "fedavg" in names()
+True
+>>> load("fedavg").channels(load("fedavg").Settings())
+{'gradient': 1.0}
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from fedpact.errors import PlanError
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+
+class BaseSettings(BaseModel):
+    """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """The settings under which an algorithm is its parent, which the conformance suite checks.
+
+    parent: the other algorithm's name. settings: ours that make it neutral. parent_settings: the
+    parent's that go with them. Settings of equal name (learning_rate) are equal in both.
+    tolerance: largest difference of any weight relative to the largest weight; 0 is bit for bit.
+    In a private run it holds at the same gradient σ and the same draws.
+    """
+
+    parent: str
+    settings: Mapping[str, Any]
+    parent_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tolerance: float = 0.0
+
+
+class Algorithm(Protocol):
+    """The functions and names of an algorithm's module. `settings` is its own Settings."""
+
+    Settings: type[BaseSettings]
+    """The [settings] table of a plan; every field has a sound default."""
+
+    NEUTRAL: Neutral | None
+    """How it reduces to a parent, or None."""
+
+    def channels(self, settings: Any) -> dict[str, float]:
+        """Return what a batch releases: channel -> noise multiplier relative to the gradient's."""
+        ...
+
+    def steps(self, settings: Any, state: State | None = None) -> int:
+        """Return the local iterations τ of the next round: at most so many batches are asked for.
+
+        state: the server's, for an algorithm that changes τ; None asks for the most there can be.
+        """
+        ...
+
+    def init(self, w: Tensor, settings: Any) -> State:
+        """Return the server's first state, from the initial model w [d]."""
+        ...
+
+    def task(self, state: State, settings: Any) -> State:
+        """Return what every site is told: "w" [d] and whatever else crosses the wire."""
+        ...
+
+    def local(self, task: Task, oracle: Oracle, memory: State, settings: Any) -> Local:
+        """Return a site's reply and its next memory. Leaves the task and the memory as they are.
+
+        memory: what this function returned when its reply was last included; empty at first.
+        """
+        ...
+
+    def update(self, state: State, replies: Iterable[Reply], settings: Any) -> State:
+        """Return the server's next state.
+
+        replies: at least one, in the order of site names, computed as they are asked for: they are
+        to be folded, never collected. reply.weight is N_i, so p_i = N_i / Σ N.
+        """
+        ...
+
+
+def names() -> list[str]:
+    """Return the names of all algorithms, sorted."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def load(name: str) -> Algorithm:
+    """Return the algorithm of that name. Raises PlanError: there is none."""
+    if name not in names():
+        raise PlanError(f"algorithm is {name!r}: expected one of {', '.join(names())}")
+    return cast(Algorithm, importlib.import_module(f"{__name__}.{name}"))

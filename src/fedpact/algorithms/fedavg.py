@@ -1,0 +1,71 @@
+"""FedAvg; its private form is DP-FedAvg. McMahan, Moore, Ramage, Hampson, Agüera y Arcas.
+Communication-efficient learning of deep networks from decentralized data. arXiv 1602.05629.
+The private form is Algorithm 1 of ALI-DPFL (Ling, Fu, Wang, Liu, Chen. arXiv 2308.10457).
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η      learning_rate  step size, > 0                                plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          p_i    weight         N_i / Σ N, N_i the site's declared size       the sites
+Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
+Server    w ← Σ p_i w_i
+Releases  τ gradient sums: τ events
+Neutral   nothing: FedAvg is what others reduce to
+Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
+          batches; every site takes part in every round. The mean of the replies has weights p_i.
+"""
+
+from collections.abc import Iterable
+
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.local import sgd, weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+NEUTRAL: Neutral | None = None
+
+
+class Settings(BaseSettings):
+    """See Symbols."""
+
+    learning_rate: float = Field(default=0.5, gt=0)
+    local_steps: int = Field(default=1, ge=1)
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    del settings
+    return {"gradient": 1.0}
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """See Algorithm."""
+    del state
+    return settings.local_steps
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": w})
+
+
+def task(state: State, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return state
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    del memory
+    w = sgd(oracle, task.vectors["w"], settings.local_steps, settings.learning_rate)
+    return Local({"w": w})
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    del state, settings
+    return weighted_mean(replies)

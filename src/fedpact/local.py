@@ -1,0 +1,48 @@
+"""What several algorithms share: local steps at a site, and the mean of replies at the server.
+
+Vectors that come from a task are never written to: the sites of a simulation share them.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from fedpact.check import positive
+from fedpact.errors import InputError
+from fedpact.messages import Reply, State
+from fedpact.privacy.oracle import Oracle
+
+
+def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:
+    """Return w [d] after `steps` times w ← w - η g(w), each gradient on a batch of its own."""
+    w = w.clone()
+    for batch in oracle.batches(steps, "gradient"):
+        w.add_(batch.gradient(w), alpha=-learning_rate)
+    return w
+
+
+def weighted_mean(
+    replies: Iterable[Reply], *, vectors: Iterable[str] = ("w",), numbers: Iterable[str] = ()
+) -> State:
+    """Return Σ p_i x_i of the named vectors and numbers, p_i = N_i / Σ N, N_i the reply's weight.
+
+    A fold: one reply is held at a time. The mean of equal vectors is that vector, bit for bit.
+    Raises InputError: no reply, or a weight that is not a finite number > 0.
+    """
+    total = 0.0
+    means: dict[str, Tensor] = {}
+    scalars: dict[str, float] = {}
+    for reply in replies:
+        total += positive(weight=reply.weight)
+        share = reply.weight / total
+        for name in vectors:
+            if name in means:
+                means[name].lerp_(reply.vectors[name], share)
+            else:
+                means[name] = reply.vectors[name].clone()
+        for name in numbers:
+            before = scalars.get(name, 0.0)
+            scalars[name] = before + share * (reply.numbers[name] - before)
+    if not total:
+        raise InputError("replies is empty: expected the reply of at least one site")
+    return State(means, scalars)
