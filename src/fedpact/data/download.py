@@ -68,7 +68,7 @@ def _fetch(source: Source, url: str) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         # urllib's URLError and HTTPError are OSErrors.
         raise DataError(
-            f"data set {source.name}: {url} cannot be fetched ({error}): check the connection, give "
-            f"another address that holds the same files, or put them into "
+            f"data set {source.name}: {url} cannot be fetched ({error}): check the connection, "
+            "give another address that holds the same files, or put them into "
             f"{data_dir() / source.name} by hand"
         ) from error

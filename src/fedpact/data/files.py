@@ -187,13 +187,12 @@ def cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
     sums = "".join(f"{file}{md5}" for file, md5 in sorted(source.files.items()))
     key = hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
     path = cache_dir() / f"{source.name}-{key}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return dict(stored)
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # a damaged zip fails in a dozen ways; the originals are at hand
-        warnings.warn(f"{path} is damaged ({error}): it is made again", stacklevel=2)
+    if path.is_file():
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return dict(stored)
+        except Exception as error:  # a damaged zip fails in a dozen ways; the originals are at hand
+            warnings.warn(f"{path} is damaged ({error}): it is made again", stacklevel=2)
     arrays = decode(source)
     try:
         with replacing(path) as target, target.open("wb") as stream:

@@ -113,10 +113,10 @@ class Partition:
 
     def sites(self, dataset: Dataset) -> list[Site]:
         """Return the sites' records, by name. Raises DataError for another data set's partition."""
-        indices = [i for part in (self.train, self.held_out) for i in part.values()]
-        fits = max((int(i.max()) for i in indices if len(i)), default=0) < len(dataset.y)
+        used = np.concatenate([*self.train.values(), *self.held_out.values()])
         if not (
-            fits
+            len(used) == len(np.unique(used))
+            and 0 <= used.min() <= used.max() < len(dataset.y)
             and dataset.classes == self.classes
             and np.array_equal(_label_counts(dataset, self.train), self.label_counts)
         ):
@@ -162,6 +162,8 @@ class Partition:
         """Read back what `save` wrote. Raises DataError where it is something else."""
         try:
             raw: dict[str, Any] = json.loads(Path(path).read_text())
+            if not raw["train"] or raw["train"].keys() != raw["held_out"].keys():
+                raise ValueError("its sites do not agree")
             return Partition(
                 settings=PartitionSettings(**raw["settings"]),
                 seed=raw["seed"],

@@ -1,0 +1,67 @@
+import gzip
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpact.data import files
+from fedpact.data.files import Source
+
+REAL = os.environ.get("FEDPACT_DATA")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache and no data directory, so that no test sees another's files."""
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDPACT_DATA", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def real_data(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the real data sets."""
+    if not REAL:
+        pytest.skip("FEDPACT_DATA is not set: the real data sets are not here")
+    monkeypatch.setenv("FEDPACT_DATA", REAL)
+    return Path(REAL)
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An IDX file, gzip, as http://yann.lecun.com/exdb/mnist describes it."""
+    head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    return gzip.compress(head + array.astype(np.uint8).tobytes(), mtime=0)
+
+
+@pytest.fixture
+def small_mnist(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """A data set of 20 + 10 images in MNIST's place; returns its files, not yet on disk."""
+    rng = np.random.default_rng(0)
+    contents = {}
+    for part, n in (("train", 20), ("t10k", 10)):
+        contents[f"{part}-images.gz"] = idx(rng.integers(0, 256, (n, 28, 28)))
+        contents[f"{part}-labels.gz"] = idx(np.arange(n) % 10)
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
+    source = Source("mnist", sums, home="http://localhost:9", licence="none")
+    monkeypatch.setitem(files.SOURCES, "mnist", source)  # type: ignore[arg-type]
+    return contents
+
+
+def put(folder: Path, contents: dict[str, bytes]) -> None:
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@pytest.fixture
+def mnist_dir(
+    small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The small data set on disk; returns its folder."""
+    put(tmp_path / "files" / "mnist", small_mnist)
+    monkeypatch.setenv("FEDPACT_DATA", str(tmp_path / "files"))
+    return tmp_path / "files" / "mnist"

@@ -1,0 +1,279 @@
+import datetime
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpact.data import datasets
+from fedpact.data.dataset import Dataset
+from fedpact.data.datasets import from_arrays, load
+from fedpact.errors import DataError
+
+
+@given(
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    places=st.sets(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1),
+)
+def test_a_value_that_is_not_finite_is_counted_and_placed(bad, places):
+    x = torch.zeros(7, 3)
+    for place in places:
+        x[place] = bad
+    row, column = min(places)
+    with pytest.raises(DataError) as error:
+        from_arrays(x, torch.zeros(7, dtype=torch.int64), name="ward")
+    text = str(error.value)
+    assert "ward" in text
+    assert f"{len(places)} values of x" in text
+    assert f"row {row}, column {column} " in text
+    assert "remove" in text
+
+
+def test_a_value_in_an_image_is_placed_by_its_whole_index():
+    x = torch.zeros(4, 1, 5, 5)
+    x[2, 0, 3, 4] = math.nan
+    with pytest.raises(DataError, match=r"row 2, column \(0, 3, 4\)"):
+        from_arrays(x, [0, 1, 0, 1])
+
+
+def test_a_value_beyond_float32_is_refused():
+    with pytest.raises(DataError, match="1 values of x are NaN or infinite, the first in row 1"):
+        from_arrays([[1.0], [1e300]], [0, 1])
+
+
+@pytest.mark.parametrize("y", [[0, 1, 2, 3], [0, -1, 0, 0]])
+def test_a_label_out_of_range_is_placed_and_its_value_is_not_shown(y):
+    row = next(i for i, label in enumerate(y) if label not in (0, 1, 2))
+    with pytest.raises(DataError, match=rf"row {row} .*expected integers 0\.\.2"):
+        from_arrays(torch.zeros(4, 2), y, classes=("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "more", "message"),
+    [
+        (np.zeros((3, 2)), [0, 1], {}, "equal n"),
+        (np.zeros((0, 2)), np.zeros(0, int), {}, "n >= 1"),
+        (np.zeros((3, 0)), [0, 1, 0], {}, "at least one"),
+        (np.zeros(3), [0, 1, 0], {}, "reshape"),
+        (np.zeros((3, 2)), [0.0, 1.0, 0.0], {}, "expected integers"),
+        (np.zeros((3, 2)), [0, 1, 0], {"classes": ("a", "a")}, "no name twice"),
+        (np.zeros((3, 2)), ["a", "b", "c"], {"classes": ("a", "b")}, "first in row 2"),
+        (np.zeros((3, 2)), [0, 1, 0], {"site": ["a"]}, "1 entries for 3"),
+        (np.zeros((3, 2)), [0, 1, 0], {"test": (np.zeros((1, 3)), [0])}, "equal shapes"),
+        ([["a"], ["b"]], [0, 1], {}, "holds strings"),
+        ([[1.0], [2.0, 3.0]], [0, 1], {}, "no array"),
+        (np.array([[None], [None]]), [0, 1], {}, "type object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(x, y, more, message):
+    with pytest.raises(DataError, match=message):
+        from_arrays(x, y, **more)
+
+
+def test_half_a_test_set_is_refused():
+    with pytest.raises(DataError, match="only one of"):
+        Dataset("d", torch.zeros(2, 1), torch.tensor([0, 1]), ("a", "b"), x_test=torch.zeros(1, 1))
+
+
+def test_arrays_become_a_data_set():
+    x = np.arange(6).reshape(3, 2)
+    data = from_arrays(x.astype(np.uint8), ["b", "a", "b"], site=[1, 2, 1], test=(x[:1] / 2, ["c"]))
+    assert data.x.dtype == torch.float32
+    assert torch.equal(data.x, torch.from_numpy(x).float())
+    assert data.classes == ("a", "b", "c")
+    assert data.y.tolist() == [1, 0, 1]
+    assert data.y_test is not None
+    assert data.y_test.tolist() == [2]
+    assert data.site == ("1", "2", "1")
+    assert from_arrays(x, [0, 2, 1]).x.dtype == torch.int64  # 64-bit integers are tokens
+    assert from_arrays(torch.from_numpy(x), [0, 2, 1]).classes == ("0", "1", "2")
+
+
+def test_changing_the_given_array_does_not_change_the_data_set():
+    x = np.zeros((2, 1), np.float32)
+    data = from_arrays(x, [0, 1])
+    x[:] = np.nan
+    assert torch.equal(data.x, torch.zeros(2, 1))
+
+
+def test_numeric_class_names_are_sorted_by_size():
+    assert from_arrays(np.zeros((3, 1)), ["10", "9", "-1"]).classes == ("-1", "9", "10")
+
+
+def test_digits_split_is_stratified_and_complete():
+    data = load("digits")
+    assert data.x_test is not None
+    assert data.y_test is not None
+    assert len(data.x) + len(data.x_test) == 1797
+    assert data.x.shape[1:] == (1, 8, 8)
+    assert data.x.min() == 0
+    assert data.x.max() == 1
+    train, test = data.y.bincount(), data.y_test.bincount()
+    assert torch.equal(test, (train + test) // 5)
+    assert torch.equal(data.x, load("digits").x)
+
+
+# Files
+
+
+CSV = "age,city,out,dose\n61,A,yes,0.5\n47,B,no,1e-3\n\n39,A,no,-2\n"
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_csv(tmp_path):
+    data = load(write(tmp_path / "t.csv", CSV), label="out", site="city")
+    assert torch.equal(data.x, torch.tensor([[61, 0.5], [47, 1e-3], [39, -2]]))
+    assert data.classes == ("no", "yes")
+    assert data.y.tolist() == [1, 0, 0]
+    assert data.site == ("A", "B", "A")
+    assert data.x_test is None
+
+
+def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
+    path = write(tmp_path / "t.csv", "x,y\n1,yes\n2,yes\n")
+    assert load(path, label="y").y.tolist() == [0, 0]
+    assert load(path, label="y", classes=("no", "yes")).y.tolist() == [1, 1]
+    with pytest.raises(DataError, match="first in row 0"):
+        load(path, label="y", classes=("0", "1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "site", "message"),
+    [
+        (CSV, None, None, "label column is None: expected one of its columns age, city, out"),
+        (CSV, "outcome", None, "'outcome'"),
+        (CSV, "out", "ward", "site column is 'ward'"),
+        (CSV, "out", "out", "two different columns"),
+        (CSV, "out", None, r"column city, row 1 \(counted from 1\) is no finite number"),
+        ("x,y\n1,a\n,b\n", "y", None, r"column x, row 2 \(counted from 1\) is missing"),
+        ("x,y\n1,a\nNaN,b\n", "y", None, "column x, row 2 .* is missing"),
+        ("x,y\n1,a\n2,b\n ?,b\n", "y", None, "column x, row 3 .* is missing"),
+        ("x,y\n1,a\ninf,b\n", "y", None, "column x, row 2 .* is no finite number"),
+        ("x,y\n1,a\n1e300,b\n", "y", None, "column x, row 2 .* is no finite number"),
+        ("x,y\n1,a\n2,\n", "y", None, "column y, row 2 .* is missing"),
+        ("x,s,y\n1,,a\n", "y", "s", "column s, row 1 .* is missing"),
+        ("x,y\n1,a\n2\n", "y", None, r"row 2 .* has 1 values: expected 2"),
+        ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
+        ("x,y\n", "y", None, "0 records"),
+        ("", "y", None, "0 records"),
+        ("y\na\n", "y", None, "at least one more"),
+        ('x,y\n1,"a\n', "y", None, "cannot be read as CSV"),
+    ],
+)
+def test_a_csv_that_cannot_be_used_is_explained(tmp_path, text, label, site, message):
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path / "t.csv", text), label=label, site=site)
+
+
+def test_no_message_quotes_a_value(tmp_path):
+    path = write(tmp_path / "t.csv", "x,y\n1,a\nsecret,b\n")
+    with pytest.raises(DataError) as error:
+        load(path, label="y")
+    assert "secret" not in str(error.value)
+
+
+def test_a_csv_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_bytes("x,y\n1,é\n".encode("latin-1"))
+    with pytest.raises(DataError, match="UTF-8"):
+        load(str(tmp_path / "t.csv"), label="y")
+
+
+def test_parquet_equals_csv(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    import pyarrow.parquet as parquet
+
+    columns = {"age": [61, 47], "city": ["A", "B"], "out": [1, 0], "dose": [0.5, -2.0]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    rows = "\n".join(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))
+    text = write(tmp_path / "t.csv", f"{','.join(columns)}\n{rows}\n")
+    a, b = (load(p, label="out", site="city") for p in (str(tmp_path / "t.parquet"), text))
+    assert torch.equal(a.x, b.x)
+    assert torch.equal(a.y, b.y)
+    assert (a.classes, a.site) == (b.classes, b.site)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([1.0, None], "column x, row 2 .* is missing"),
+        ([1.0, math.nan], "column x, row 2 .* is missing"),
+        (["a", "b"], "column x, row 1 .* is no finite number"),
+        ([datetime.date(2020, 1, 1)] * 2, "column x, row 1 .* is no finite number"),
+    ],
+)
+def test_parquet_with_a_column_that_is_no_feature(tmp_path, column, message):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table({"x": column, "y": ["a", "b"]}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=message):
+        load(str(tmp_path / "t.parquet"), label="y")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "t.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what a missing module looks like
+    with pytest.raises(DataError, match=r"fedpact\[parquet\]"):
+        load(str(tmp_path / "t.parquet"), label="y")
+
+
+def test_a_broken_parquet_is_refused(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 not really PAR1")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load(str(tmp_path / "t.parquet"), label="y")
+
+
+def test_npz_round_trip(tmp_path):
+    path = tmp_path / "t.npz"
+    x, y = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 2, 1, 0])
+    np.savez(path, x=x, y=y, x_test=x[:2], y_test=y[:2], site=np.array(list("ababa")))
+    data = load(str(path))
+    assert torch.equal(data.x, torch.from_numpy(x).float())
+    assert data.y.tolist() == y.tolist()
+    assert data.y_test is not None
+    assert data.y_test.tolist() == [0, 1]
+    assert data.site == tuple("ababa")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 1))}, "expected x and y"),
+        ({"x": np.zeros((2, 1)), "y": [0, 1], "z": [1]}, "expected x and y"),
+        ({"x": np.zeros((2, 1)), "y": [0, 1], "y_test": [1]}, "x_test with y_test"),
+        ({"x": np.array([[None]]), "y": [0]}, "Python objects"),
+    ],
+)
+def test_an_npz_that_cannot_be_used_is_explained(tmp_path, arrays, message):
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        load(str(tmp_path / "t.npz"))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.npz"])
+def test_a_missing_file_is_named(name):
+    with pytest.raises(DataError, match=f"{name} does not exist"):
+        load(name, **({} if name == "t.npz" else {"label": "y"}))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(DataError) as error:
+        load("mnits")
+    assert "'mnits'" in str(error.value)
+    assert all(name in str(error.value) for name in (*datasets.NAMES, ".csv", ".parquet", ".npz"))
+
+
+def test_settings_that_do_not_belong_to_the_data_set_are_refused():
+    with pytest.raises(DataError, match=r"only \.csv and \.parquet"):
+        load("digits", label="y")
+    with pytest.raises(DataError, match="its own classes"):
+        load("digits", classes=("a",))

@@ -1,0 +1,419 @@
+import io
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from rich.console import Console
+from scipy import stats
+
+from fedpact.data import splits
+from fedpact.data.datasets import from_arrays
+from fedpact.data.partition import Partition, PartitionSettings, make_partition
+from fedpact.errors import DataError, InputError
+
+
+def records(per_label: list[int], site: list[str] | None = None):
+    """A data set whose feature is the record's number, labels in shuffled order."""
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(per_label)), per_label))
+    classes = [f"c{k}" for k in range(len(per_label))]
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    return from_arrays(x, y, name="records", classes=classes, site=site)
+
+
+EVEN = records([200] * 10)
+EVERY_KIND = [
+    {"kind": "iid"},
+    {"kind": "dirichlet", "beta": 0.5},
+    {"kind": "labels", "labels_per_site": 2},
+    {"kind": "labels", "labels_per_site": 7},
+    {"kind": "shards", "shards_per_site": 3},
+    {"kind": "power_law", "smallest": 4, "largest": 80},
+    {"kind": "power_law", "smallest": 4, "largest": 80, "labels_per_site": 3, "exponent": 1.0},
+    {"kind": "natural"},
+]
+LEAVES_SOME_OVER = ("labels", "power_law")
+
+
+def joined(partition: Partition) -> list[np.ndarray]:
+    """All indices of each site."""
+    return [np.concatenate([partition.train[n], partition.held_out[n]]) for n in partition.train]
+
+
+@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(
+    per_label=st.lists(st.integers(60, 150), min_size=7, max_size=9),
+    sites=st.integers(1, 12),
+    seed=st.integers(0, 2**40),
+    held_out=st.sampled_from([0.0, 0.2, 0.5, 0.99]),
+)
+def test_every_record_goes_to_at_most_one_site(choice, per_label, sites, seed, held_out):
+    names = [f"s{i % sites:02}" for i in range(sum(per_label))]
+    data = records(per_label, names)
+    chosen = PartitionSettings(**choice, held_out=held_out)
+    partition = make_partition(data, chosen, sites, seed)
+    used = np.concatenate(joined(partition))
+    assert len(partition.train) == sites
+    assert list(partition.train) == sorted(partition.train) == list(partition.held_out)
+    assert len(np.unique(used)) == len(used)
+    # `labels` covers too, unless it deals fewer labels than there are.
+    dealt = choice["kind"] == "labels" and sites * choice["labels_per_site"] >= len(per_label)
+    if dealt or choice["kind"] not in LEAVES_SOME_OVER:
+        assert np.array_equal(np.sort(used), np.arange(len(data.y)))
+    for name, everything in zip(partition.train, joined(partition), strict=True):
+        n, held = len(everything), len(partition.held_out[name])
+        assert held == min(round(held_out * n), n - 1)
+        assert all(a < b for a, b in pairwise(partition.train[name]))
+    # The counts are those of the training records, and the sites hold the records they name.
+    for row, site in zip(partition.counts(), partition.sites(data), strict=True):
+        assert site.y.bincount(minlength=len(per_label)).tolist() == row.tolist()
+        assert site.x[:, 0].tolist() == partition.train[site.name].tolist()
+        assert site.x_held[:, 0].tolist() == partition.held_out[site.name].tolist()
+        assert torch.equal(site.y_held, data.y[site.x_held[:, 0].long()])
+
+
+@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
+def test_the_seed_decides(choice):
+    data = records([200] * 10, [f"s{i % 10}" for i in range(2000)])
+    chosen = PartitionSettings(**choice)
+    a, again, other = (make_partition(data, chosen, 10, seed) for seed in (1, 1, 2))
+    assert same(a, again)
+    assert not same(a, other)
+
+
+def same(a: Partition, b: Partition) -> bool:
+    return (
+        (a.settings, a.seed, a.classes) == (b.settings, b.seed, b.classes)
+        and list(a.train) == list(b.train)
+        and all(np.array_equal(a.train[n], b.train[n]) for n in a.train)
+        and all(np.array_equal(a.held_out[n], b.held_out[n]) for n in a.train)
+        and np.array_equal(a.counts(), b.counts())
+    )
+
+
+@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
+def test_held_out_does_not_move_a_record_to_another_site(choice):
+    data = records([200] * 10, [f"s{i % 10}" for i in range(2000)])
+    none, half = (
+        make_partition(data, PartitionSettings(**choice, held_out=f), 10, 3) for f in (0, 0.5)
+    )
+    for a, b in zip(joined(none), joined(half), strict=True):
+        assert set(a) == set(b)
+
+
+def test_held_out_records_are_a_fair_sample():
+    # Under a fair draw each record of a site of 10 is held out with probability 0.3; over 2,000
+    # seeds the chi-square of the positions exceeds its 1e-6 quantile once in a million runs of
+    # other code. The draws within a seed are without replacement: the statistic has mean
+    # 9 * (1 - 0.3), and is rescaled by that.
+    data, hits = records([10]), np.zeros(10)
+    for seed in range(2000):
+        partition = make_partition(data, PartitionSettings(held_out=0.3), 1, seed)
+        hits[partition.held_out["site-00"]] += 1
+    chi_square = ((hits - 600) ** 2 / 600).sum() / 0.7
+    assert hits.sum() == 6000
+    assert stats.chi2.sf(chi_square, 9) > 1e-6
+
+
+# The kinds
+
+
+def test_iid_is_even_and_independent_of_the_labels():
+    data = records([300, 600, 900, 1200])
+    p_values = []
+    for seed in range(40):
+        partition = make_partition(data, PartitionSettings(held_out=0), 7, seed)
+        sizes = partition.counts().sum(1)
+        assert sizes.max() - sizes.min() <= 1
+        p_values.append(stats.chi2_contingency(partition.counts()).pvalue)
+    # Each p-value is uniform if the split ignores the labels. The smallest of 40 is below 1e-7
+    # with probability 4e-6; Kolmogorov-Smirnov, which too even a split fails, with 1e-6.
+    assert min(p_values) > 1e-7
+    assert stats.kstest(p_values, "uniform").pvalue > 1e-6
+
+
+@pytest.mark.parametrize(("sites", "per_site"), [(10, 2), (100, 2), (7, 3), (3, 10), (4, 1)])
+def test_labels_gives_exactly_so_many_labels_in_equal_parts(sites, per_site):
+    chosen = PartitionSettings(kind="labels", labels_per_site=per_site, held_out=0)
+    counts = make_partition(EVEN, chosen, sites, seed=5).counts()
+    assert ((counts > 0).sum(1) == per_site).all()
+    holders = (counts > 0).sum(0)
+    assert holders.max() - holders.min() <= 1
+    for label in range(10):
+        parts = counts[counts[:, label] > 0, label]
+        if len(parts):
+            assert parts.sum() == 200
+            assert parts.max() - parts.min() <= 1
+
+
+def test_labels_are_combined_differently_by_seed():
+    chosen = PartitionSettings(kind="labels", labels_per_site=2, held_out=0)
+    pairs = {
+        tuple(np.flatnonzero(row))
+        for seed in range(200)
+        for row in make_partition(EVEN, chosen, 5, seed).counts()
+    }
+    # Each of 1,000 pairs is one of 45: a pair is missed with probability 45 * (44/45)^1000 < 1e-8.
+    assert len(pairs) == 45
+
+
+@pytest.mark.parametrize(("sites", "per_site"), [(10, 2), (100, 2), (5, 3)])
+def test_shards_are_slices_of_the_sorted_labels(sites, per_site):
+    chosen = PartitionSettings(kind="shards", shards_per_site=per_site, held_out=0)
+    counts = make_partition(EVEN, chosen, sites, seed=5).counts()
+    number = sites * per_site
+    sizes = counts.sum(1)
+    assert sizes.min() >= per_site * (2000 // number)
+    assert sizes.max() <= per_site * -(-2000 // number)
+    # A shard of at most 200 records in label order touches at most 2 of the 10 labels of 200.
+    if number >= 10:
+        assert (counts > 0).sum(1).max() <= 2 * per_site
+    if 2000 % number == 0 and number % 10 == 0:
+        assert (counts > 0).sum(1).max() <= per_site  # shards and labels end together
+
+
+def test_dirichlet_gives_every_site_ten_records():
+    for beta in (0.1, 0.5, 1.0, 100.0):
+        for seed in range(5):
+            chosen = PartitionSettings(kind="dirichlet", beta=beta, held_out=0)
+            counts = make_partition(EVEN, chosen, 10, seed).counts()
+            assert counts.sum(1).min() >= 10
+            assert counts.sum() == 2000
+
+
+def test_dirichlet_gives_a_full_site_no_further_label():
+    for seed in range(20):
+        chosen = PartitionSettings(kind="dirichlet", beta=0.3, held_out=0)
+        counts = make_partition(EVEN, chosen, 10, seed).counts()
+        held_before = np.cumsum(counts, axis=1) - counts
+        assert (held_before >= 200).any()
+        assert (counts[held_before >= 200] == 0).all()
+
+
+def test_dirichlet_of_one_label_has_the_law_s_moments():
+    # With one label no site is full before it is dealt, so a site's share is Beta(b, (m - 1) b):
+    # mean 1/m, variance (m - 1) / (m^2 (m b + 1)). At b = 2, m = 4 the condition of 10 records in
+    # 4,000 is missed with probability < 1e-3, which moves neither beyond the bounds below.
+    data, chosen = records([4000]), PartitionSettings(kind="dirichlet", beta=2, held_out=0)
+    draws = [make_partition(data, chosen, 4, seed).counts()[:, 0] for seed in range(1500)]
+    shares = np.array(draws) / 4000
+    variance = 3 / (16 * 9)
+    # Six standard errors for the mean of the first site's share and for the mean square of all four
+    # (the square's standard deviation is at most 2 * variance; sites of a draw are dependent, so
+    # 1,500 draws count): error rate below 1e-8 each.
+    assert abs(shares[:, 0].mean() - 0.25) < 6 * (variance / 1500) ** 0.5
+    spread = ((shares - 0.25) ** 2).mean()
+    assert abs(spread - variance) < 6 * 2 * variance / 1500**0.5
+
+
+def test_dirichlet_s_concentration_orders_the_heterogeneity():
+    def distance(beta: float) -> float:
+        chosen = PartitionSettings(kind="dirichlet", beta=beta, held_out=0)
+        counts = make_partition(EVEN, chosen, 10, seed=1).counts()
+        return float(np.abs(counts / counts.sum(1, keepdims=True) - 0.1).sum(1).mean())
+
+    assert distance(0.1) > distance(1.0) > distance(100.0)
+
+
+def test_a_dirichlet_split_that_is_not_found_is_explained(monkeypatch):
+    monkeypatch.setattr(splits, "_TRIES", 5)
+    data = records([60, 60])
+    chosen = PartitionSettings(kind="dirichlet", beta=1e-3)
+    with pytest.raises(DataError, match=r"beta = 0\.001 .*in each of 5 tries: raise beta"):
+        make_partition(data, chosen, 12, seed=0)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 3.5])
+def test_power_law_sizes_follow_the_law(exponent):
+    low, high, n = 37, 1350, 20_000
+    rng = np.random.default_rng(8)
+    sizes = splits.power_law_sizes(n, (low, high), exponent, rng)
+    assert sizes.min() >= low
+    assert sizes.max() <= high
+    # Independent reference: the integral of s^-exponent by quadrature. A Kolmogorov-Smirnov
+    # distance above 3 / sqrt(n) has probability 2 exp(-18) = 3e-8.
+    grid = np.geomspace(low, high + 1, 200_001)
+    weight = grid**-exponent
+    cdf = np.concatenate([[0], np.cumsum((weight[1:] + weight[:-1]) / 2 * np.diff(grid))])
+    points = np.arange(low, high + 2)
+    expected = np.interp(points, grid, cdf / cdf[-1])
+    found = np.searchsorted(np.sort(sizes), points) / n
+    assert np.abs(found - expected).max() < 3 / n**0.5
+
+
+def test_power_law_with_labels_is_the_setting_of_fedproxvr():
+    data = records([6000] * 10)
+    chosen = PartitionSettings(
+        kind="power_law", smallest=37, largest=1350, labels_per_site=2, held_out=0
+    )
+    counts = make_partition(data, chosen, 100, seed=0).counts()
+    sizes = counts.sum(1)
+    assert ((counts > 0).sum(1) == 2).all()
+    assert ((counts > 0).sum(0) == 20).all()
+    assert sizes.min() >= 37
+    assert sizes.max() <= 1350
+    halves = np.sort(counts, axis=1)[:, -2:]
+    assert (halves[:, 1] - halves[:, 0] <= 1).all()
+    # Heavy tail: under s^-2 the median is 72 and 76 % of the sizes are below 144. That 95 of 100
+    # are, so that this fails, has probability 5e-7 over seeds.
+    assert np.quantile(sizes, 0.95) > 2 * np.median(sizes)
+
+
+def test_power_law_beyond_the_records_is_explained():
+    chosen = {"kind": "power_law", "smallest": 300, "largest": 400}
+    with pytest.raises(DataError, match="records, and there are 2000: lower `largest`"):
+        make_partition(EVEN, PartitionSettings(**chosen), 10, 0)
+    with pytest.raises(DataError, match="records of label 0, and there are 200"):
+        make_partition(EVEN, PartitionSettings(**chosen, labels_per_site=1), 10, 0)
+
+
+def test_natural_names_are_file_names_and_ordered():
+    data = records([30, 30], ["Ward B/2", "ward: ä", "..Ward A"] * 20)
+    partition = make_partition(data, PartitionSettings(kind="natural"), 3, 0)
+    assert list(partition.train) == ["Ward-A", "Ward-B-2", "ward"]
+    assert set(joined(partition)[0] % 3) == {2}
+
+
+def test_natural_names_that_fall_together_are_refused():
+    data = records([30, 30], ["Ward A", "ward/a", "C"] * 20)
+    with pytest.raises(DataError, match="not different as file names"):
+        make_partition(data, PartitionSettings(kind="natural"), 3, 0)
+
+
+# Names, tables, files
+
+
+@pytest.mark.parametrize("sites", [2, 99, 100, 101, 400])
+def test_the_order_of_names_is_the_order_of_numbers(sites):
+    names = list(make_partition(EVEN, PartitionSettings(), sites, 0).train)
+    assert names == sorted(names)
+    assert [int(name.removeprefix("site-")) for name in names] == list(range(sites))
+    assert names[0].startswith("site-00")
+
+
+@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
+def test_a_saved_partition_is_the_same_partition(choice, tmp_path):
+    data = records([200] * 10, [f"s{i % 10}" for i in range(2000)])
+    partition = make_partition(data, PartitionSettings(**choice), 10, 4)
+    partition.save(tmp_path / "p.json")
+    again = Partition.load(tmp_path / "p.json")
+    assert same(partition, again)
+    for a, b in zip(partition.sites(data), again.sites(data), strict=True):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.y_held, b.y_held)
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"train": {}}', '{"train": {"a": [1]}, "held_out": {}}']
+)
+def test_a_file_that_is_no_partition_is_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(DataError, match=r"p\.json cannot be used"):
+        Partition.load(tmp_path / "p.json")
+    with pytest.raises(DataError, match=r"q\.json cannot be used"):
+        Partition.load(tmp_path / "q.json")
+
+
+def test_a_partition_of_other_records_is_refused(tmp_path):
+    partition = make_partition(EVEN, PartitionSettings(), 10, 4)
+    other = from_arrays(EVEN.x, EVEN.y.roll(1), classes=EVEN.classes)
+    fewer = from_arrays(EVEN.x[:-1], EVEN.y[:-1], classes=EVEN.classes)
+    for data in (other, fewer):
+        with pytest.raises(DataError, match="made from other records"):
+            partition.sites(data)
+    partition.save(tmp_path / "p.json")
+    raw = json.loads((tmp_path / "p.json").read_text())
+    raw["held_out"]["site-00"][0] = raw["train"]["site-01"][0]  # one record at two sites
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    with pytest.raises(DataError, match="made from other records"):
+        Partition.load(tmp_path / "p.json").sites(EVEN)
+
+
+def test_the_table_shows_labels_and_sizes():
+    partition = make_partition(EVEN, PartitionSettings(), 10, 4)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(partition.table())
+    text = console.export_text()
+    assert "iid partition, seed 4" in text
+    for name, row in zip(partition.train, partition.counts(), strict=True):
+        (line,) = [line for line in text.splitlines() if name in line]
+        numbers = [int(word) for word in line.replace("│", " ").split()[1:]]
+        assert numbers == [*row, 160, 40]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"kind": "iid", "beta": 0.1},
+            "beta is 0.1 with kind = 'iid': it is a setting of dirichlet",
+        ),
+        ({"kind": "shards", "labels_per_site": 2}, "labels and power_law"),
+        ({"kind": "labels"}, "labels_per_site is missing"),
+        ({"kind": "labels", "labels_per_site": 0}, "greater than or equal to 1"),
+        ({"kind": "power_law", "smallest": 5}, "largest is None"),
+        ({"kind": "power_law", "smallest": 5, "largest": 4}, "smallest <= largest"),
+        ({"kind": "dirichlet", "beta": 0}, "greater than 0"),
+        ({"kind": "dirichlet", "beta": float("nan")}, "beta"),
+        ({"kind": "dirichlet", "beta": float("inf")}, "beta"),
+        ({"held_out": 1.0}, "less than 1"),
+        ({"held_out": float("nan")}, "held_out"),
+        ({"kind": "random"}, "kind"),
+        ({"alpha": 0.1}, "alpha"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(ValidationError, match=message):
+        PartitionSettings(**given)
+
+
+@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
+def test_settings_survive_a_dump(choice):
+    chosen = PartitionSettings(**choice)
+    assert PartitionSettings(**chosen.model_dump()) == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "sites", "message"),
+    [
+        ({}, 11, "sites is 11 for the 20 records .* take at most 10 sites"),
+        ({"kind": "dirichlet"}, 3, "at least 10; take at most 2 sites"),
+        ({"kind": "labels", "labels_per_site": 3}, 2, "expected at most 2, the number of labels"),
+        ({"kind": "labels", "labels_per_site": 2}, 9, "label 0 has 4 records for 9 sites"),
+        (
+            {"kind": "labels", "labels_per_site": 1},
+            8,
+            "site site-0. would have 1 of the 20 records",
+        ),
+        ({"kind": "shards", "shards_per_site": 7}, 3, "21 shards"),
+        ({"kind": "natural"}, 2, "has no sites of its own"),
+    ],
+)
+def test_a_split_that_the_records_do_not_allow_is_explained(given, sites, message):
+    data = records([4, 16, 0])
+    with pytest.raises(DataError, match=message):
+        make_partition(data, PartitionSettings(**given), sites, 0)
+
+
+def test_natural_sites_have_to_agree_in_number_and_size():
+    data = records([5], ["a", "a", "b", "b", "c"])
+    with pytest.raises(DataError, match="has 3 sites of its own: set sites = 3"):
+        make_partition(data, PartitionSettings(kind="natural"), 2, 0)
+    with pytest.raises(DataError, match="site c would have 1 of the 5 records"):
+        make_partition(data, PartitionSettings(kind="natural"), 3, 0)
+
+
+def test_sites_and_seed_are_checked():
+    with pytest.raises(InputError, match="sites is 0"):
+        make_partition(EVEN, PartitionSettings(), 0, 0)
+    with pytest.raises(InputError, match="seed is -1"):
+        make_partition(EVEN, PartitionSettings(), 2, -1)

@@ -1,0 +1,135 @@
+"""The real data sets against what their sites publish; skipped where FEDPACT_DATA is not set."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedpact.data import files, images
+from fedpact.data.datasets import load
+from fedpact.data.partition import PartitionSettings, make_partition
+
+PER_LABEL = {
+    "mnist": (
+        [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+        [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+    ),
+    "fashion_mnist": ([6000] * 10, [1000] * 10),
+    "cifar10": ([5000] * 10, [1000] * 10),
+}
+SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+
+
+@pytest.mark.parametrize(
+    "name", ["mnist", "fashion_mnist", pytest.param("cifar10", marks=pytest.mark.slow)]
+)
+def test_images_have_the_published_counts_and_moments(real_data, name):
+    data = load(name)
+    assert data.x_test is not None
+    assert data.y_test is not None
+    train, test = PER_LABEL[name]
+    assert data.x.shape == (sum(train), *SHAPES[name])
+    assert data.x_test.shape == (sum(test), *SHAPES[name])
+    assert data.y.bincount().tolist() == train
+    assert data.y_test.bincount().tolist() == test
+    assert len(data.classes) == 10
+    # The constants are the training set's own, rounded to four digits: at most 5e-5 off, over a
+    # standard deviation of at least 0.24.
+    dims = (0, 2, 3)
+    assert data.x.double().mean(dims).abs().max() < 5e-5 / 0.24
+    assert (data.x.double().std(dims) - 1).abs().max() < 5e-5 / 0.24
+    # A pixel is one of 256 values: 0 and 255 are both there, in every channel.
+    for channel in range(SHAPES[name][0]):
+        x = data.x[:, channel]
+        assert math.isclose(x.max() - x.min(), 1 / std(name)[channel], rel_tol=1e-5)
+
+
+def std(name: str) -> tuple[float, ...]:
+    return {
+        "mnist": (0.3081,),
+        "fashion_mnist": (0.3530,),
+        "cifar10": (0.2470, 0.2435, 0.2616),
+    }[name]
+
+
+def test_one_cifar_batch(real_data):
+    source = files.SOURCES["cifar10"]
+    x, y = images.cifar_batch(files.read(source, "cifar-10-batches-bin/test_batch.bin"))
+    assert np.bincount(y).tolist() == [1000] * 10
+    # The test images come from the distribution of the training images, whose moments are
+    # published; a wrong order of channels or planes moves a mean by 0.009 or more. Image means
+    # have a standard deviation of about 0.13, so 10,000 of them put the mean within 0.004 (3 σ).
+    mean = x.mean((0, 2, 3)) / 255
+    np.testing.assert_allclose(mean, (0.4914, 0.4822, 0.4465), rtol=0, atol=0.004)
+
+
+ROWS = {
+    "cleveland": (303, 139),
+    "hungarian": (294, 106),
+    "switzerland": (123, 115),
+    "va": (200, 149),
+}
+
+
+def test_heart_disease_has_the_published_rows_per_hospital(real_data):
+    data = load("heart_disease")
+    assert data.site is not None
+    sites = np.array(data.site)
+    for name, (rows, ill) in ROWS.items():
+        y = data.y[torch.from_numpy(sites == name)]
+        assert (len(y), int(y.sum())) == (rows, ill)
+    assert data.x.shape == (920, 22)
+    numeric, flags = data.x[:, :6], data.x[:, 6:]
+    assert numeric.abs().max() <= 1
+    assert set(flags.unique().tolist()) == {0.0, 1.0}
+    # cp has 4 codes, restecg, slope and thal 3 each: every record has one of each.
+    for block in flags[:, 3:].split((4, 3, 3, 3), dim=1):
+        assert torch.equal(block.sum(1), torch.ones(920))
+
+
+def test_heart_disease_first_record_by_hand(real_data):
+    # Cleveland's first line: 63,1,1,145,233,1,2,150,0,2.3,3,0,6,0
+    assert (
+        (real_data / "heart_disease" / "processed.cleveland.data")
+        .read_text()
+        .startswith("63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0,0\n")
+    )
+    expected = [
+        *((63 - 50) / 30, (145 - 140) / 60, (233 - 250) / 150, (150 - 130) / 70, (2.3 - 2) / 4, -1),
+        *(1, 1, 0),
+        *(1, 0, 0, 0),
+        *(0, 0, 1),
+        *(0, 0, 1),
+        *(0, 1, 0),
+    ]
+    torch.testing.assert_close(load("heart_disease").x[0], torch.tensor(expected))
+
+
+def test_a_hospital_is_encoded_without_looking_at_the_others(real_data, tmp_path, monkeypatch):
+    """No constant is estimated: cutting the other records away leaves a record's features."""
+    from fedpact.data import heart
+
+    text = (real_data / "heart_disease" / "processed.va.data").read_text()
+    whole = heart._features(heart._columns(text))
+    for row, line in enumerate(text.splitlines()):
+        assert np.array_equal(heart._features(heart._columns(line))[0], whole[row])
+
+
+def test_the_natural_partition_keeps_hospitals_apart(real_data):
+    data = load("heart_disease")
+    assert data.site is not None
+    partition = make_partition(data, PartitionSettings(kind="natural"), sites=4, seed=0)
+    assert list(partition.train) == list(ROWS)
+    for name, (rows, _) in ROWS.items():
+        indices = np.concatenate([partition.train[name], partition.held_out[name]])
+        assert len(indices) == rows
+        assert {data.site[i] for i in indices} == {name}
+
+
+def test_every_other_file_has_its_published_checksum(real_data: Path):
+    # CIFAR-10 takes 12 s and is checked in the slow test; one batch of it above.
+    for name in ("mnist", "fashion_mnist", "heart_disease"):
+        source = files.SOURCES[name]
+        assert {files.state(source, file) for file in source.files} == {"ok"}
