@@ -57,7 +57,9 @@ def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Gener
         share = rng.dirichlet(np.full(sites, beta)) * (held < total / sites)
         if not share.sum() > 0:  # a tiny beta gave everything to sites that are full
             share = (held < total / sites).astype(float)
-        cuts = (np.cumsum(share / share.sum())[:-1] * count).astype(np.int64)
+        reached = np.cumsum(share)
+        # Divided by its own last value, so that it is exactly 1 from the last open site on.
+        cuts = (reached[:-1] / reached[-1] * count).astype(np.int64)
         rows.append(np.diff(cuts, prepend=0, append=count))
         held += rows[-1]
     return np.stack(rows)
