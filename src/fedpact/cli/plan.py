@@ -1,0 +1,101 @@
+"""`fedpact plan`: what a configuration will spend, before anything is spent."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedpact import algorithms
+from fedpact.cli.console import show
+from fedpact.cli.run import AsJson, Config, Overrides, size
+from fedpact.engines.scene import Scene
+from fedpact.engines.statement import site_terms
+from fedpact.messages import Reply, Task, to_bytes
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.terms import ADJACENCY, Terms
+
+
+def plan(
+    config: Config = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    as_json: AsJson = False,
+) -> None:
+    """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
+    whole = Plan.read(config, overrides)
+    scene = Scene.of(whole)
+    document = forecast(scene)
+    show(document, as_json, lambda: _print(scene, document))
+
+
+def forecast(scene: Scene) -> dict[str, Any]:
+    """Return what the plan will spend if every site answers every round."""
+    plan = scene.plan
+    per_round = plan.steps // plan.rounds
+    size_of_message = _message_bytes(scene)
+    return {
+        "private": plan.private,
+        "algorithm": plan.algorithm,
+        "rounds": plan.rounds,
+        "iterations_per_round": per_round,
+        "iterations": plan.steps,
+        "model_parameters": FlatModel(scene.module()).size,
+        "bytes_per_round": size_of_message,
+        "bytes": size_of_message * plan.rounds,
+        "adjacency": ADJACENCY if plan.private else None,
+        "accountant": plan.privacy.accountant if plan.private else None,
+        "sites": {
+            name: {**terms, "epsilon_by_round": _by_round(scene.terms[name], plan, per_round)}
+            for name, terms in site_terms(scene).items()
+        },
+    }
+
+
+def _by_round(terms: Terms, plan: Plan, per_round: int) -> list[float]:
+    """ε after round 1, 2, ...; a site whose events are used up stays where it is."""
+    return [
+        terms.epsilon_after({terms.event: min(terms.steps, done * per_round)})
+        for done in range(1, plan.rounds + 1)
+    ]
+
+
+def _message_bytes(scene: Scene) -> int:
+    """Bytes of one round: what the algorithm tells every site, and a reply of the same vectors."""
+    module = algorithms.load(scene.plan.algorithm)
+    settings = scene.plan.algorithm_settings
+    told = module.task(module.init(FlatModel(scene.module()).vector, settings), settings)
+    task = Task("run", 1, scene.plan.algorithm, told.vectors, told.numbers)
+    reply = Reply("run", 1, "site", 1.0, {"w": told.vectors["w"]}, told.numbers, "0" * 64)
+    return (task.wire_bytes + len(to_bytes(reply))) * len(scene.sites)
+
+
+def _print(scene: Scene, document: dict[str, Any]) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    plan = scene.plan
+    out.print(
+        f"{plan.algorithm} on {plan.data} with {plan.model} "
+        f"({document['model_parameters']:,} parameters): {len(scene.sites)} sites, "
+        f"{plan.rounds} rounds of {document['iterations_per_round']} iterations, "
+        f"about {size(document['bytes'])} of messages"
+    )
+    if not plan.private:
+        out.print('NOT PRIVATE: privacy.mode = "none"')
+        return
+    table = Table("site", "N", "q", "σ (joint)", "iterations", "ε first round", "ε at the end", "δ")
+    for name, terms in document["sites"].items():
+        table.add_row(
+            name,
+            f"{terms['size']:g}",
+            f"{terms['rate']:.4g}",
+            f"{terms['sigma_joint']:.4f}",
+            f"{terms['steps']}",
+            f"{terms['epsilon_by_round'][0]:.4f}",
+            f"{terms['epsilon_by_round'][-1]:.4f} of {terms['epsilon']:g}",
+            f"{terms['delta']:g}",
+        )
+    out.print(table)
+    out.print(
+        f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
+        "every release of the run. Channels and their σ: "
+        + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
+    )

@@ -1,0 +1,177 @@
+"""`fedpact run` and `fedpact resume`: carry out a plan and show it as it goes."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedpact.api import default_folder
+from fedpact.api import run as carry_out
+from fedpact.cli.console import show
+from fedpact.engines.simulation import Result
+from fedpact.errors import DataError
+from fedpact.folder import Folder
+from fedpact.messages import RoundRecord
+from fedpact.plan import Plan
+
+Config = Annotated[
+    Path | None,
+    typer.Argument(help="A .toml or .json configuration; none for the embedded default."),
+]
+Overrides = Annotated[
+    list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def run(
+    config: Config = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train as a configuration says, and write the run's folder with its report."""
+    plan = Plan.read(config, overrides)
+    _carry_out(plan, out or default_folder(plan), as_json)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run from its last committed round."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
+    _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, as_json)
+
+
+def _carry_out(plan: Plan, folder: Path, as_json: bool) -> None:
+    # Standard output is for the JSON document, so progress goes where people look: the terminal.
+    console = Console(stderr=True, quiet=as_json)
+    asked = _StopOnInterrupt(console)
+    with _Live(plan, console) as live:
+        result = carry_out(plan, folder, on_round=live, stop=asked)
+    show(
+        {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
+        as_json,
+        lambda: _print_outcome(plan, result),
+    )
+
+
+class _StopOnInterrupt:
+    """Ctrl-C ends the run after the round under way; a second one ends it at once."""
+
+    def __init__(self, console: Console) -> None:
+        self._asked, self._console = False, console
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _interrupt(self, *_: object) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._console.print("Stopping after this round; press Ctrl-C again to stop at once.")
+
+
+class _Live:
+    """A live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._plan, self._console = plan, console
+        self._accuracy, self._psi, self._sent = "-", "-", 0
+        self._began, self._first = time.perf_counter(), 0
+        self._progress = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=plan.rounds)
+
+    def __enter__(self) -> "_Live":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, record: RoundRecord) -> None:
+        if record.accuracy is not None:
+            self._accuracy = f"{record.accuracy:.2%}"
+        if record.psi is not None:
+            self._psi = f"{record.psi:.3g}"
+        self._sent += record.bytes_up + record.bytes_down
+        line = (
+            f"accuracy {self._accuracy}  Ψ {self._psi}  {self._privacy(record)}  {size(self._sent)}"
+        )
+        self._progress.update(self._task, completed=record.round, description=line)
+        if not self._console.is_terminal:
+            left = self._left(record.round)
+            self._console.print(f"round {record.round}/{self._plan.rounds}  {line}{left}")
+
+    def _privacy(self, record: RoundRecord) -> str:
+        if not self._plan.private:
+            return "NOT PRIVATE"
+        return f"ε {max(record.epsilon.values()):.3f} of {self._plan.privacy.epsilon:g}"
+
+    def _left(self, done: int) -> str:
+        if record_is_old := done <= self._first or self._first == 0:
+            self._first = done if record_is_old else self._first
+            self._began = time.perf_counter()
+            return ""
+        each = (time.perf_counter() - self._began) / (done - self._first)
+        return f"  {each * (self._plan.rounds - done):.0f} s left"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes as people write it.
+
+    >>> size(1_500_000)
+    '1.5 MB'
+    """
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _print_outcome(plan: Plan, result: Result) -> None:
+    summary, out = result.summary, Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    ends = {
+        "finished": "all rounds done",
+        "stopped": "stopped; `fedpact resume` goes on",
+        "budget": "ended: no site has budget left",
+        "bytes": "ended: the next round would exceed budget.bytes",
+    }
+    out.print(
+        f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ends[summary['status']]}"
+    )
+    if summary["accuracy"] is not None:
+        out.print(f"accuracy   {summary['accuracy']:.2%}")
+    if summary["psi"] is not None:
+        out.print(f"Ψ          {summary['psi']:.4g}")
+        worst = summary["worst_site"]
+        out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
+    if plan.private:
+        out.print(
+            f"privacy    ε <= {max(summary['epsilon'].values()):.4f} at δ = {plan.privacy.delta:g} "
+            f"for each site, {summary['adjacency']}, accountant {summary['accountant']}; "
+            "covers every release of the run"
+        )
+    else:
+        out.print('privacy    NONE: this run was asked for with privacy.mode = "none"')
+    out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
+    out.print(f"time       {summary['seconds']:.1f} s")
+    out.print(f"report     {result.folder / 'report.html'}")

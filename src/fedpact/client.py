@@ -1,0 +1,100 @@
+"""The client shell, the same for every engine: it stands between a Task and a site's oracle.
+
+It chooses which memory the algorithm sees, gives it an oracle, keeps what it wants to remember, and
+turns a refusal into a code. What an algorithm remembers is pending until a later Task says that the
+reply of that round was included; if it was not, it is dropped.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel
+
+from fedpact import algorithms
+from fedpact.errors import BudgetExhausted, PrivacyError
+from fedpact.folder import write_whole
+from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.oracle import Oracle
+
+Bench = TypeVar("Bench")
+
+
+class Client(Generic[Bench]):
+    """One site. `Bench` is whatever the engine computes with: a worker's model and kernel.
+
+    oracle: makes the site's oracle for one task on one bench. ledger: None in a plain run.
+    memory: where the site keeps its memory; it is read once and written after every task.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: float,
+        algorithm: str,
+        settings: BaseModel,
+        oracle: Callable[[Task, Bench], Oracle],
+        ledger: Ledger | None,
+        memory: Path,
+    ) -> None:
+        self.name, self._size = name, size
+        self._algorithm, self._settings = algorithms.load(algorithm), settings
+        self._oracle, self.ledger = oracle, ledger
+        self._memory = _Memory(memory)
+
+    def handle(self, task: Task, bench: Bench) -> Reply | Refusal:
+        """Answer a task. A refusal's code depends on public quantities only."""
+        memory = self._memory.for_task(task)
+        try:
+            local = self._algorithm.local(task, self._oracle(task, bench), memory, self._settings)
+        except BudgetExhausted:
+            return Refusal(task.run, task.round, self.name, "budget")
+        except PrivacyError:
+            return Refusal(task.run, task.round, self.name, "policy")
+        self._memory.keep(task.round, local.memory)
+        return Reply(
+            run=task.run,
+            round=task.round,
+            site=self.name,
+            weight=self._size,
+            vectors=local.vectors,
+            numbers=local.numbers,
+            ledger_head=self.ledger.head if self.ledger else "",
+            ledger_length=self.ledger.length if self.ledger else 0,
+        )
+
+
+class _Memory:
+    """Two generations on disk: what the server is known to have included, and what is pending."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending_path = path.with_name("pending-" + path.name)
+        self._committed, self._committed_round = self._read(path)
+        self._pending, self._pending_round = self._read(self._pending_path)
+
+    def for_task(self, task: Task) -> State:
+        if self._pending_round == task.included > self._committed_round:
+            self._committed, self._committed_round = self._pending, self._pending_round
+            self._write(self._path, self._committed, self._committed_round)
+        return self._committed
+
+    def keep(self, round_number: int, memory: State) -> None:
+        self._pending, self._pending_round = memory, round_number
+        self._write(self._pending_path, memory, round_number)
+
+    def _write(self, path: Path, memory: State, round_number: int) -> None:
+        # Most algorithms remember nothing; then nothing is written.
+        if memory.vectors or memory.numbers or path.exists():
+            numbers = {**memory.numbers, "/round": round_number}
+            write_whole(path, to_bytes(State(memory.vectors, numbers)))
+
+    @staticmethod
+    def _read(path: Path) -> tuple[State, int]:
+        if not path.exists():
+            return State(), -1
+        stored = from_bytes(path.read_bytes())
+        numbers = dict(stored.numbers) if isinstance(stored, State) else {}
+        vectors = stored.vectors if isinstance(stored, State) else {}
+        return State(vectors, numbers), int(numbers.pop("/round"))

@@ -1,0 +1,65 @@
+"""What a run on this machine needs, loaded and checked as a whole before anything is written."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.data import datasets
+from fedpact.data.dataset import Dataset
+from fedpact.data.partition import Partition, Site, make_partition
+from fedpact.engines.inprocess import Bench
+from fedpact.losses import cross_entropy
+from fedpact.models.build import build
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.noise import stream
+from fedpact.privacy.terms import Terms
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Everything a run needs, checked, before anything is written."""
+
+    plan: Plan
+    dataset: Dataset
+    partition: Partition
+    sites: list[Site]
+    terms: dict[str, Terms]
+
+    @staticmethod
+    def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
+        """Load and check. Raises InputError of some kind for whatever does not fit."""
+        dataset = datasets.load(plan.data, plan.label, plan.site) if data is None else data
+        if partition is None:
+            partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
+        sites = partition.sites(dataset)
+        terms = plan.terms({site.name: float(len(site.y)) for site in sites})
+        scene = Scene(plan, dataset, partition, sites, terms)
+        scene.bench(check=True)
+        return scene
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call."""
+        return build(self.plan.model, self.dataset.x[0], len(self.dataset.classes), self.plan.seed)
+
+    def bench(self, *, check: bool = False) -> Bench:
+        """Return a worker's kernel; `check` tries the model on made-up records first."""
+        model = FlatModel(self.module())
+        if not self.plan.private:
+            return Bench(PlainKernel(model, cross_entropy))
+        kernel = PerSampleKernel(model, cross_entropy)
+        if check:
+            kernel.verify(*self._made_up())
+        return Bench(kernel)
+
+    def _made_up(self) -> tuple[Tensor, Tensor]:
+        generator = stream("made-up records")
+        shape = (4, *self.dataset.x.shape[1:])
+        if self.dataset.x.is_floating_point():
+            x = torch.randn(shape, generator=generator, dtype=self.dataset.x.dtype)
+        else:
+            x = torch.randint(2, shape, generator=generator, dtype=self.dataset.x.dtype)
+        y = torch.randint(len(self.dataset.classes), (4,), generator=generator)
+        return x, y

@@ -1,0 +1,175 @@
+"""A run on this machine, from a plan to a folder: set up, train, write everything down.
+
+Calling it again with the same plan and folder goes on where the run ended, and returns at once
+where it was finished. Nothing is written before the whole plan, data and model have been checked.
+"""
+
+import platform
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from fedpact import algorithms
+from fedpact.client import Client
+from fedpact.data.dataset import Dataset
+from fedpact.data.partition import Partition, Site
+from fedpact.engines.evaluation import Evaluator
+from fedpact.engines.inprocess import Bench, InProcess, available_cores
+from fedpact.engines.scene import Scene
+from fedpact.engines.statement import privacy_statement, summarise
+from fedpact.errors import PlanError
+from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.messages import RoundRecord, State, Task
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.round import Rounds
+
+OnRound = Callable[[RoundRecord], None]
+
+
+def _nobody(_: RoundRecord) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left. records: one a round, round 0 included. model: with the final weights."""
+
+    folder: Path
+    records: list[RoundRecord]
+    summary: dict[str, Any]
+    model: nn.Module
+
+
+def simulate(
+    plan: Plan,
+    out: Path,
+    *,
+    data: Dataset | None = None,
+    on_round: OnRound = _nobody,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Carry out a plan in this process and write the run's folder.
+
+    out: new, or the folder of this same plan, which is then continued. data: instead of plan.data.
+    on_round: called with every record, those of earlier sessions first. stop: see round.Rounds.
+    Raises InputError of some kind for whatever does not fit, before anything is written.
+    """
+    folder = Folder(out)
+    known = _is_known(folder, plan)
+    scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
+    if not known:
+        _write_setting(folder, scene)
+    run = folder.read_json("environment.json")["run"]
+    with ExitStack() as stack:
+        ledgers = _open_ledgers(scene, folder, run, stack)
+        clients = {site.name: _client(scene, site, folder, run, ledgers) for site in scene.sites}
+        workers = plan.run.workers or available_cores()
+        transport = stack.enter_context(InProcess(clients, workers, scene.bench))
+        evaluator = Evaluator(scene, run, ledgers)
+        at, records = _start(folder, scene, evaluator)
+        for record in records:
+            on_round(record)
+        rounds = Rounds(plan, run, transport, evaluator, stop)
+        for committed, record in rounds(at):
+            at = committed
+            folder.commit(at, record)
+            records.append(record)
+            on_round(record)
+        records[-1] = evaluator(at, records[-1], last=True)
+    return _finish(folder, scene, at, records, rounds.status)
+
+
+def _is_known(folder: Folder, plan: Plan) -> bool:
+    if not folder.path.exists() or not any(folder.path.iterdir()):
+        return False
+    found = folder.read_json("plan.json")
+    if Plan.parse(found) != plan:
+        raise PlanError(
+            f"{folder.path} holds a run of another configuration: choose another folder with "
+            "--out, or remove that one"
+        )
+    # Without a state it ended before round 0 was written: nothing was released, so begin again.
+    return (folder.path / "state.safetensors").exists()
+
+
+def _write_setting(folder: Folder, scene: Scene) -> None:
+    packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
+    environment = {
+        "run": f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": available_cores(),
+        **{name: version(name) for name in packages},
+    }
+    folder.path.mkdir(parents=True, exist_ok=True)
+    scene.partition.save(folder.partition)
+    folder.write_json("environment.json", environment)
+    folder.write_json("privacy.json", privacy_statement(scene))
+    folder.write_json("plan.json", scene.plan.model_dump(mode="json"))
+
+
+def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> dict[str, Ledger]:
+    ledgers = dict[str, Ledger]()
+    for name, terms in scene.terms.items():
+        path = folder.site(name) / "ledger.jsonl"
+        ledger = stack.enter_context(Ledger(path, name, hypothetical=True))
+        ledger.reserve(run, terms.budget, {terms.event: terms.steps})
+        ledgers[name] = ledger
+    return ledgers
+
+
+def _client(
+    scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
+) -> Client[Bench]:
+    size = float(len(site.y))
+    records, plan = Records(site.x, site.y), scene.plan
+    terms, ledger = scene.terms.get(site.name), ledgers.get(site.name)
+
+    def oracle(task: Task, bench: Bench) -> Oracle:
+        draws = SeededDraws(plan.seed, site.name, task.round)
+        if terms is None or ledger is None:
+            return PlainOracle(records, bench.plain, plan.rate(size), size, draws)
+        charge = Charge(ledger, run, task.round, task.digest)
+        return PrivateOracle(records, bench.private, terms, draws, charge)
+
+    memory = folder.site(site.name) / "memory.safetensors"
+    return Client(site.name, size, plan.algorithm, plan.algorithm_settings, oracle, ledger, memory)
+
+
+def _start(
+    folder: Folder, scene: Scene, evaluator: Evaluator
+) -> tuple[Checkpoint, list[RoundRecord]]:
+    if (folder.path / "state.safetensors").exists():
+        return folder.restore()
+    w = FlatModel(scene.module()).vector
+    algorithm = algorithms.load(scene.plan.algorithm)
+    state: State = algorithm.init(w, scene.plan.algorithm_settings)
+    at = Checkpoint(state, 0, {}, 0)
+    record = evaluator(at, RoundRecord(round=0))
+    folder.commit(at, record)
+    return at, [record]
+
+
+def _finish(
+    folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
+) -> Result:
+    lines = "".join(record.to_json() + "\n" for record in records)
+    write_whole(folder.path / "rounds.jsonl", lines.encode())
+    module = scene.module()
+    FlatModel(module).load(at.state.vectors["w"])
+    tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
+    write_whole(folder.path / "model.safetensors", save_tensors(tensors))
+    summary = summarise(scene, records, status)
+    folder.write_json("summary.json", summary)
+    return Result(folder.path, records, summary, module)

@@ -1,0 +1,92 @@
+"""What a run says of itself: its privacy statement at the start, its outcome at the end."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fedpact.engines.scene import Scene
+from fedpact.messages import RoundRecord
+from fedpact.params import FlatModel
+from fedpact.privacy.terms import ADJACENCY
+from fedpact.theory.accounting import epsilon
+
+_COVERS = [
+    "Everything a site sends during training: model updates, losses and counts. They pass the "
+    "site's oracle, which clips and adds noise, and its ledger, which charges first.",
+    "The final model and every model on the way, against the server, the other sites and anyone "
+    "who sees them.",
+]
+_DOES_NOT_COVER = [
+    "How long a site takes to answer.",
+    "The sites' declared sizes, sampling rates and label names, which are public.",
+    "What a record's owner could be harmed by even if the record were left out.",
+    "Several records of one person: the unit is one record.",
+    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
+    "measures a federation and protects nobody.",
+]
+_SIMULATOR_ONLY = [
+    "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
+    "The table of labels per site.",
+]
+
+
+def privacy_statement(scene: Scene) -> dict[str, Any]:
+    """Return the content of privacy.json."""
+    pooled = "The accuracy of the global model: there is no public test set, so the sites' own "
+    simulator_only = list(_SIMULATOR_ONLY)
+    if scene.dataset.x_test is None:
+        simulator_only.append(pooled + "held-out records stand in for one.")
+    return {
+        "private": scene.plan.private,
+        "unit": "record",
+        "adjacency": ADJACENCY,
+        "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
+        "randomness": "seeded simulation",
+        "sizes": "public",
+        "simulator_only": simulator_only,
+        "covers": _COVERS if scene.plan.private else [],
+        "does_not_cover": _DOES_NOT_COVER if scene.plan.private else [],
+        "sites": site_terms(scene),
+    }
+
+
+def site_terms(scene: Scene) -> dict[str, Any]:
+    """Return each site's terms as plain data; empty in a plain run."""
+    return {
+        name: {
+            "size": terms.size,
+            "rate": terms.rate,
+            "clip": terms.clip,
+            "sigmas": dict(terms.sigmas),
+            "sigma_joint": terms.event.sigma,
+            "steps": terms.steps,
+            "epsilon": terms.budget.epsilon,
+            "delta": terms.budget.delta,
+            "epsilon_reserved": epsilon(
+                {terms.event: terms.steps}, terms.budget.delta, terms.accountant
+            ),
+        }
+        for name, terms in scene.terms.items()
+    }
+
+
+def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str, Any]:
+    """Return the content of summary.json: the last round, and totals over all of them."""
+    last = records[-1]
+    worst = min(last.scores, key=lambda name: last.scores[name].accuracy, default=None)
+    return {
+        "status": status,
+        "private": scene.plan.private,
+        "rounds": last.round,
+        "accuracy": last.accuracy,
+        "loss": last.loss,
+        "psi": last.psi,
+        "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
+        "seconds": sum(record.seconds for record in records),
+        "bytes_down": sum(record.bytes_down for record in records),
+        "bytes_up": sum(record.bytes_up for record in records),
+        "epsilon": dict(last.epsilon),
+        "delta": scene.plan.privacy.delta if scene.plan.private else None,
+        "adjacency": ADJACENCY if scene.plan.private else None,
+        "accountant": scene.plan.privacy.accountant if scene.plan.private else None,
+        "model_parameters": FlatModel(scene.module()).size,
+    }

@@ -1,0 +1,122 @@
+"""A run's folder: who writes which file where. Every write is whole or not at all.
+
+plan.json           the resolved configuration; `fedpact run RUN/plan.json` repeats the run
+partition.json      which records belong to which site
+privacy.json        each site's terms, and what they cover
+environment.json    versions and machine
+rounds.jsonl        one RoundRecord a line; round 0 is the initial model
+state.safetensors   the server's last committed state, with its progress
+model.safetensors   the final model's weights
+summary.json        the outcome, once there is one
+report.html         the page
+sites/NAME/         ledger.jsonl, memory.safetensors: the site's own
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpact.errors import DataError
+from fedpact.messages import RoundRecord, State, from_bytes, to_bytes
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file so that a reader or a restart finds the old content or the new, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The server between two rounds.
+
+    round: rounds committed so far. included: site -> last round whose reply entered the state.
+    sent: bytes of all messages so far.
+    """
+
+    state: State
+    round: int
+    included: Mapping[str, int]
+    sent: int
+
+    def to_bytes(self) -> bytes:
+        """Encode for state.safetensors; the progress stands beside the state's numbers."""
+        progress = {"/round": self.round, "/sent": self.sent}
+        included = {f"/included/{site}": last for site, last in self.included.items()}
+        numbers = {**self.state.numbers, **progress, **included}
+        return to_bytes(State(self.state.vectors, numbers))
+
+    @staticmethod
+    def from_bytes(block: bytes) -> "Checkpoint":
+        """Decode what `to_bytes` encoded."""
+        stored = from_bytes(block)
+        if not isinstance(stored, State):
+            raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
+        numbers = dict(stored.numbers)
+        sent, done = int(numbers.pop("/sent")), int(numbers.pop("/round"))
+        keys = [key for key in numbers if key.startswith("/included/")]
+        included = {key.removeprefix("/included/"): int(numbers.pop(key)) for key in keys}
+        return Checkpoint(State(stored.vectors, numbers), done, included, sent)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def partition(self) -> Path:
+        """Where the partition is."""
+        return self.path / "partition.json"
+
+    def site(self, name: str) -> Path:
+        """Return a site's own directory."""
+        return self.path / "sites" / name
+
+    def write_json(self, name: str, document: Any) -> None:
+        """Write one of the JSON files."""
+        write_whole(self.path / name, json.dumps(document, indent=2).encode() + b"\n")
+
+    def read_json(self, name: str) -> Any:
+        """Read one of the JSON files. Raises DataError: missing or no JSON."""
+        try:
+            return json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.path / name} cannot be read ({type(error).__name__}): "
+                f"expected the folder of a run, as `fedpact run` writes it, at {self.path}"
+            ) from None
+
+    def commit(self, checkpoint: Checkpoint, record: RoundRecord) -> None:
+        """Make a round durable: first its record, then the state that counts it as done."""
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(record.to_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        write_whole(self.path / "state.safetensors", checkpoint.to_bytes())
+
+    def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
+        """Return the last committed round and the records up to it; later lines are dropped."""
+        try:
+            block = (self.path / "state.safetensors").read_bytes()
+            lines = (self.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise DataError(
+                f"run {self.path} cannot be resumed ({error.strerror}: {error.filename}): "
+                "it ended before its first round was written; start it anew"
+            ) from None
+        checkpoint = Checkpoint.from_bytes(block)
+        # One line a round, round 0 included; whatever follows was never committed.
+        kept = lines[: checkpoint.round + 1]
+        if len(kept) < len(lines):
+            write_whole(self.path / "rounds.jsonl", ("\n".join(kept) + "\n").encode())
+        return checkpoint, [RoundRecord.from_json(line) for line in kept]

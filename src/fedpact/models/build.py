@@ -1,0 +1,81 @@
+"""From a name to a module: one of models.papers, or the user's own `package.module:factory`."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.errors import ModelError
+from fedpact.models import papers
+
+_PAPERS = {f.__name__: f for f in (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)}
+
+
+def build(name: str, example: Tensor, classes: int, seed: int) -> nn.Module:
+    """Return the named model with weights drawn from `seed`, tried on two zero records.
+
+    name: logistic, mlp, cnn, cnn_padded; or "package.module:factory", where factory(shape, classes)
+    returns a module that maps records [B, *shape] to logits [B, classes].
+    example: one record [*shape], for its shape and type only.
+    Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
+    """
+    factory = _PAPERS[name] if name in _PAPERS else _own(name)
+    shape = tuple(example.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = factory(shape, classes)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"model {name!r}: calling it with shape {shape} and {classes} classes failed with "
+                f"{type(error).__name__}: {error}; expected factory(shape, classes) -> nn.Module"
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
+    _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes)
+    return module
+
+
+def _own(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
+    package, colon, attribute = name.partition(":")
+    if not colon:
+        raise ModelError(
+            f"model is {name!r}: expected one of {', '.join(sorted(_PAPERS))}, or your own as "
+            "'package.module:factory' with factory(shape, classes) -> nn.Module"
+        )
+    # A file beside the configuration is found as `python -m` would find it.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"model is {name!r}: {error}; expected 'package.module:factory' where the module can "
+            "be imported from the working directory or the environment"
+        ) from error
+
+
+def _try(name: str, module: nn.Module, x: Tensor, classes: int) -> None:
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            outputs = module(x)
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} fails on records of shape {tuple(x.shape[1:])} with "
+            f"{type(error).__name__}: {error}; choose a model that takes this data set"
+        ) from error
+    finally:
+        module.train(training)
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if shape != (2, classes):
+        raise ModelError(
+            f"model {name!r} answers a batch of 2 with {shape}: the labels have {classes} classes, "
+            f"so expected (2, {classes}); let the factory size its last layer by `classes`"
+        )

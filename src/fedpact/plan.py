@@ -1,0 +1,216 @@
+"""The plan: one configuration, validated whole and frozen, that every command reads.
+
+data = "digits"              top level: what to train on what, how long
+[partition]                  how records become sites         (data.partition.PartitionSettings)
+[settings]                   the algorithm's own settings     (Settings in its file)
+[privacy] [budget] [run]     below
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedpact import algorithms
+from fedpact.data.partition import PartitionSettings
+from fedpact.errors import PlanError
+from fedpact.privacy.terms import Terms, calibrated, with_given_noise
+from fedpact.theory.accounting import Accountant, Budget, round_rate_up
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Privacy(BaseModel):
+    """What each site grants the run: (ε, δ) per record, under add/remove of one record.
+
+    mode: "none" trains without any protection, and the report says so.
+    clip: C, the longest contribution of one record to a gradient sum.
+    sigma: noise multiplier of the gradient; left out, it is calibrated to spend ε exactly.
+    accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
+    """
+
+    model_config = _FROZEN
+    mode: Literal["per_sample", "none"] = "per_sample"
+    epsilon: float = Field(default=2.0, gt=0)
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    clip: float = Field(default=1.0, gt=0)
+    sigma: float | None = Field(default=None, gt=0)
+    accountant: Accountant = "best"
+
+
+class CommunicationBudget(BaseModel):
+    """What the run may send. bytes: both ways, all sites together; None for no limit."""
+
+    model_config = _FROZEN
+    bytes: int | None = Field(default=None, gt=0)
+
+
+class Running(BaseModel):
+    """How the run is carried out; none of it changes what is trained.
+
+    workers: threads that train sites side by side, 0 for one a core.
+    evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
+    first and the last model are always evaluated.
+    """
+
+    model_config = _FROZEN
+    workers: int = Field(default=0, ge=0)
+    evaluate_every: int = Field(default=0, ge=0)
+
+
+class Plan(BaseModel):
+    """A whole run. Raises PlanError through `Plan.read` and `Plan.parse`.
+
+    data: a data set's name or a file; label, site: its columns, where it is a table.
+    sampling_rate: q, each record's chance to be in a batch; or batch_size: the expected batch B,
+    q_i = B / N_i. Without either, q = 0.5.
+    """
+
+    model_config = _FROZEN
+    data: str = "digits"
+    label: str | None = None
+    site: str | None = None
+    model: str = "logistic"
+    algorithm: str = "fedavg"
+    rounds: int = Field(default=30, ge=1)
+    sites: int = Field(default=5, ge=1)
+    seed: int = Field(default=0, ge=0)
+    sampling_rate: float | None = Field(default=None, gt=0, le=1)
+    batch_size: float | None = Field(default=None, gt=0)
+    partition: PartitionSettings = PartitionSettings()
+    settings: dict[str, Any] = Field(default_factory=dict)
+    privacy: Privacy = Privacy()
+    budget: CommunicationBudget = CommunicationBudget()
+    run: Running = Running()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.sampling_rate is not None and self.batch_size is not None:
+            raise ValueError(
+                f"sampling_rate = {self.sampling_rate} and batch_size = {self.batch_size}: they "
+                "set the same thing; leave one out"
+            )
+        _ = self.algorithm_settings
+        return self
+
+    @cached_property
+    def algorithm_settings(self) -> BaseModel:
+        """The [settings] table as the algorithm's own Settings."""
+        module = algorithms.load(self.algorithm)
+        try:
+            return module.Settings(**self.settings)
+        except ValidationError as error:
+            raise _plan_error(error, ("settings",), module.Settings) from None
+
+    @property
+    def private(self) -> bool:
+        """Whether releases are protected."""
+        return self.privacy.mode != "none"
+
+    @property
+    def steps(self) -> int:
+        """Joint events (or plain batches) that each site's run consists of: τ times the rounds."""
+        return self.rounds * algorithms.load(self.algorithm).steps(self.algorithm_settings)
+
+    def rate(self, size: float) -> float:
+        """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
+        if self.batch_size is None:
+            return 0.5 if self.sampling_rate is None else self.sampling_rate
+        return round_rate_up(min(1.0, self.batch_size / size))
+
+    def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
+        """Return each site's terms for these nominal sizes; empty in a plain run.
+
+        Raises PlanError: sigma is given and a site's budget does not allow a single step.
+        """
+        if not self.private:
+            return {}
+        channels = algorithms.load(self.algorithm).channels(self.algorithm_settings)
+        result = dict[str, Terms]()
+        for name, size in sizes.items():
+            common: dict[str, Any] = {
+                "site": name,
+                "size": size,
+                "rate": self.rate(size),
+                "clip": self.privacy.clip,
+                "channels": channels,
+                "steps": self.steps,
+                "budget": Budget(self.privacy.epsilon, self.privacy.delta),
+                "accountant": self.privacy.accountant,
+            }
+            if self.privacy.sigma is None:
+                result[name] = calibrated(**common)
+            else:
+                result[name] = with_given_noise(**common, sigma=self.privacy.sigma)
+        return result
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> "Plan":
+        """Return the plan of a parsed configuration. Raises PlanError, naming every mistake."""
+        try:
+            return Plan(**raw)
+        except ValidationError as error:
+            raise _plan_error(error, (), Plan) from None
+
+    @staticmethod
+    def read(path: Path | None, overrides: Sequence[str] = ()) -> "Plan":
+        """Read a .toml or .json file (None: the embedded default) and apply `key=value` overrides.
+
+        A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
+        `data=mnist`. Raises PlanError: the file or an override cannot be read.
+        """
+        raw = {} if path is None else _read_file(path)
+        for override in overrides:
+            _override(raw, override)
+        return Plan.parse(raw)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise PlanError(
+            f"configuration {path} cannot be read ({error.strerror}): name a .toml or .json file, "
+            "or none for the embedded default"
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise PlanError(f"--set {override!r}: expected key=value, as in privacy.epsilon=1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        raw = raw.setdefault(table, {})
+        if not isinstance(raw, dict):
+            raise PlanError(f"--set {override!r}: {table!r} is a value, not a table")
+    raw[last] = value
+
+
+def _plan_error(
+    error: ValidationError, prefix: tuple[str, ...], model: type[BaseModel]
+) -> PlanError:
+    return PlanError("; ".join(_explain(entry, prefix, model) for entry in error.errors()))
+
+
+def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str:
+    key = ".".join(map(str, (*prefix, *entry["loc"]))) or "configuration"
+    if entry["type"] == "extra_forbidden":
+        for part in entry["loc"][:-1]:
+            model = model.model_fields[part].annotation  # pyright: ignore[reportAssignmentType]
+        return f"{key} is no known key: expected one of {', '.join(sorted(model.model_fields))}"
+    message = entry["msg"].removeprefix("Value error, ")
+    if entry["type"] == "value_error":
+        return f"{key}: {message}" if entry["loc"] else message
+    return f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}"
