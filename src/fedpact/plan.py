@@ -21,6 +21,8 @@ from fedpact.errors import PlanError
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import Accountant, Budget, round_rate_up
 
+_DEFAULT = Path(__file__).with_name("default.toml")
+_ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -152,7 +154,7 @@ class Plan(BaseModel):
     def parse(raw: Mapping[str, Any]) -> "Plan":
         """Return the plan of a parsed configuration. Raises PlanError, naming every mistake."""
         try:
-            return Plan(**raw)
+            return Plan.model_validate(raw)
         except ValidationError as error:
             raise _plan_error(error, (), Plan) from None
 
@@ -163,7 +165,7 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        raw = {} if path is None else _read_file(path)
+        raw = _read_file(_DEFAULT if path is None else path)
         for override in overrides:
             _override(raw, override)
         return Plan.parse(raw)
@@ -195,6 +197,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
             raise PlanError(f"--set {override!r}: {table!r} is a value, not a table")
+    if last in _ONE_OF and not tables:
+        raw.pop(_ONE_OF[last], None)
     raw[last] = value
 
 
@@ -213,4 +217,4 @@ def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "value_error":
         return f"{key}: {message}" if entry["loc"] else message
-    return f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"

@@ -1,0 +1,71 @@
+"""The client shell: whose memory an algorithm sees, and how a refusal leaves the site."""
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from fedpact import algorithms
+from fedpact.client import Client
+from fedpact.errors import BudgetExhausted, PolicyRefused
+from fedpact.messages import Local, Refusal, Reply, State, Task
+
+
+class NoSettings(BaseModel):
+    pass
+
+
+class Counting:
+    """An algorithm that remembers how many rounds it has seen included, and sends that number."""
+
+    @staticmethod
+    def local(task, oracle, memory, settings):
+        seen = memory.numbers.get("seen", 0.0) + 1
+        return Local({}, {"seen": seen}, State({"v": torch.full((2,), seen)}, {"seen": seen}))
+
+
+def refusing(error):
+    class Refusing:
+        @staticmethod
+        def local(task, oracle, memory, settings):
+            raise error("a text that quotes a record: 4711")
+
+    return Refusing
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    def make(algorithm=Counting):
+        monkeypatch.setattr(algorithms, "load", lambda name: algorithm)
+        memory = tmp_path / "site" / "memory.safetensors"
+        return Client("a", 10.0, "counting", NoSettings(), lambda t, b: None, None, memory)
+
+    return make
+
+
+def ask(client, round_number, included):
+    answer = client.handle(Task("run", round_number, "counting", {}, {}, included), None)
+    assert isinstance(answer, Reply)
+    return answer.numbers["seen"]
+
+
+def test_included_replies_are_remembered(client):
+    site = client()
+    assert [ask(site, 1, -1), ask(site, 2, 1), ask(site, 3, 2)] == [1, 2, 3]
+
+
+def test_a_reply_that_was_not_included_is_forgotten(client):
+    site = client()
+    assert [ask(site, 1, -1), ask(site, 2, 1), ask(site, 3, 1)] == [1, 2, 2]
+
+
+def test_a_repeated_task_sees_the_same_memory_also_after_a_restart(client):
+    site = client()
+    assert [ask(site, 1, -1), ask(site, 2, 1), ask(site, 2, 1)] == [1, 2, 2]
+    again = client()
+    assert [ask(again, 2, 1), ask(again, 3, 2)] == [2, 3]
+
+
+@pytest.mark.parametrize(("error", "code"), [(BudgetExhausted, "budget"), (PolicyRefused, "policy")])
+def test_a_refusal_is_a_code_and_quotes_nothing(client, error, code):
+    answer = client(refusing(error)).handle(Task("run", 3, "x", {}, {}), None)
+    assert answer == Refusal("run", 3, "a", code)

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from fedpact.errors import DataError
+from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.messages import RoundRecord, State
+
+
+def checkpoint(number):
+    state = State({"w": torch.randn(5)}, {"F": 0.1 + number})
+    return Checkpoint(state, number, {"a": number, "b": -1}, 100 * number)
+
+
+def test_a_checkpoint_reads_back_bit_for_bit():
+    before = checkpoint(7)
+    after = Checkpoint.from_bytes(before.to_bytes())
+    assert torch.equal(after.state.vectors["w"], before.state.vectors["w"])
+    assert (after.state.numbers, after.round, after.included, after.sent) == (
+        before.state.numbers,
+        before.round,
+        before.included,
+        before.sent,
+    )
+
+
+def test_a_record_whose_state_was_not_committed_is_dropped(tmp_path):
+    folder = Folder(tmp_path)
+    for number in range(3):
+        folder.commit(checkpoint(number), RoundRecord(round=number))
+    # Killed between the record of round 3 and its state, in the middle of the line.
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "acc')
+    at, records = folder.restore()
+    assert at.round == 2
+    assert [record.round for record in records] == [0, 1, 2]
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    with pytest.raises(TypeError):
+        write_whole(path, "not bytes")
+    assert path.read_bytes() == b"old"
+
+
+def test_what_is_no_run_is_told(tmp_path):
+    with pytest.raises(DataError, match="expected the folder of a run"):
+        Folder(tmp_path).read_json("plan.json")
+    with pytest.raises(DataError, match="cannot be resumed"):
+        Folder(tmp_path).restore()

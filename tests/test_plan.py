@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+from fedpact.theory.accounting import SampledGaussian, epsilon
+
+BAD = [
+    ("nonsense=1", ["nonsense", "expected one of", "algorithm"]),
+    ("privacy.eps=1", ["privacy.eps", "epsilon"]),
+    ("settings.foo=1", ["settings.foo", "learning_rate"]),
+    ("privacy.epsilon=-1", ["privacy.epsilon", "-1", "greater than 0"]),
+    ("privacy.epsilon=nan", ["privacy.epsilon", "nan", "finite"]),
+    ("privacy.epsilon=inf", ["privacy.epsilon", "inf", "finite"]),
+    ("privacy.delta=1", ["privacy.delta", "1", "less than 1"]),
+    ("rounds=abc", ["rounds", "abc", "integer"]),
+    ("rounds=2.5", ["rounds", "2.5", "integer"]),
+    ("rounds=0", ["rounds", "0"]),
+    ("sampling_rate=1.5", ["sampling_rate", "1.5"]),
+    ("settings.learning_rate=nan", ["settings.learning_rate", "nan"]),
+    ("partition.kind=sharded", ["partition.kind", "sharded", "dirichlet"]),
+    ("partition.nonsense=1", ["partition.nonsense", "beta"]),
+    ("algorithm=fedxx", ["algorithm", "fedxx", "fedavg"]),
+    ("sites", ["sites", "key=value"]),
+    ("data.x=1", ["data.x", "not a table"]),
+]
+
+
+@pytest.mark.parametrize(("override", "told"), BAD)
+def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
+    with pytest.raises(PlanError) as refused:
+        Plan.read(None, [override])
+    for words in told:
+        assert words in str(refused.value)
+
+
+def test_both_ways_to_set_the_batch_are_one_too_many():
+    with pytest.raises(PlanError, match="leave one out"):
+        Plan.parse({"sampling_rate": 0.1, "batch_size": 10})
+
+
+def test_an_override_of_one_way_to_set_the_batch_replaces_the_other():
+    plan = Plan.read(None, ["batch_size=64"])
+    assert plan.batch_size == 64
+    assert plan.sampling_rate is None
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
+    path = tmp_path / f"plan{suffix}"
+    with pytest.raises(PlanError, match=r"cannot be read.*name a \.toml or \.json file"):
+        Plan.read(path)
+    path.write_text("{ = ")
+    with pytest.raises(PlanError, match="is not valid"):
+        Plan.read(path)
+
+
+def test_a_resolved_plan_reads_back_as_itself(tmp_path):
+    plan = Plan.read(None, ["algorithm=fedfdp", "batch_size=20", "privacy.sigma=2"])
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.model_dump(mode="json")))
+    assert Plan.read(path) == plan
+
+
+def test_terms_spend_the_budget_and_not_more():
+    plan = Plan.read(None, ["rounds=20", "privacy.epsilon=1.5"])
+    terms = plan.terms({"a": 100.0, "b": 300.0})
+    for each in terms.values():
+        whole = epsilon({each.event: each.steps}, 1e-5)
+        assert 1.5 * 0.99 < whole <= 1.5
+        assert each.steps == 20
+
+
+def test_given_noise_allows_as_many_steps_as_the_budget():
+    plan = Plan.read(None, ["rounds=100000", "privacy.sigma=1", "sampling_rate=0.1"])
+    (terms,) = plan.terms({"a": 100.0}).values()
+    event = SampledGaussian(0.1, 1.0)
+    assert terms.event == event
+    assert epsilon({event: terms.steps}, 1e-5) <= 2 < epsilon({event: terms.steps + 1}, 1e-5)
+    with pytest.raises(PlanError, match=r"privacy\.sigma is 0\.1"):
+        Plan.read(None, ["privacy.sigma=0.1"]).terms({"a": 100.0})
+
+
+def test_an_expected_batch_gives_each_site_its_rate():
+    plan = Plan.read(None, ["batch_size=30"])
+    for size in (31.0, 100.0, 1234.0):
+        assert 30 / size <= plan.rate(size) <= min(1.0, 1.3 * 30 / size)
+    assert plan.rate(20.0) == 1
+
+
+def test_a_plain_run_has_no_terms_and_has_to_be_asked_for():
+    assert Plan().private
+    assert Plan.read(None, ["privacy.mode=none"]).terms({"a": 1.0}) == {}
