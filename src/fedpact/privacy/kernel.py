@@ -60,7 +60,7 @@ class PerSampleKernel:
     """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
-        self._model, self._loss = model, loss
+        self.model, self._loss = model, loss
         if model.vector.dtype not in (torch.float32, torch.float64):
             raise ModelError(
                 f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
@@ -74,7 +74,7 @@ class PerSampleKernel:
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return _losses(self._model, self._loss, x, y)
+        return _losses(self.model, self._loss, x, y)
 
     def clipped_sum(
         self, x: Tensor, y: Tensor, clip: float, weights: Weights | None = None
@@ -102,11 +102,11 @@ class PerSampleKernel:
         where a forward pass changes the model's buffers. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        check_separation(self._model.module, self._contributions, self._alone, x.detach(), y)
+        check_separation(self.model.module, self._contributions, self._alone, x.detach(), y)
 
     def _contributions(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
-        one = torch.eye(len(x), dtype=self._model.vector.dtype, device=x.device)
+        one = torch.eye(len(x), dtype=self.model.vector.dtype, device=x.device)
         rows = [self._sum(x, y, clip, partial(_fixed, row)) for row in one]
         return torch.stack(rows)
 
@@ -115,21 +115,21 @@ class PerSampleKernel:
         rows: list[Tensor] = []
         with requiring_grad(self._trainable) as parameters:
             for j in range(len(x)):
-                loss = self._loss(self._model.module(x[j : j + 1]), y[j : j + 1])
+                loss = self._loss(self.model.module(x[j : j + 1]), y[j : j + 1])
                 rows.append(_flat(gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
     def _sum(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
         batch = len(x)
         if batch == 0:
-            return torch.zeros_like(self._model.vector)
+            return torch.zeros_like(self.model.vector)
         self._mixers.check()
         if self._whole is None:
             try:
                 return self._weighted(self._measure(x, y), x, y, clip, weigh, slice(batch))
             except Random:
-                self._whole = Whole(self._model, self._loss)
-        total = torch.zeros_like(self._model.vector)
+                self._whole = Whole(self.model, self._loss)
+        total = torch.zeros_like(self.model.vector)
         for i in range(0, batch, self._whole.step):
             rows = slice(i, min(i + self._whole.step, batch))
             losses, part = self._whole.measure(x[rows], y[rows])
@@ -150,7 +150,7 @@ class PerSampleKernel:
             try:
                 with torch.enable_grad():
                     losses, calls = record(
-                        entries, lambda: _checked(self._loss(self._model.module(x), y), len(x))
+                        entries, lambda: _checked(self._loss(self.model.module(x), y), len(x))
                     )
                     if losses.requires_grad:
                         torch.autograd.backward(losses, torch.ones_like(losses))
@@ -179,8 +179,8 @@ class PerSampleKernel:
             # 0 times infinity is no number, so the others are summed without the bad ones.
             return self._sum(x[rows][good], y[rows][good], clip, partial(_fixed, w[good]))
         c = torch.minimum(w, clip / norms)
-        total = torch.zeros_like(self._model.vector)
-        views = dict(self._model.views(total))
+        total = torch.zeros_like(self.model.vector)
+        views = dict(self.model.views(total))
         with torch.no_grad():
             for names, part in measured.shares:
                 part.write(c, {local: views[name] for local, name in names.items()})
@@ -194,14 +194,14 @@ class PlainKernel:
     """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
-        self._model, self._loss = model, loss
+        self.model, self._loss = model, loss
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._trainable = _trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return _losses(self._model, self._loss, x, y)
+        return _losses(self.model, self._loss, x, y)
 
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """Σ_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
@@ -209,10 +209,10 @@ class PlainKernel:
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
         if len(x) == 0:
-            return torch.zeros_like(self._model.vector)
+            return torch.zeros_like(self.model.vector)
         self._mixers.check()
         with requiring_grad(self._trainable) as parameters:
-            losses = _checked(self._loss(self._model.module(x.detach()), y), len(x))
+            losses = _checked(self._loss(self.model.module(x.detach()), y), len(x))
             w = _weights(weights, losses.detach()).clamp_min(0)
             return _flat(gradients((w * losses).sum(), parameters))
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.privacy.parts import CHUNK, Outer, Part, Views, kept, square_sums, together
+from fedpact.privacy.parts import CHUNK, Outer, Part, Views, joined, kept, square_sums, together
 from fedpact.privacy.patches import Geometry
 from fedpact.privacy.tape import Call
 
@@ -39,7 +39,7 @@ def _grad(call: Call) -> Tensor:
 def _positions(tensors: list[Tensor]) -> Tensor:
     """[B, ..., N] of each call as [B, T, N], one call's positions after another's."""
     batch, width = tensors[0].shape[0], tensors[0].shape[-1]
-    return torch.cat([t.reshape(batch, -1, width) for t in tensors], 1)
+    return joined([t.reshape(batch, -1, width) for t in tensors], 1)
 
 
 # Linear and convolution
@@ -79,15 +79,17 @@ def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
 def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     """nn.Conv1d and nn.Conv2d on [B, C, ...]: linear on patches, groups as rows of a sample."""
     conv = cast(nn.Conv1d | nn.Conv2d, module)
-    grads = torch.cat([_grad(c).flatten(2) for c in calls], 2)  # [B, O, T]
+    grads = joined([_grad(c).flatten(2) for c in calls], 2)  # [B, O, T]
     bias = grads.sum(2) if "bias" in names else None
     if "weight" not in names:
         return _with_bias(None, bias)
     geometry = Geometry.of(conv)
     inside = geometry.channels_inside(_grad(calls[0]).shape[-1])
+    workspaces = [grads.new_empty(0) for _ in calls]
 
     def patches(i: int, j: int) -> Tensor:
-        return torch.cat([geometry.unfold(_input(c)[i:j], inside) for c in calls], 1)
+        pairs = zip(calls, workspaces, strict=True)
+        return joined([geometry.unfold(_input(c)[i:j], inside, space) for c, space in pairs], 1)
 
     def weight(total: Tensor) -> Tensor:
         return geometry.weight(total, inside).reshape(conv.weight.shape)

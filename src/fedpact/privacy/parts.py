@@ -35,6 +35,11 @@ def square_sums(rows: Tensor) -> Tensor:
     return (flat * flat).sum(1)
 
 
+def joined(tensors: list[Tensor], dim: int) -> Tensor:
+    """torch.cat without the copy that it makes of a single tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
 def kept(gradients: Views) -> Part:
     """The Part of per-sample gradients [B, ...] at hand, by parameter name."""
 

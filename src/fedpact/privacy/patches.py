@@ -56,8 +56,8 @@ class Geometry:
             return total.reshape(-1, *self.kernel, self.channels).permute(0, 3, 1, 2)
         return total.reshape(-1, self.channels, *self.kernel)
 
-    def unfold(self, x: Tensor, inside: bool) -> Tensor:
-        """The patches of x [b, C, ...] as [b·groups, T, K].
+    def unfold(self, x: Tensor, inside: bool, workspace: Tensor) -> Tensor:
+        """The patches of x [b, C, ...] as [b·groups, T, K], in the workspace where it is needed.
 
         One strided view, copied once. inside: K runs over (h, w, channel), else (channel, h, w).
         """
@@ -76,13 +76,20 @@ class Geometry:
                 (n, rows, columns, kh, kw, c),
                 (height * down, sh * down, sw * along, dh * down, dw * along, 1),
             )
-            return view.reshape(n, rows * columns, self.width)
+            return _copied(view, workspace).view(n, rows * columns, self.width)
         x = x.contiguous()
         area = height * width
         view = x.as_strided(
             (n, c, kh, kw, rows, columns), (c * area, area, dh * width, dw, sh * width, sw)
         )
-        return view.reshape(n, self.width, rows * columns).mT
+        return _copied(view, workspace).view(n, self.width, rows * columns).mT
+
+
+def _copied(view: Tensor, workspace: Tensor) -> Tensor:
+    # One buffer for all chunks: memory that the allocator hands out anew is paged in anew.
+    if workspace.numel() < view.numel():
+        workspace.resize_(view.numel())
+    return workspace[: view.numel()].view(view.shape).copy_(view)
 
 
 def _pair(value: object, default: int) -> tuple[int, int]:

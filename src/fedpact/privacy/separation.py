@@ -12,6 +12,7 @@ from torch.nn.modules.instancenorm import (
 )
 
 from fedpact.errors import InputError, ModelError
+from fedpact.privacy.parts import square_sums
 from fedpact.privacy.tape import named_modules
 
 _DROPOUT = (
@@ -100,7 +101,7 @@ def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> Non
 
 
 def _norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1)
+    return square_sums(rows).sqrt()
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
