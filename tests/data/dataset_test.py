@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpact.data import datasets
+from fedpact.data import datasets, heart
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, load
 from fedpact.errors import DataError
@@ -115,6 +115,15 @@ def test_digits_split_is_stratified_and_complete():
     train, test = data.y.bincount(), data.y_test.bincount()
     assert torch.equal(test, (train + test) // 5)
     assert torch.equal(data.x, load("digits").x)
+
+
+def test_heart_disease_reads_what_is_missing_as_the_declared_finding():
+    def features(line: str) -> np.ndarray:
+        return heart._features(heart._columns(line))
+
+    written_out = features("50,1,4,120,200,0,0,150,0,0,1,0,3,1")
+    assert np.array_equal(features("50,1,4,?,?,?,?,?,?,?,?,?,?,1"), written_out)
+    assert np.array_equal(features("50,1,4,0,0,0,0,150,0,0,1,0,3,1"), written_out)
 
 
 # Files

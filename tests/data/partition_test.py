@@ -32,8 +32,9 @@ EVERY_KIND = [
     {"kind": "labels", "labels_per_site": 2},
     {"kind": "labels", "labels_per_site": 7},
     {"kind": "shards", "shards_per_site": 3},
-    {"kind": "power_law", "smallest": 4, "largest": 80},
-    {"kind": "power_law", "smallest": 4, "largest": 80, "labels_per_site": 3, "exponent": 1.0},
+    # At most 30 a site: 12 sites of 3 labels use a label of 7 at most 6 times, 10 records each.
+    {"kind": "power_law", "smallest": 4, "largest": 30},
+    {"kind": "power_law", "smallest": 4, "largest": 30, "labels_per_site": 3, "exponent": 1.0},
     {"kind": "natural"},
 ]
 LEAVES_SOME_OVER = ("labels", "power_law")
@@ -107,14 +108,13 @@ def test_held_out_does_not_move_a_record_to_another_site(choice):
 
 
 def test_held_out_records_are_a_fair_sample():
-    # Under a fair draw each record of a site of 10 is held out with probability 0.3; over 2,000
-    # seeds the chi-square of the positions exceeds its 1e-6 quantile once in a million runs of
-    # other code. The draws within a seed are without replacement: the statistic has mean
-    # 9 * (1 - 0.3), and is rescaled by that.
-    data, hits = records([10]), np.zeros(10)
+    # A fair draw holds out each of a site's 10 records with probability 0.3. The 10 counts over
+    # 2,000 seeds are negatively correlated (3 of 10 each time), so that Pearson's sum over 0.7 is
+    # chi-square with 9 degrees of freedom. Error rate 1e-6.
+    data, hits = records([10], ["a"] * 10), np.zeros(10)
     for seed in range(2000):
-        partition = make_partition(data, PartitionSettings(held_out=0.3), 1, seed)
-        hits[partition.held_out["site-00"]] += 1
+        chosen = PartitionSettings(kind="natural", held_out=0.3)
+        hits[make_partition(data, chosen, 1, seed).held_out["a"]] += 1
     chi_square = ((hits - 600) ** 2 / 600).sum() / 0.7
     assert hits.sum() == 6000
     assert stats.chi2.sf(chi_square, 9) > 1e-6
@@ -175,6 +175,16 @@ def test_shards_are_slices_of_the_sorted_labels(sites, per_site):
         assert (counts > 0).sum(1).max() <= 2 * per_site
     if 2000 % number == 0 and number % 10 == 0:
         assert (counts > 0).sum(1).max() <= per_site  # shards and labels end together
+
+
+def test_shards_are_dealt_at_random():
+    # 20 shards, two of each label: a site's second shard has the label of its first with
+    # probability 1/19. Six standard errors over 2,000 sites: error rate about 1e-8.
+    chosen = PartitionSettings(kind="shards", held_out=0)
+    alone = [
+        (make_partition(EVEN, chosen, 10, seed).counts() > 0).sum(1) == 1 for seed in range(200)
+    ]
+    assert abs(np.mean(alone) - 1 / 19) < 6 * (1 / 19 * 18 / 19 / 2000) ** 0.5
 
 
 def test_dirichlet_gives_every_site_ten_records():
