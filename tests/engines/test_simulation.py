@@ -1,0 +1,220 @@
+"""Whole runs in this process, on the embedded data: what they spend, write, refuse and repeat."""
+
+import json
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from safetensors.torch import load_file
+
+from fedpact.algorithms import fedavg
+from fedpact.data.datasets import from_arrays
+from fedpact.engines.simulation import simulate
+from fedpact.errors import InputError, PlanError
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+
+SMALL = {
+    "rounds": 5,
+    "sites": 3,
+    "settings": {"learning_rate": 1.0},
+    "run": {"evaluate_every": 1, "workers": 1},
+}
+
+
+def plan(**changes):
+    return Plan.parse({**SMALL, **changes})
+
+
+def charges(folder, site):
+    lines = (folder / "sites" / site / "ledger.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == "charge"]
+
+
+def recount(folder, site, delta):
+    """ε of what a ledger holds, by dp-accounting, event by event."""
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for entry in charges(folder, site):
+        event = dp_accounting.PoissonSampledDpEvent(
+            entry["q"], dp_accounting.GaussianDpEvent(entry["sigma"])
+        )
+        accountant.compose(event, entry["count"])
+    return accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedfdp"])
+def test_every_site_stays_within_its_budget_by_an_independent_recount(tmp_path, algorithm):
+    result = simulate(plan(algorithm=algorithm), tmp_path / "run")
+    for site, reported in result.summary["epsilon"].items():
+        spent = recount(result.folder, site, 1e-5)
+        # Both are discretised upper bounds of the same figure.
+        assert spent <= 2 * (1 + 1e-3)
+        assert reported == pytest.approx(spent, rel=1e-3)
+        assert reported <= 2
+        assert sum(entry["count"] for entry in charges(result.folder, site)) == 5
+
+
+def test_the_final_model_is_what_the_folder_holds(tmp_path):
+    result = simulate(plan(), tmp_path / "run")
+    stored = load_file(result.folder / "model.safetensors")
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(stored[name], value)
+    assert {"plan.json", "partition.json", "privacy.json", "environment.json", "summary.json"} <= {
+        path.name for path in result.folder.iterdir()
+    }
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = simulate(plan(), tmp_path / "run")
+    before = [charges(first.folder, site) for site in first.summary["epsilon"]]
+    again = simulate(plan(), tmp_path / "run")
+    assert [charges(first.folder, site) for site in first.summary["epsilon"]] == before
+    assert again.summary == first.summary
+    assert again.records == first.records
+
+
+def test_a_folder_of_another_plan_is_left_alone(tmp_path):
+    simulate(plan(), tmp_path / "run")
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(plan(seed=1), tmp_path / "run")
+
+
+def test_a_run_that_breaks_off_within_a_round_spends_nothing_twice(tmp_path, monkeypatch):
+    whole = simulate(plan(algorithm="fedfdp"), tmp_path / "whole")
+    from fedpact.algorithms import fedfdp
+
+    update, calls = fedfdp.update, []
+
+    def broken(state, replies, settings):
+        calls.append(1)
+        if len(calls) == 3:
+            next(iter(replies))
+            raise KeyboardInterrupt
+        return update(state, replies, settings)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fedfdp, "update", broken)
+        simulate(plan(algorithm="fedfdp"), tmp_path / "broken")
+    after = simulate(plan(algorithm="fedfdp"), tmp_path / "broken")
+    for site in whole.summary["epsilon"]:
+        assert len(charges(after.folder, site)) == len(charges(whole.folder, site)) == 5
+    assert torch.equal(FlatModel(after.model).vector, FlatModel(whole.model).vector)
+    assert after.summary["epsilon"] == whole.summary["epsilon"]
+
+
+def test_a_spent_budget_ends_the_run(tmp_path):
+    given = {"sigma": 1.0, "epsilon": 4.0}
+    result = simulate(plan(privacy=given, rounds=500, sampling_rate=0.5), tmp_path / "run")
+    assert result.summary["status"] == "budget"
+    assert 0 < result.summary["rounds"] < 500
+    for site in result.summary["epsilon"]:
+        assert recount(result.folder, site, 1e-5) <= 4 * (1 + 1e-3)
+
+
+def test_a_byte_budget_is_not_exceeded(tmp_path):
+    free = simulate(plan(), tmp_path / "free")
+    total = free.summary["bytes_up"] + free.summary["bytes_down"]
+    result = simulate(plan(budget={"bytes": int(total * 0.7)}), tmp_path / "run")
+    assert result.summary["status"] == "bytes"
+    assert result.summary["rounds"] == 3
+    assert result.summary["bytes_up"] + result.summary["bytes_down"] <= total * 0.7
+
+
+def test_a_plain_run_has_no_ledger_and_says_so(tmp_path):
+    result = simulate(plan(privacy={"mode": "none"}), tmp_path / "run")
+    assert not list(result.folder.rglob("ledger.jsonl"))
+    assert json.loads((result.folder / "privacy.json").read_text())["private"] is False
+    assert result.summary["private"] is False
+    assert result.summary["epsilon"] == {}
+
+
+def test_a_plain_run_reaches_the_accuracy_of_logistic_regression(tmp_path):
+    from sklearn.linear_model import LogisticRegression
+
+    from fedpact.data.datasets import load
+
+    data = load("digits")
+    reference = LogisticRegression(max_iter=2000).fit(data.x.flatten(1).numpy(), data.y.numpy())
+    goal = reference.score(data.x_test.flatten(1).numpy(), data.y_test.numpy())
+    result = simulate(
+        plan(
+            privacy={"mode": "none"},
+            rounds=150,
+            sampling_rate=1.0,
+            run={"evaluate_every": 150, "workers": 1},
+        ),
+        tmp_path / "run",
+    )
+    assert result.summary["accuracy"] >= goal - 0.03
+
+
+def test_one_site_with_one_full_batch_is_gradient_descent(tmp_path):
+    """FedAvg at q = 1, τ = 1 with one site: w - η ∇F(w), by ordinary autograd."""
+    torch.manual_seed(0)
+    data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
+    whole = plan(
+        sites=1, sampling_rate=1.0, privacy={"mode": "none"}, partition={"held_out": 0.0}
+    )
+    result = simulate(whole, tmp_path / "run", data=data)
+    from fedpact.models.build import build
+
+    model = build("logistic", data.x[0], 3, 0)
+    for _ in range(5):
+        loss = torch.nn.functional.cross_entropy(model(data.x), data.y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p -= 1.0 * g
+    for found, expected in zip(result.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": "nowhere.csv"},
+        {"model": "cnn"},
+        {"model": "nowhere:make"},
+        {"sites": 5000},
+        {"privacy": {"sigma": 0.01}},
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, changes):
+    with pytest.raises(InputError):
+        simulate(plan(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_norm_is_refused_in_a_private_run_by_the_layers_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match=r"'1'.*replace_batchnorm|'1'.*GroupNorm"):
+        simulate(plan(model="models_of_users:normalised"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_mixes_records_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match="mixes"):
+        simulate(plan(model="models_of_users:centred"), tmp_path / "run")
+
+
+def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
+    """The engine hands update all replies: Σ p_i w_i with p_i = N_i / Σ N, by hand."""
+    seen = {}
+    update = fedavg.update
+
+    def watching(state, replies, settings):
+        replies = list(replies)
+        seen["mean"] = np.average(
+            [r.vectors["w"].numpy() for r in replies], axis=0, weights=[r.weight for r in replies]
+        )
+        return update(state, replies, settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fedavg, "update", watching)
+        whole = plan(rounds=1, privacy={"mode": "none"}, partition={"kind": "dirichlet"})
+        result = simulate(whole, tmp_path / "run")
+    found = FlatModel(result.model).vector.numpy()
+    np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
