@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from fedpact.data import files
+from fedpact.data.dataset import Dataset
+from fedpact.data.datasets import from_arrays
 from fedpact.data.files import Source
 
 REAL = os.environ.get("FEDPACT_DATA")
@@ -65,3 +67,14 @@ def mnist_dir(
     put(tmp_path / "files" / "mnist", small_mnist)
     monkeypatch.setenv("FEDPACT_DATA", str(tmp_path / "files"))
     return tmp_path / "files" / "mnist"
+
+
+def records(per_label: list[int], site: list[str] | None = None) -> Dataset:
+    """A data set whose feature is the record's number, labels in shuffled order."""
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(per_label)), per_label))
+    classes = [f"c{k}" for k in range(len(per_label))]
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    return from_arrays(x, y, name="records", classes=classes, site=site)
+
+
+EVEN = records([200] * 10)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedpact.data import files, images
+from fedpact.data import files, heart, images
 from fedpact.data.datasets import load
 from fedpact.data.partition import PartitionSettings, make_partition
 
@@ -107,10 +107,8 @@ def test_heart_disease_first_record_by_hand(real_data):
     torch.testing.assert_close(load("heart_disease").x[0], torch.tensor(expected))
 
 
-def test_a_hospital_is_encoded_without_looking_at_the_others(real_data, tmp_path, monkeypatch):
+def test_a_record_is_encoded_without_looking_at_the_others(real_data):
     """No constant is estimated: cutting the other records away leaves a record's features."""
-    from fedpact.data import heart
-
     text = (real_data / "heart_disease" / "processed.va.data").read_text()
     whole = heart._features(heart._columns(text))
     for row, line in enumerate(text.splitlines()):
