@@ -110,7 +110,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     if settings.loss_bound_rule == "quantile":
         bound = next_bound(bound, batch.below(w, bound), settings)
     else:
-        bound = min(max(loss, settings.least_loss_bound), settings.most_loss_bound)
+        bound = min(max(settings.least_loss_bound, loss), settings.most_loss_bound)  # NaN: least
     return Local({"w": w}, {"loss": loss}, State(numbers={"loss_bound": bound}))
 
 

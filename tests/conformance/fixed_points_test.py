@@ -1,0 +1,152 @@
+"""Known optima: every algorithm's fixed point on unequal quadratics, from the papers' equations.
+
+F_i(w) = ½ a_i ‖w - b_i‖², so ∇F_i(w) = a_i (w - b_i), and a step w - η∇F_i(w) scales w - b_i by
+1 - η a_i. The oracle is exact: one record a site, always in the batch, no noise.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from fedpact import algorithms
+from fedpact.messages import Reply, State, Task
+from fedpact.privacy.oracle import Uniform
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """A site's objective; as an oracle and a batch it implements both protocols."""
+
+    a: float
+    b: Tensor
+    size: float
+
+    def batches(self, count, *channels):
+        for _ in range(count):
+            yield self
+
+    def gradient(self, w, weighting=Uniform()):  # noqa: B008
+        weight = weighting(torch.tensor([self.value(w)], dtype=w.dtype))
+        return weight * self.a * (w - self.b)
+
+    def loss(self, w, bound):
+        return self.value(w)
+
+    def below(self, w, bound):
+        return float(self.value(w) <= bound)
+
+    def value(self, w):
+        return 0.5 * self.a * float((w - self.b).square().sum())
+
+
+SITES = {
+    "a": Quadratic(1.0, torch.tensor([1.0, 0.0], dtype=torch.float64), 30.0),
+    "b": Quadratic(4.0, torch.tensor([-1.0, 2.0], dtype=torch.float64), 10.0),
+}
+P = {name: site.size / 40 for name, site in SITES.items()}
+START = torch.tensor([3.0, -2.0], dtype=torch.float64)
+
+
+def run(name, settings, rounds, sites=None):
+    """The server's state after some rounds, from START."""
+    algorithm = algorithms.load(name)
+    state, memories = algorithm.init(START, settings), dict.fromkeys(SITES, State())
+    for number in range(1, rounds + 1):
+        told = algorithm.task(state, settings)
+        task = Task("run", number, name, told.vectors, told.numbers)
+        replies = []
+        for site, objective in (sites or SITES).items():
+            local = algorithm.local(task, objective, memories[site], settings)
+            memories[site] = local.memory
+            replies.append(Reply("run", number, site, objective.size, local.vectors, local.numbers))
+        state = algorithm.update(state, iter(replies), settings)
+    return state
+
+
+def make(name, **settings):
+    return algorithms.load(name).Settings(**settings)
+
+
+def weighted(values):
+    return sum(P[name] * value for name, value in values.items())
+
+
+def fedavgs_fixed_point(rate, steps):
+    """The w with Σ p_i (1 - (1 - η a_i)^τ) (w - b_i) = 0."""
+    pull = {name: 1 - (1 - rate * site.a) ** steps for name, site in SITES.items()}
+    return weighted({n: pull[n] * SITES[n].b for n in SITES}) / weighted(pull)
+
+
+OPTIMUM = weighted({n: s.a * s.b for n, s in SITES.items()}) / weighted(
+    {n: s.a for n, s in SITES.items()}
+)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_fedavg(steps):
+    # A round contracts by at most max |1 - η a_i| = 0.9: 400 rounds leave 1e-18 of the start.
+    w = run("fedavg", make("fedavg", learning_rate=0.1, local_steps=steps), 400).vectors["w"]
+    torch.testing.assert_close(w, fedavgs_fixed_point(0.1, steps), rtol=0, atol=1e-12)
+
+
+def test_fedavg_reaches_the_optimum_at_one_step_only():
+    torch.testing.assert_close(fedavgs_fixed_point(0.1, 1), OPTIMUM, rtol=0, atol=1e-14)
+    assert float((fedavgs_fixed_point(0.1, 10) - OPTIMUM).norm()) > 0.1
+
+
+def test_fedfdp_without_fairness_reaches_the_optimum():
+    w = run("fedfdp", make("fedfdp", learning_rate=0.1, fairness_weight=0.0), 400).vectors["w"]
+    torch.testing.assert_close(w, OPTIMUM, rtol=0, atol=1e-12)
+
+
+def value_and_unfairness(w):
+    """F(w) and Ψ(w) = Σ p_i (F_i(w) - F(w))²."""
+    losses = {name: site.value(w) for name, site in SITES.items()}
+    mean = weighted(losses)
+    return mean, weighted({name: (loss - mean) ** 2 for name, loss in losses.items()})
+
+
+@pytest.mark.parametrize("fairness", [0.05, 0.3])
+def test_fedfdps_fixed_point(fairness):
+    """Σ p_i (1 + λ (F_i(w) - F)) a_i (w - b_i) = 0 with F = Σ p_i F_i(w_i), w_i after the step."""
+    rate = 0.02
+    settings = make("fedfdp", learning_rate=rate, fairness_weight=fairness)
+    state = run("fedfdp", settings, 4000)
+    w, reference = state.vectors["w"], state.numbers["loss"]
+    weights = {n: 1 + fairness * (s.value(w) - reference) for n, s in SITES.items()}
+    assert min(weights.values()) > 0  # not clamped here
+    steps = {n: weights[n] * s.a * (w - s.b) for n, s in SITES.items()}
+    torch.testing.assert_close(weighted(steps), torch.zeros_like(w), rtol=0, atol=1e-12)
+    after = weighted({n: s.value(w - rate * steps[n]) for n, s in SITES.items()})
+    assert reference == pytest.approx(after, rel=1e-12)
+
+
+@pytest.mark.parametrize("fairness", [0.05, 0.3])
+def test_fedfdp_minimises_fedfairs_objective_at_small_steps(fairness):
+    """As η → 0 it reaches argmin F + (λ/2) Ψ; F is Σ p_i F_i(w_i), which is off by O(η)."""
+
+    def objective(point):
+        mean, unfairness = value_and_unfairness(torch.from_numpy(point))
+        return mean + fairness / 2 * unfairness
+
+    found = minimize(objective, OPTIMUM.numpy(), method="BFGS", options={"gtol": 1e-10}).x
+    errors = []
+    for rate in (0.02, 0.01):
+        settings = make("fedfdp", learning_rate=rate, fairness_weight=fairness)
+        w = run("fedfdp", settings, round(80 / rate)).vectors["w"]
+        errors.append(float((w - torch.from_numpy(found)).norm()))
+        assert value_and_unfairness(w)[1] < 0.9 * value_and_unfairness(OPTIMUM)[1]
+    # First order: half the step, half the error; the numerical minimum is good to 1e-6 only.
+    assert errors[0] < 0.1
+    assert errors[1] == pytest.approx(errors[0] / 2, rel=0.1, abs=2e-6)
+
+
+def test_a_wrong_weighting_would_be_found():
+    """With the sites' weights swapped, or uniform, neither fixed point is reached."""
+    swapped = {n: replace(s, size=40 - s.size) for n, s in SITES.items()}
+    settings = make("fedavg", learning_rate=0.1)
+    w = run("fedavg", settings, 400, swapped).vectors["w"]
+    assert float((w - OPTIMUM).norm()) > 0.1
