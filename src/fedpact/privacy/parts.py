@@ -3,6 +3,7 @@
 Norms are Σ (v * v) over chunks: torch sums pairwise, so a float32 norm is good to about 1e-7.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -31,8 +32,13 @@ class Part:
 
 def square_sums(rows: Tensor) -> Tensor:
     """Σ v² over each row of rows [n, ...], as [n]."""
-    flat = rows.reshape(len(rows), -1)
+    flat = _flattened(rows)
     return (flat * flat).sum(1)
+
+
+def _flattened(rows: Tensor) -> Tensor:
+    # Not reshape(n, -1), which has no answer where there is nothing: no row, or empty rows.
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
 def joined(tensors: list[Tensor], dim: int) -> Tensor:
@@ -45,7 +51,7 @@ def kept(gradients: Views) -> Part:
 
     def write(c: Tensor, views: Views) -> None:
         for name, rows in gradients.items():
-            torch.mv(rows.reshape(len(c), -1).t(), c, out=views[name].view(-1))
+            torch.mv(_flattened(rows).t(), c, out=views[name].view(-1))
 
     return Part(torch.stack([square_sums(rows) for rows in gradients.values()]).sum(0), write)
 

@@ -1,0 +1,76 @@
+"""The reference of the kernel's tests: per-sample gradients by torch.func, clipped as written."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+from fedpact.params import FlatModel
+from fedpact.privacy.kernel import PerSampleKernel
+
+
+def per_sample(module, loss, x, y):
+    """The gradients [B, d] of the trainable parameters in float64, record by record."""
+    module = copy.deepcopy(module).double()
+    weights = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+    x = x.double() if x.is_floating_point() else x
+    y = y.double() if y.is_floating_point() else y
+
+    def one(w, record, target):
+        return loss(functional_call(module, w, (record[None],)), target[None]).sum()
+
+    rows = vmap(grad(one), in_dims=(None, 0, 0))(weights, x, y)
+    return torch.cat([r.reshape(len(x), -1) for r in rows.values()], 1)
+
+
+def per_sample_loop(module, loss, x, y):
+    """The same by ordinary autograd, for what vmap cannot batch."""
+    module = copy.deepcopy(module)
+    weights = [p for p in module.parameters() if p.requires_grad]
+    rows = []
+    for j in range(len(x)):
+        value = loss(module(x[j : j + 1]), y[j : j + 1]).sum()
+        found = torch.autograd.grad(value, weights, materialize_grads=True)
+        rows.append(torch.cat([g.reshape(-1) for g in found]))
+    return torch.stack(rows)
+
+
+def clipped(rows, clip=math.inf, w=None):
+    """Contributions c_j g_j [B, d] with c_j = min(max(w_j, 0), C/‖g_j‖)."""
+    w = torch.ones(len(rows), dtype=rows.dtype) if w is None else w.to(rows.dtype)
+    c = torch.minimum(w.clamp_min(0), clip / rows.norm(dim=1))
+    return c[:, None] * rows
+
+
+def error(found, contributions):
+    """How far a sum is off, relative to the lengths of what was summed."""
+    scale = contributions.norm(dim=1).sum().clamp_min(1e-300)
+    return float((found.double() - contributions.sum(0)).norm() / scale)
+
+
+def check_model(module, loss, x, y, tolerance=1e-10, rows=None):
+    """The kernel's sums at several clips and weights against the reference; returns the kernel."""
+    rows = per_sample(module, loss, x, y) if rows is None else rows
+    kernel = PerSampleKernel(FlatModel(module), loss)
+    middle = float(rows.norm(dim=1).median()) or 1.0
+    w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
+    for clip in (math.inf, middle, 1e-3 * middle):
+        for weights in (None, w):
+            given = None if weights is None else (lambda losses: w.to(losses.dtype))
+            found = kernel.clipped_sum(x, y, clip, given)
+            assert error(found, clipped(rows, clip, weights)) < tolerance
+    return kernel
+
+
+@pytest.fixture(scope="session")
+def reference():
+    return SimpleNamespace(
+        per_sample=per_sample,
+        per_sample_loop=per_sample_loop,
+        clipped=clipped,
+        error=error,
+        check=check_model,
+    )
