@@ -1,0 +1,146 @@
+"""How good a model is, and how evenly: accuracy, mean loss, Ψ, and the sites it serves worst.
+
+Nothing in here is private. What it computes from a site's records is for a simulator's eyes, or
+comes from public test data.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpact.check import count
+from fedpact.errors import InputError
+from fedpact.losses import Loss
+from fedpact.messages import SiteScore
+
+
+class Fairness(TypedDict):
+    """How accuracy is spread over sites, each site counting once.
+
+    worst_tenth: mean accuracy of the worst ceil(10 %) of the sites. worst_site: its name.
+    """
+
+    mean: float
+    variance: float
+    worst_tenth: float
+    worst_site: str
+    worst_accuracy: float
+
+
+def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1024) -> SiteScore:
+    """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
+
+    Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
+    right positions; a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
+    Sums are float64, so batches only change rounding inside the model. A diverged model has a
+    non-finite loss, which is returned as it is. The modules' training modes are left as found.
+    Raises InputError: no records, or x and y of different lengths.
+    """
+    if not (len(x) == len(y) > 0):
+        raise InputError(
+            f"x has {len(x)} records and y has {len(y)}: expected equally many and at least one; "
+            "leave a site without held-out records out of the evaluation"
+        )
+    right, total = 0.0, 0.0
+    with _evaluating(module):
+        for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
+            outputs = module(xs)
+            total += float(loss(outputs, ys).double().sum())
+            right += _right(outputs, ys)
+    return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    # A part that is frozen in evaluation mode must not come back in training mode.
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _right(outputs: Tensor, y: Tensor) -> float:
+    if outputs.shape[:-1] != y.shape or outputs.shape[-1] < 2:
+        return math.nan
+    # NaN is the largest number to argmax: a broken model would be right about class 0.
+    right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
+    return float(right.reshape(len(y), -1).double().mean(1).sum())
+
+
+def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Return Ψ = Σ p_i (F_i - F)² with F = Σ p_i F_i and p_i = weight_i / Σ weights (FedFDP).
+
+    0 if and only if all sites with weight have one loss. A NaN among their losses gives NaN, an
+    infinite one inf: a site that the model has lost makes no fair average.
+    Raises InputError: nothing given, lengths differ, a weight negative or not finite, all zero.
+
+    >>> psi([1.0, 3.0], [10, 10])
+    1.0
+    """
+    p = np.asarray(weights, dtype=np.float64)
+    if not (len(losses) == len(p) > 0):
+        raise InputError(
+            f"{len(losses)} losses and {len(p)} weights: expected one of each for every site, and "
+            "at least one site"
+        )
+    # Weights may be any scale: divided by the largest first, their sum cannot overflow.
+    if not (np.isfinite(p).all() and p.min() >= 0 and p.max() > 0):
+        raise InputError(
+            f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
+            "> 0; give the sites' public sizes"
+        )
+    p = p / p.max()
+    counted = p > 0
+    p, f = p[counted] / p.sum(), np.asarray(losses, dtype=np.float64)[counted]
+    if np.isnan(f).any():
+        return math.nan
+    if np.isinf(f).any():
+        return math.inf
+    with np.errstate(over="ignore"):
+        # Taken from the first loss on, equal losses give exactly 0.
+        f = f - f[0]
+        mean = float(np.sum(p * f))
+        return float(np.sum(p * (f - mean) ** 2)) if math.isfinite(mean) else math.inf
+
+
+def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
+    """Return how accuracy is spread over the sites, each counting once whatever its size.
+
+    A site whose accuracy is NaN ranks worst, and makes the figures it enters NaN.
+    Raises InputError: no scores.
+
+    >>> spread = fairness({"a": SiteScore(0.5, 1.0, 10), "b": SiteScore(1.0, 0.1, 90)})
+    >>> spread["worst_site"], spread["mean"], spread["variance"]
+    ('a', 0.75, 0.0625)
+    """
+    if not scores:
+        raise InputError("no site has a score: give the scores of at least one")
+    ranked = ranking(scores)
+    accuracies = np.array([scores[name].accuracy for name in ranked], dtype=np.float64)
+    tenth = math.ceil(len(ranked) / 10)
+    return {
+        "mean": float(accuracies.mean()),
+        "variance": float(accuracies.var()),
+        "worst_tenth": float(accuracies[:tenth].mean()),
+        "worst_site": ranked[0],
+        "worst_accuracy": float(accuracies[0]),
+    }
+
+
+def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
+    """Return the sites' names from the lowest accuracy to the highest, NaN first, then by name."""
+
+    def rank(name: str) -> tuple[float, str]:
+        accuracy = scores[name].accuracy
+        return (-math.inf if math.isnan(accuracy) else accuracy, name)
+
+    return sorted(scores, key=rank)

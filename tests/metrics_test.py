@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedpact.errors import InputError
+from fedpact.losses import cross_entropy, squared_error
+from fedpact.messages import SiteScore
+from fedpact.metrics import evaluate, fairness, psi, ranking
+
+losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
+
+
+class Scores(nn.Module):
+    """Its input is its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def score(accuracy: float) -> SiteScore:
+    return SiteScore(accuracy=accuracy, loss=0.0, records=1)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 50, 1024])
+def test_evaluate_is_the_mean_over_the_whole_set(batch: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (50,), generator=generator)
+    found = evaluate(Scores(), cross_entropy, x, y, batch)
+    # -log softmax written out, and the largest score by comparison.
+    expected = (x.exp().sum(1).log() - x[range(50), y]).mean()
+    right = sum(bool((x[i, y[i]] >= x[i]).all()) for i in range(50))
+    assert found.loss == pytest.approx(float(expected), rel=1e-12)
+    assert found.accuracy == right / 50
+    assert found.records == 50
+
+
+def test_uniform_scores_lose_log_k() -> None:
+    found = evaluate(Scores(), cross_entropy, torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
+    assert found.loss == pytest.approx(math.log(5), rel=1e-6)
+
+
+def test_sum_is_taken_in_double_precision() -> None:
+    # In float32, 2^24 + 1 = 2^24: a float32 sum over batches would lose the small losses.
+    x = torch.tensor([[2.0**12.5]] + [[math.sqrt(2)]] * 1000)
+    each = squared_error(x, torch.zeros(1001)).double()
+    found = evaluate(Scores(), squared_error, x, torch.zeros(1001), batch=1)
+    assert found.loss == pytest.approx(float(each.sum()) / 1001, rel=1e-14)
+
+
+def test_sequences_count_positions() -> None:
+    scores = torch.eye(3)[torch.tensor([[0, 1], [2, 2]])]
+    found = evaluate(Scores(), cross_entropy, scores, torch.tensor([[0, 1], [2, 0]]))
+    assert found.accuracy == 0.75
+    assert found.records == 2
+
+
+def test_a_number_instead_of_class_scores_has_no_accuracy() -> None:
+    found = evaluate(Scores(), squared_error, torch.full((3, 1), 2.0), torch.zeros(3))
+    assert math.isnan(found.accuracy)
+    assert found.loss == 2.0
+
+
+def test_a_diverged_model_is_wrong_and_its_loss_is_reported() -> None:
+    y = torch.zeros(4, dtype=torch.int64)
+    found = evaluate(Scores(), cross_entropy, torch.full((4, 3), math.nan), y)
+    assert found.accuracy == 0.0
+    assert math.isnan(found.loss)
+
+
+def test_evaluates_in_evaluation_mode_and_restores_every_mode() -> None:
+    module = nn.Sequential(nn.Dropout(1.0), nn.Dropout(1.0))
+    module[1].eval()
+    x, y = torch.eye(3), torch.arange(3)
+    assert evaluate(module, cross_entropy, x, y).accuracy == 1.0
+    assert [part.training for part in module.modules()] == [True, True, False]
+
+
+def test_leaves_no_gradient_behind() -> None:
+    module = nn.Linear(3, 2)
+    seen: list[bool] = []
+
+    def loss(outputs: Tensor, y: Tensor, /) -> Tensor:
+        seen.append(outputs.requires_grad)
+        return cross_entropy(outputs, y)
+
+    evaluate(module, loss, torch.eye(3), torch.tensor([0, 1, 0]))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(("x", "y"), [((0, 2), 0), ((3, 2), 4)])
+def test_evaluate_refuses_no_records_and_unequal_lengths(x: tuple[int, int], y: int) -> None:
+    with pytest.raises(InputError, match=f"x has {x[0]} records and y has {y}"):
+        evaluate(Scores(), cross_entropy, torch.zeros(x), torch.zeros(y, dtype=torch.int64))
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 100)), min_size=1, max_size=20))
+def test_psi_is_the_weighted_second_moment_less_the_squared_mean(
+    sites: list[tuple[float, float]],
+) -> None:
+    total = math.fsum(n for _, n in sites)
+    mean = math.fsum(n / total * f for f, n in sites)
+    square = math.fsum(n / total * f * f for f, n in sites)
+    found = psi([f for f, _ in sites], [n for _, n in sites])
+    assert found == pytest.approx(square - mean * mean, rel=1e-9, abs=1e-9)
+
+
+@given(losses, st.floats(0.1, 10), st.floats(-10, 10))
+def test_psi_scales_with_the_square_and_ignores_shifts(f: list[float], a: float, b: float) -> None:
+    ones = [1.0] * len(f)
+    moved = psi([a * value + b for value in f], ones)
+    assert moved == pytest.approx(a * a * psi(f, ones), rel=1e-9, abs=1e-8)
+
+
+@given(st.floats(0, 1e300), st.lists(st.floats(0.01, 1e300), min_size=1, max_size=9))
+def test_psi_of_equal_losses_is_exactly_zero(loss: float, weights: list[float]) -> None:
+    assert psi([loss] * len(weights), weights) == 0.0
+
+
+def test_psi_of_two_sites_is_p1_p2_times_the_squared_difference() -> None:
+    assert psi([2.0, 5.0], [1, 3]) == pytest.approx(0.25 * 0.75 * 9, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [([1.0, math.inf], math.inf), ([1.0, math.nan], math.nan), ([math.inf, math.nan], math.nan)],
+)
+def test_psi_reports_a_lost_site(f: list[float], expected: float) -> None:
+    assert psi(f, [1, 1]) == pytest.approx(expected, nan_ok=True)
+
+
+def test_psi_leaves_out_a_site_without_weight() -> None:
+    assert psi([1.0, math.nan, 3.0], [1, 0, 1]) == 1.0
+
+
+def test_psi_beyond_the_largest_number_is_infinite() -> None:
+    assert psi([1e300, 0.0], [1, 1]) == math.inf
+    assert psi([1.7e308, -1.7e308], [1, 1]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("f", "weights"),
+    [([], []), ([1.0], [1, 2]), ([1.0], [0]), ([1.0], [math.nan]), ([1.0, 1.0], [2, -1])],
+)
+def test_psi_refuses_what_is_no_weighting(f: list[float], weights: list[float]) -> None:
+    with pytest.raises(InputError, match="weights"):
+        psi(f, weights)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_fairness_orders_its_figures(accuracies: list[float]) -> None:
+    scores = {f"s{i:02}": score(a) for i, a in enumerate(accuracies)}
+    found = fairness(scores)
+    slack = 1e-12
+    assert found["worst_accuracy"] == min(accuracies)
+    assert scores[found["worst_site"]].accuracy == min(accuracies)
+    assert found["worst_accuracy"] <= found["worst_tenth"] + slack
+    assert found["worst_tenth"] <= found["mean"] + slack
+    # Popoviciu: the variance is at most a quarter of the squared range.
+    spread = max(accuracies) - min(accuracies)
+    assert -slack <= found["variance"] <= spread * spread / 4 + slack
+
+
+@pytest.mark.parametrize(("sites", "worst"), [(1, 1), (10, 1), (11, 2), (1000, 100)])
+def test_worst_tenth_is_rounded_up_to_whole_sites(sites: int, worst: int) -> None:
+    # Accuracy i / sites for i = 0, 1, ...: the worst m have the mean (m - 1) / 2 / sites.
+    found = fairness({str(i): score(i / sites) for i in range(sites)})
+    assert found["worst_tenth"] == pytest.approx((worst - 1) / 2 / sites, rel=1e-12)
+
+
+def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
+    scores = {"b": score(0.5), "a": score(0.5), "lost": score(math.nan)}
+    assert ranking(scores) == ["lost", "a", "b"]
+    assert fairness(scores)["worst_site"] == "lost"
+    assert math.isnan(fairness(scores)["variance"])
+
+
+def test_fairness_refuses_no_sites() -> None:
+    with pytest.raises(InputError, match="no site has a score"):
+        fairness({})
