@@ -19,11 +19,11 @@ from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
 Term = tuple[float, float, int]  # q, σ, number of releases
 
 # The grid is this much finer than the spread of one release's loss: then the variance it adds is
-# below 1/6400 of what is there.
-_FINENESS: Final = 40.0
-_FINEST: Final = 1e-9  # below it, differences of δ on neighbouring grid points are all rounding
-_LARGEST_SINGLE: Final = 2.0**17  # grid points of one release's distribution
-_LARGEST_COMPOSED: Final = 2.0**21  # and of a composed one: 16 MiB
+# below 1/1600 of what is there, and ε less than 0.1 % too large.
+_FINENESS: Final = 20.0
+_LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
+_LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
+_BLOCK: Final = 4096
 MOST_RELEASES: Final = 10**7  # beyond it epsilon answers inf; RDP serves there
 
 
@@ -77,11 +77,22 @@ def _composed(terms: Sequence[Term], interval: float, delta: float) -> float:
     total: _Distribution | None = None
     for q, sigma, count in terms:
         one = _single(q, sigma, interval)
-        many = one.self_compose(count) if count > 1 else one
+        many = _repeated(one, count)
         total = many if total is None else total.compose(many)
     if total is None or float(total.get_delta_for_epsilon(0.0)) <= delta:
         return 0.0
     return float(total.get_epsilon_for_delta(delta))
+
+
+def _repeated(one: _Distribution, count: int) -> _Distribution:
+    """Compose in blocks: the library's bounds on a sum's tails are tight for few terms only."""
+    if count == 1:
+        return one
+    if count <= _BLOCK:
+        return one.self_compose(count)
+    blocks, rest = divmod(count, _BLOCK)
+    many = _repeated(one.self_compose(_BLOCK), blocks)
+    return many.compose(_repeated(one, rest)) if rest else many
 
 
 @lru_cache(maxsize=32)
@@ -95,9 +106,9 @@ def _rounding(count: int) -> float:
     """Return what the rounding of the FFTs may add to or take from δ.
 
     The relative error of a transform's `count`-th power is about count + log2(size) units in the
-    last place; summed over the tail it grows by the root of size over spread, taken as 8.
+    last place. Against the closed form at q = 1 the error stays a thousand times below this.
     """
-    return 8 * (count + 64) * 2.0**-52
+    return (count + 64) * 2.0**-52
 
 
 def _interval(terms: Sequence[Term]) -> float:
@@ -106,12 +117,12 @@ def _interval(terms: Sequence[Term]) -> float:
     variance = sum(t * _loss_spread(q, s) ** 2 for q, s, t in terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
     step = max(
-        _FINEST,
+        # The library takes differences of δ: each grid point gains about 2^-52 / step of mass, and
+        # all points of all releases together are to gain less than 1.
+        math.sqrt(count * reach * 2.0**-50),
         math.sqrt(variance / count) / _FINENESS,
         reach / _LARGEST_SINGLE,
         (reach + 24 * math.sqrt(variance)) / _LARGEST_COMPOSED,
-        # The library's tail bounds widen for many releases as variance / (reach · step).
-        variance / (reach * _LARGEST_COMPOSED),
     )
     # Steps from a geometric grid, so that histories that differ little share distributions.
     return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
@@ -130,4 +141,4 @@ def _loss_range(q: float, sigma: float) -> float:
     rest = math.log1p(-q) if q < 1 else -math.inf
     high = float(np.logaddexp(rest, math.log(q) + 10 / sigma + 0.5 / sigma**2))
     low = float(np.logaddexp(rest, math.log(q) - 10 / sigma - 1.5 / sigma**2))
-    return max(high - low, 10 * _loss_spread(q, sigma), _FINEST)
+    return max(high - low, 10 * _loss_spread(q, sigma))

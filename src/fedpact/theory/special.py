@@ -12,21 +12,16 @@ Array = NDArray[np.float64]
 _special = cast(Any, _scipy)
 
 
-def log_binomial(n: float, k: Array) -> Array:
-    """Return log |C(n, k)| for real n > 0 and k = 0, 1, ..., elementwise."""
+def log_binomial(n: Array | np.float64, k: Array) -> Array:
+    """Return log |C(n, k)| for real n > 0 and whole k >= 0, elementwise."""
     return np.asarray(
         _special.gammaln(n + 1) - _special.gammaln(k + 1) - _special.gammaln(n - k + 1)
     )
 
 
-def binomial_sign(n: float, k: Array) -> Array:
-    """Return the sign of C(n, k) for real, fractional n > 0, elementwise."""
+def binomial_sign(n: Array | np.float64, k: Array) -> Array:
+    """Return the sign of C(n, k) for fractional n > 0 and whole k >= 0, elementwise."""
     return np.asarray(_special.gammasgn(n - k + 1))
-
-
-def logsumexp(x: Array) -> float:
-    """Return log Σ exp(x)."""
-    return float(_special.logsumexp(x))
 
 
 def log_normal_cdf(x: Array) -> Array:
