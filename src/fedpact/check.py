@@ -10,10 +10,14 @@ Traceback (most recent call last):
 fedpact.errors.InputError: sampling_rate is 1.5: expected a number with 0 <= sampling_rate <= 1
 """
 
-import math
+import sys
 from collections.abc import Callable
+from typing import Final
 
 from fedpact.errors import InputError
+
+# Integers have no upper limit in Python: one beyond the largest float is as good as infinite.
+_LARGEST: Final = sys.float_info.max
 
 
 def _single(named: dict[str, float]) -> tuple[str, float]:
@@ -34,17 +38,17 @@ def _require(named: dict[str, float], good: Callable[[float], bool], expected: s
 
 def finite(**named: float) -> float:
     """Return the number if it is finite. Raises InputError otherwise."""
-    return _require(named, math.isfinite, "a finite number")
+    return _require(named, lambda v: -_LARGEST <= v <= _LARGEST, "a finite number")
 
 
 def positive(**named: float) -> float:
     """Return the number if it is finite and > 0. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 < v < math.inf, "a finite number with {name} > 0")
+    return _require(named, lambda v: 0 < v <= _LARGEST, "a finite number with {name} > 0")
 
 
 def non_negative(**named: float) -> float:
     """Return the number if it is finite and >= 0. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 <= v < math.inf, "a finite number with {name} >= 0")
+    return _require(named, lambda v: 0 <= v <= _LARGEST, "a finite number with {name} >= 0")
 
 
 def probability(**named: float) -> float:

@@ -1,7 +1,8 @@
 """What may cross the wire, and what may reach a report: frozen, and nothing else.
 
 A Task goes from the server to a site; a Reply or a Refusal comes back. `to_bytes` and `from_bytes`
-turn each into one safetensors block and back without losing a bit, for every engine.
+turn each into one safetensors block and back without losing a bit, for every engine; NaN and
+infinity pass, as a run that diverges has to be seen and recorded.
 A RoundRecord is what a round leaves behind: one line of a run's rounds.jsonl.
 
 Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
@@ -13,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from safetensors.torch import load as _load_tensors
 from safetensors.torch import save as _save_tensors
@@ -41,6 +42,11 @@ class Task:
     numbers: Numbers
     included: int = -1
     attempt: int = 0
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """The length of the encoded task."""
+        return len(to_bytes(self))
 
     @cached_property
     def digest(self) -> str:
@@ -156,12 +162,15 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Task, Reply
 
 
 def to_bytes(message: Message) -> bytes:
-    """Encode a message as one safetensors block; its other fields stand in the block's metadata."""
+    """Encode a message as one safetensors block; its other fields stand in the block's metadata.
+
+    Raises InputError: a field that is not of the type declared.
+    """
     fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
     vectors: Vectors = fields.pop("vectors", {})
+    _check_fields(type(message), fields)
     head = json.dumps({"kind": type(message).__name__, **fields}, sort_keys=True, default=dict)
-    tensors = {name: vector.contiguous() for name, vector in vectors.items()}
-    return _save_tensors(tensors, metadata={"fedpact": head})
+    return _save_tensors(_apart(vectors), metadata={"fedpact": head})
 
 
 def from_bytes(block: bytes) -> Message:
@@ -172,11 +181,49 @@ def from_bytes(block: bytes) -> Message:
             json.loads(block[8 : 8 + length])["__metadata__"]["fedpact"]
         )
         kind = _KINDS[head.pop("kind")]
+        _check_fields(kind, head)
+        vectors = _load_tensors(block)
         if kind is not Refusal:
-            head["vectors"] = _load_tensors(block)
+            head["vectors"] = vectors
         return kind(**head)
     except Exception as error:
         raise InputError(
             f"a block of {len(block)} bytes is no fedpact message ({type(error).__name__}): "
             "expected what messages.to_bytes wrote; check that both ends run the same version"
         ) from error
+
+
+def _apart(vectors: Vectors) -> dict[str, Tensor]:
+    """The vectors, contiguous, no two of them in the same memory: safetensors refuses those."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, vector in vectors.items():
+        vector = vector.detach().contiguous()
+        place = vector.untyped_storage().data_ptr()
+        apart[name] = vector.clone() if place in taken else vector
+        taken.add(place)
+    return apart
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_fields(kind: type[Message], fields: Mapping[str, Any]) -> None:
+    """Raise InputError unless each field is a str, an int, a number or numbers, as declared."""
+    declared = {f.name: f.type for f in dataclasses.fields(kind)}
+    for name, value in fields.items():
+        if declared[name] is float:
+            good = _is_number(value)
+        elif declared[name] == Numbers:
+            numbers = cast(Mapping[object, object], value)
+            good = isinstance(value, Mapping) and all(
+                isinstance(key, str) and _is_number(number) for key, number in numbers.items()
+            )
+        else:
+            good = type(value) is declared[name]
+        if not good:
+            raise InputError(
+                f"{kind.__name__}.{name} is {value!r}: expected {declared[name]}, with Python's "
+                "own numbers in it; convert other scalars with float() or int()"
+            )

@@ -1,99 +1,58 @@
 """A site's ledger: what it has promised and what it has spent, written down before it is released.
 
-One file of JSON lines, append-only. Each entry carries the hash of the one before, so an altered
-file does not open. Kinds of entries:
+One file per site, for all runs on the same data; `chain` keeps it. Kinds of entries:
 
     open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
     reserve   a run may make these events; all of them together cost at most (ε, δ)
     charge    `count` joint events of one kind, for one request, about to be released
+    torn      a line that a crash left unreadable, and the events that it is counted as
 
 `charge` returns only after the entry is on the disk. A crash between the two costs budget, never
 privacy. The events of a reservation may be used in any order and number up to the reserved counts:
-what is left unused only lowers the cost.
+what is left unused only lowers the cost. Reservations of several runs add up (`total`).
 """
 
-import hashlib
-import json
-import os
+import math
+import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import BudgetExhausted, LedgerError, PolicyRefused
+from fedpact.privacy.chain import Chain, Entry, read_entries
 from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
 
+__all__ = ["Ledger", "read_entries"]
+
 _FORMAT = 1
-Entry = dict[str, Any]
-
-
-def _digest(entry: Entry) -> str:
-    body = {key: value for key, value in entry.items() if key != "hash"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_entries(path: Path) -> list[Entry]:
-    """Return a ledger's entries after checking every link of the chain.
-
-    Raises LedgerError: a line that is no entry, or whose hash or place in the chain is wrong.
-    """
-    entries: list[Entry] = []
-    head = ""
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        try:
-            entry: Entry = json.loads(line)
-            intact = (
-                entry["number"] == number
-                and entry["previous"] == head
-                and entry["hash"] == _digest(entry)
-            )
-        except (ValueError, KeyError, TypeError):
-            intact = False
-            entry = {}
-        if not intact:
-            raise LedgerError(
-                f"ledger {path}: line {number + 1} is unreadable or was altered. "
-                "The site can no longer prove what it spent: restore the file from a backup that "
-                "is not older than its last release, or retire this data set's budget"
-            )
-        head = entry["hash"]
-        entries.append(entry)
-    return entries
+_Request = tuple[str, str, tuple[str, ...], SampledGaussian]
 
 
 class Ledger:
-    """An open ledger. One process at a time writes to it; threads may share it.
+    """An open ledger. One process at a time holds it; threads may share it.
 
+    hypothetical: its releases are a simulation's, where a request that comes again draws the same
+    noise again. Otherwise every charge is a new one.
     Raises LedgerError: another site's ledger, an altered one, or one that is open elsewhere.
     """
 
     def __init__(self, path: Path, site: str, *, hypothetical: bool) -> None:
-        self.path = path
+        self.path, self.site, self.hypothetical = path, site, hypothetical
         self._lock = threading.Lock()
         self._reserved: dict[str, tuple[Budget, Counter[SampledGaussian]]] = {}
         self._spent: dict[str, Counter[SampledGaussian]] = {}
-        self._requests: dict[tuple[str, str], int] = {}
-        self.head, self.length = "", 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = read_entries(path) if path.exists() else []
-        self._file = path.open("ab")
-        for entry in entries:
-            self._apply(entry)
-        opening = {"site": site, "hypothetical": hypothetical, "format": _FORMAT}
-        if not entries:
-            self._append({"kind": "open", **opening})
-        elif any(entries[0].get(key) != value for key, value in opening.items()):
-            found = {key: entries[0].get(key) for key in opening}
+        self._largest: Counter[str] = Counter()
+        self._requests: dict[_Request, int] = {}
+        self._chain = Chain(path)
+        try:
+            self._restore()
+        except BaseException:
             self.close()
-            raise LedgerError(
-                f"ledger {path} was opened as {found}, not as {opening}: "
-                "name the ledger that belongs to this site and to this kind of run"
-            )
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -108,12 +67,23 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file. Everything charged is on the disk already."""
-        self._file.close()
+        self._chain.close()
+
+    @property
+    def head(self) -> str:
+        """The last entry's hash: whoever keeps it finds out a shortened or forked ledger."""
+        return self._chain.head
+
+    @property
+    def length(self) -> int:
+        """The number of entries."""
+        return self._chain.length
 
     def reserve(self, run: str, budget: Budget, events: History) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms.
+        LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
         with self._lock:
@@ -154,24 +124,27 @@ class Ledger:
     ) -> None:
         """Write down `count` events on the disk, before the first of them is released.
 
-        request: identifies what is released (task and place in it); a request that was charged
-        before is the same release and is not charged again. purpose: the channels of the event.
+        request: identifies what is released (task and place in it). purpose: the channels. In a
+        hypothetical ledger a request that was charged before, with the same event and purpose, is
+        the same release: only what it asks for beyond the count charged then is charged.
         Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many.
+        LedgerError: the charge cannot be written down.
         """
         at_least_one(count=count)
+        key = (run, request, tuple(sorted(purpose)), event)
         with self._lock:
-            if self._requests.get((run, request), 0) >= count:
-                return
             if run not in self._reserved or event not in self._reserved[run][1]:
                 raise PolicyRefused(
                     f"run {run!r} asks for {event}, which its reservation in {self.path} does not "
                     "name: reserve it at the run's start"
                 )
-            allowed = self._reserved[run][1][event]
-            spent = self._spent.get(run, Counter())[event]
-            if spent + count > allowed:
+            new = count - (self._requests.get(key, 0) if self.hypothetical else 0)
+            if new <= 0:
+                return
+            allowed, spent = self._reserved[run][1][event], self._spent[run][event]
+            if spent + new > allowed:
                 raise BudgetExhausted(
-                    f"run {run!r} asks for {count} more of {event}: {spent} of {allowed} reserved "
+                    f"run {run!r} asks for {new} more of {event}: {spent} of {allowed} reserved "
                     "events are spent"
                 )
             self._append(
@@ -182,10 +155,10 @@ class Ledger:
                     "round": round_number,
                     "attempt": attempt,
                     "request": request,
-                    "purpose": list(purpose),
+                    "purpose": sorted(purpose),
                     "q": event.q,
                     "sigma": event.sigma,
-                    "count": count,
+                    "count": new,
                 }
             )
 
@@ -194,18 +167,58 @@ class Ledger:
         with self._lock:
             return dict(self._spent.get(run, Counter()))
 
-    def _append(self, entry: Entry) -> None:
-        entry = {
-            "number": self.length,
-            **entry,
-            "time": round(time.time(), 3),
-            "previous": self.head,
-        }
-        entry["hash"] = _digest(entry)
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._apply(entry)
+    def total(self) -> tuple[float, float]:
+        """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
+
+        What every run together can cost, add/remove one record; (0, 0) where none is reserved.
+        """
+        with self._lock:
+            budgets = [budget for budget, _ in self._reserved.values()]
+        return math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
+
+    def _restore(self) -> None:
+        entries = self._chain.entries
+        opening = {"site": self.site, "hypothetical": self.hypothetical, "format": _FORMAT}
+        if not entries:
+            self._append({"kind": "open", **opening})
+            return
+        found = {key: entries[0].get(key) for key in opening}
+        if found != opening:
+            raise LedgerError(
+                f"ledger {self.path} was opened as {found}, not as {opening}: "
+                "name the ledger that belongs to this site and to this kind of run"
+            )
+        try:
+            for entry in entries:
+                self._apply(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(
+                f"ledger {self.path} has an entry of unknown form ({type(error).__name__}: "
+                f"{error}): it was not written by this version of fedpact; use the one that did"
+            ) from error
+        if self._chain.torn is not None:
+            self._append({"kind": "torn", "charges": self._cost_of_torn(self._chain.torn)})
+
+    def _cost_of_torn(self, line: bytes) -> list[list[str | float]]:
+        """Return what an unreadable line is counted as: [run, q, σ, count], for every open run.
+
+        The dearest events that the run has left: as many as its largest charge so far, or as the
+        line's remains say, should that be more. The line's own release never left the site.
+        """
+        named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
+        charges: list[list[str | float]] = []
+        for run, (budget, reserved) in self._reserved.items():
+            missing = max(1, named, self._largest[run])
+            costs = {event: epsilon({event: 1}, budget.delta, "rdp") for event in reserved}
+            for event in sorted(reserved, key=lambda e: costs[e], reverse=True):
+                taken = min(missing, reserved[event] - self._spent[run][event])
+                if taken > 0:
+                    charges.append([run, event.q, event.sigma, taken])
+                    missing -= taken
+        return charges
+
+    def _append(self, body: Entry) -> None:
+        self._apply(self._chain.append(body))
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
@@ -213,10 +226,18 @@ class Ledger:
                 events = {SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]}
                 budget = Budget(entry["epsilon"], entry["delta"])
                 self._reserved[entry["run"]] = (budget, Counter(events))
+                self._spent[entry["run"]] = Counter()
             case "charge":
+                run, count = entry["run"], entry["count"]
                 event = SampledGaussian(entry["q"], entry["sigma"])
-                self._spent.setdefault(entry["run"], Counter())[event] += entry["count"]
-                self._requests[entry["run"], entry["request"]] = entry["count"]
+                self._spent[run][event] += count
+                self._largest[run] = max(self._largest[run], count)
+                self._requests[run, entry["request"], tuple(entry["purpose"]), event] = (
+                    self._requests.get((run, entry["request"], tuple(entry["purpose"]), event), 0)
+                    + count
+                )
+            case "torn":
+                for run, q, sigma, count in entry["charges"]:
+                    self._spent[run][SampledGaussian(q, sigma)] += count
             case _:
                 pass
-        self.head, self.length = entry["hash"], self.length + 1

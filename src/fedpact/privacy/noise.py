@@ -8,14 +8,23 @@ measure what a federation would do, they do not protect anybody. The run's repor
 
 import hashlib
 import json
-from typing import Protocol
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 class Draws(Protocol):
-    """The randomness of one site in one round."""
+    """The randomness of one site in one round.
+
+    repeats: whether equal calls, in this process or another, return equal draws.
+    """
+
+    @property
+    def repeats(self) -> bool:
+        """See above."""
+        ...
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         """Return the indices of a Poisson batch: each of `records` with probability `rate`."""
@@ -26,10 +35,25 @@ class Draws(Protocol):
         ...
 
 
+# torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,
+# each in 8 bytes; what is left of earlier normal draws.
+_WORDS: Final = 624
+_FIRST: Final = 24
+
+
 def stream(*key: str | int) -> torch.Generator:
-    """Return the generator that belongs to a key; other keys give independent streams."""
-    digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    """Return the generator that belongs to a key; other keys give independent streams.
+
+    All of the generator's state comes from the key: manual_seed would keep 32 bits of it, and of
+    a million streams a hundred pairs would be the same.
+    """
+    digest = hashlib.shake_256(json.dumps(key).encode()).digest(4 * _WORDS)
+    words = torch.tensor(np.frombuffer(digest, "<u4").astype(np.int64))
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64).copy_(words)
+    generator.set_state(state)
+    return generator
 
 
 class SeededDraws:
@@ -38,6 +62,8 @@ class SeededDraws:
     `around` is whatever further tells one request from another: site and round.
     """
 
+    repeats = True
+
     def __init__(self, seed: int, *around: str | int) -> None:
         self._key = (seed, *around)
 
@@ -45,12 +71,12 @@ class SeededDraws:
         """See Draws. Rate 1 takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
-        # float64: the uniform numbers of float32 are multiples of 2^-24, which would round the
-        # rate up, past the one that is accounted for.
+        # Multiples of 2^-53 in [0, 1), and 1 minus them in (0, 1]: at most `rate` with probability
+        # floor(2^53 rate) 2^-53, never above the rate that is accounted for.
         uniform = torch.rand(
             records, generator=stream(*self._key, step, "batch"), dtype=torch.float64
         )
-        return torch.nonzero(uniform < rate).squeeze(1)
+        return torch.nonzero(1 - uniform <= rate).squeeze(1)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""

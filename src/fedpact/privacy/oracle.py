@@ -18,7 +18,6 @@ see the same records: they are one joint event with σ_joint = (Σ σ_c^-2)^(-1/
 share a batch). The divisor is the expected batch size, as the realised one is itself private.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,49 +25,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedpact.check import non_negative, positive
+from fedpact.check import count as at_least_one
+from fedpact.check import positive
 from fedpact.errors import PolicyRefused
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import joint
+from fedpact.privacy.weighting import UNIFORM, Fair, Uniform, Weighting
+
+__all__ = [
+    "Batch",
+    "Charge",
+    "Fair",
+    "Oracle",
+    "PlainBatch",
+    "PlainOracle",
+    "PrivateBatch",
+    "PrivateOracle",
+    "Records",
+    "Uniform",
+    "Weighting",
+]
 
 # The kernel's float32 norms are exact to 5e-6 (tested); clipping to slightly less than C keeps the
 # true length of every contribution at or below C.
 _SLACK = 1e-5
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Every record counts alike: w_j = 1."""
-
-    def __call__(self, losses: Tensor) -> Tensor:
-        """Return w_j [B] for losses ℓ_j [B]."""
-        return torch.ones_like(losses)
-
-
-@dataclass(frozen=True)
-class Fair:
-    """FedFair's weighting, per record: w_j = max(0, 1 + λ (ℓ_j - F)) (FedFDP, equation 15).
-
-    lam: λ >= 0. reference: F, the loss that records are compared with.
-    The paper's weight has no lower bound, and its contribution none above; see docs/errata.md.
-    """
-
-    lam: float
-    reference: float
-
-    def __post_init__(self) -> None:
-        non_negative(lam=self.lam)
-
-    def __call__(self, losses: Tensor) -> Tensor:
-        """Return w_j [B] for losses ℓ_j [B]."""
-        return (1 + self.lam * (losses - self.reference)).clamp_(min=0)
-
-
-Weighting = Uniform | Fair
-"""The closed family of per-record weights: an algorithm names one, it cannot pass code."""
 
 
 class Batch(Protocol):
@@ -83,7 +65,7 @@ class Batch(Protocol):
         ...
 
     def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records whose loss at w [d] is at most bound; noise may leave [0, 1]."""
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         ...
 
 
@@ -91,7 +73,7 @@ class Oracle(Protocol):
     """What an algorithm's local part is given: the door, with the records behind it."""
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; an earlier batch is closed by the next."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         ...
 
 
@@ -101,6 +83,25 @@ class Records:
 
     x: Tensor
     y: Tensor
+
+
+class _Channels:
+    """The channels of a batch that are still to be answered."""
+
+    def __init__(self, channels: tuple[str, ...]) -> None:
+        self._open = set(channels)
+
+    def close(self) -> None:
+        """Answer no further."""
+        self._open.clear()
+
+    def _use(self, channel: str) -> None:
+        if channel not in self._open:
+            raise PolicyRefused(
+                f"channel {channel!r} is not open on this batch: declare it when asking for the "
+                "batch, use it once, and not after the next batch"
+            )
+        self._open.discard(channel)
 
 
 class PlainOracle:
@@ -119,34 +120,46 @@ class PlainOracle:
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
         """See Oracle."""
-        del channels
-        for _ in range(count):
+        for _ in range(at_least_one(count=count)):
             chosen = self._draws.batch(len(self._records.y), self._rate, self._step)
             self._step += 1
             x, y = self._records.x[chosen], self._records.y[chosen]
-            yield PlainBatch(self._kernel, x, y, self._expected)
+            batch = PlainBatch(self._kernel, x, y, self._expected, channels)
+            yield batch
+            batch.close()
 
 
-class PlainBatch:
-    """See Batch."""
+class PlainBatch(_Channels):
+    """See Batch. Its channels close as a private batch's do, so that no plain run asks for more."""
 
-    def __init__(self, kernel: PlainKernel, x: Tensor, y: Tensor, expected: float) -> None:
+    def __init__(
+        self,
+        kernel: PlainKernel,
+        x: Tensor,
+        y: Tensor,
+        expected: float,
+        channels: tuple[str, ...],
+    ) -> None:
         self._kernel, self._x, self._y, self._expected = kernel, x, y, expected
+        super().__init__(channels)
 
-    def gradient(self, w: Tensor, weighting: Weighting = Uniform()) -> Tensor:  # noqa: B008
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
+        self._use("gradient")
         self._kernel.model.load(w)
         weights = None if isinstance(weighting, Uniform) else weighting
         return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch; here the losses are not clipped."""
+        self._use("loss")
         del bound
         self._kernel.model.load(w)
         return float(self._kernel.losses(self._x, self._y).sum()) / self._expected
 
     def below(self, w: Tensor, bound: float) -> float:
         """See Batch."""
+        self._use("below")
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y)
         return float(((losses <= bound).double() - 0.5).sum()) / self._expected + 0.5
@@ -154,7 +167,11 @@ class PlainBatch:
 
 @dataclass(frozen=True)
 class Charge:
-    """How an oracle's events are written down: the ledger, and what the entries say of the request."""
+    """How an oracle's events are written down: the ledger, and what tells this request apart.
+
+    digest: of all that the answer follows from besides records and seed, so that what a
+    hypothetical ledger takes for a repetition is one. `run` has to stand for one seed.
+    """
 
     ledger: Ledger
     run: str
@@ -163,8 +180,9 @@ class Charge:
     attempt: int = 0
 
     def __call__(self, terms: Terms, first: int, count: int, channels: tuple[str, ...]) -> None:
-        """Charge `count` joint events of the channels, the first of them the request's step `first`.
+        """Charge `count` joint events, the first of them the request's step `first`.
 
+        An event is charged whole, as the terms' event, even where fewer channels are asked for.
         Raises PolicyRefused: a channel that the terms do not name, or none, or one twice.
         """
         if not channels or len(set(channels)) < len(channels) or set(channels) - set(terms.sigmas):
@@ -175,7 +193,7 @@ class Charge:
         self.ledger.charge(
             self.run,
             f"{self.round}/{first}/{self.digest}",
-            joint(terms.rate, [terms.sigmas[c] for c in channels]),
+            terms.event,
             count,
             purpose=channels,
             round_number=self.round,
@@ -184,7 +202,11 @@ class Charge:
 
 
 class PrivateOracle:
-    """Clipped, noised, charged answers: record-level (ε, δ)-DP under add/remove of one record."""
+    """Clipped, noised, charged answers: record-level (ε, δ)-DP under add/remove of one record.
+
+    Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
+    ones with one that is, which would take a second release for the first.
+    """
 
     def __init__(
         self,
@@ -194,13 +216,18 @@ class PrivateOracle:
         draws: Draws,
         charge: Callable[[Terms, int, int, tuple[str, ...]], None],
     ) -> None:
+        if isinstance(charge, Charge) and charge.ledger.hypothetical != draws.repeats:
+            raise PolicyRefused(
+                f"ledger {charge.ledger.path} has hypothetical = {charge.ledger.hypothetical}, the "
+                f"draws have repeats = {draws.repeats}: a simulation has both, a deployment neither"
+            )
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge = terms, charge
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PrivateBatch"]:
         """See Oracle. Raises BudgetExhausted and PolicyRefused, before any record is read."""
-        self._charge(self._terms, self._step, count, channels)
+        self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
         for step in range(first, first + count):
@@ -219,7 +246,7 @@ class PrivateOracle:
             batch.close()
 
 
-class PrivateBatch:
+class PrivateBatch(_Channels):
     """See Batch. A channel answers once: a second answer would be a second release."""
 
     def __init__(
@@ -232,14 +259,11 @@ class PrivateBatch:
         channels: tuple[str, ...],
     ) -> None:
         self._kernel, self._x, self._y, self._terms = kernel, x, y, terms
-        self._gaussian, self._open = gaussian, set(channels)
+        self._gaussian = gaussian
         self._expected = terms.rate * terms.size
+        super().__init__(channels)
 
-    def close(self) -> None:
-        """Answer no further."""
-        self._open.clear()
-
-    def gradient(self, w: Tensor, weighting: Weighting = Uniform()) -> Tensor:  # noqa: B008
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
         self._use("gradient")
         self._kernel.model.load(w)
@@ -272,11 +296,3 @@ class PrivateBatch:
             noise = self._gaussian(total.numel(), total, channel)
             total = total.add(noise, alpha=sigma * sensitivity)
         return total / self._expected
-
-    def _use(self, channel: str) -> None:
-        if channel not in self._open:
-            raise PolicyRefused(
-                f"channel {channel!r} is not open on this batch: declare it when asking for the "
-                "batch, use it once, and not after the next batch"
-            )
-        self._open.discard(channel)

@@ -1,0 +1,208 @@
+"""A file of JSON lines that only grows: each line carries the hash of the one before.
+
+`append` returns only when its line is on the disk. One process at a time has the file open (flock).
+A line that was altered, or taken out, breaks the chain and the file does not open. What a crash can
+leave behind is less: one unreadable last line. It stays where it is, and the next line carries its
+hash; who opens the file is told and has to decide what it meant.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from fedpact.errors import LedgerError
+
+Entry = dict[str, Any]
+
+
+def _digest(entry: Entry) -> str:
+    body = {key: value for key, value in entry.items() if key != "hash"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _decode(line: bytes) -> Entry | None:
+    """Return a line's JSON object, {} for other JSON, or None for what is no JSON."""
+    try:
+        entry = json.loads(line.decode("ascii"))
+    except (ValueError, RecursionError):
+        return None
+    return cast(Entry, entry) if isinstance(entry, dict) else {}
+
+
+def _hash_of(torn: bytes | None) -> str | None:
+    return None if torn is None else hashlib.sha256(torn).hexdigest()
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
+    """Return the entries, and an unreadable last line. Raises LedgerError: a broken link."""
+    entries: list[Entry] = []
+    torn: bytes | None = None
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for place, line in enumerate(lines):
+        entry = _decode(line)
+        if entry is None and torn is None and entries:
+            torn = line
+            continue
+        intact = (
+            entry is not None
+            and entry.get("number") == len(entries)
+            and entry.get("previous") == (entries[-1]["hash"] if entries else "")
+            and entry.get("torn") == _hash_of(torn)
+            and entry.get("hash") == _digest(entry)
+        )
+        if entry is None or not intact:
+            raise LedgerError(
+                f"ledger {path}: line {place + 1} is unreadable or was altered. "
+                "The site can no longer prove what it spent: restore the file from a backup that "
+                "is not older than its last release, or retire this data set's budget"
+            )
+        entries.append(entry)
+        torn = None
+    return entries, torn
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Return a ledger's entries after checking every link of the chain; the file may be in use.
+
+    An unreadable last line is left out: opening the ledger counts it.
+    Raises LedgerError: a missing file, or a line that is no entry or in the wrong place.
+    """
+    try:
+        return _parse(path, path.read_bytes())[0]
+    except OSError as error:
+        raise LedgerError(f"ledger {path} cannot be read: {error.strerror}") from error
+
+
+class Chain:
+    """The open file. entries: what it held when it was opened. torn: an unreadable last line.
+
+    head: hash of the last entry, "" if none. length: number of entries.
+    Raises LedgerError: a broken chain, a file in use elsewhere, or one that cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            _make_directory(path.parent)
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            content = self._locked_content()
+            self.entries, self.torn = _parse(path, content)
+        except BaseException:
+            self._file.close()
+            raise
+        self._size = len(content)
+        self._unfinished = not content.endswith(b"\n") and bool(content)
+        self._broken = False
+        self.head = self.entries[-1]["hash"] if self.entries else ""
+        self.length = len(self.entries)
+
+    def close(self) -> None:
+        """Close the file, which gives up the lock. Everything appended is on the disk already."""
+        self._file.close()
+
+    def append(self, body: Entry) -> Entry:
+        """Write one entry to the disk and return it; if that fails, the file is left as it was.
+
+        Raises LedgerError: the disk is full, or somebody else changed the file.
+        """
+        self._check()
+        entry = {"number": self.length, **body, "time": round(time.time(), 3)}
+        entry["previous"] = self.head
+        if self.torn is not None:
+            entry["torn"] = _hash_of(self.torn)
+        entry["hash"] = _digest(entry)
+        line = (b"\n" if self._unfinished else b"") + json.dumps(entry).encode() + b"\n"
+        try:
+            self._write(line)
+        except OSError as error:
+            self._undo()
+            raise LedgerError(
+                f"ledger {self.path} cannot be written ({error.strerror}): nothing was released "
+                "for this entry; make room on the disk, then resume the run"
+            ) from error
+        self._size += len(line)
+        self._unfinished, self.torn = False, None
+        self.head, self.length = entry["hash"], self.length + 1
+        return entry
+
+    def _locked_content(self) -> bytes:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LedgerError(
+                f"ledger {self.path} is open elsewhere: one run at a time may spend from it; wait "
+                "until the other one ends, or stop it"
+            ) from error
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        try:
+            # A killed process's line may be in memory only: what is believed must be durable.
+            os.fsync(self._file.fileno())
+            _sync_directory(self.path.parent)
+            self._file.seek(0)
+            return self._file.readall()
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def _check(self) -> None:
+        """Raise LedgerError unless the file is the one at `path`, as we left it."""
+        if self._file.closed or self._broken:
+            state = "closed" if self._file.closed else "in doubt after a failed write"
+            raise LedgerError(f"ledger {self.path} is {state}: open it again")
+        found = os.fstat(self._file.fileno())
+        try:
+            same = os.path.samestat(found, self.path.stat()) and found.st_size == self._size
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise LedgerError(
+                f"ledger {self.path} was changed, moved or replaced while this process had it "
+                "open: nothing more is released; find out by whom, and open it again"
+            )
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        os.fsync(self._file.fileno())
+
+    def _undo(self) -> None:
+        self._broken = True
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._size)
+            os.fsync(self._file.fileno())
+            self._broken = False
+
+
+def _unusable(path: Path, error: OSError) -> LedgerError:
+    return LedgerError(
+        f"ledger {path} cannot be used ({error.strerror}): expected a file on a disk with locks "
+        "that this process may write; nothing is released without one"
+    )
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names of new files in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_directory(directory: Path) -> None:
+    new = [d for d in (directory, *directory.parents) if not d.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in new:
+        _sync_directory(made.parent)
