@@ -6,7 +6,8 @@ draw others; then the whole model is differentiated sample by sample, in one go 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vjp, vmap
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy import parts
-from fedpact.privacy.parts import Part, Views, kept
+from fedpact.privacy.parts import Part, Views, flattened, kept
 from fedpact.privacy.tape import Call, gradients, requiring_grad
 
 CHUNK = 16
@@ -38,6 +39,20 @@ def _announce(level: int, message: str) -> None:
 
 def _describe(path: str, module: nn.Module) -> str:
     return f"{type(module).__name__} ({path or 'the whole model'})"
+
+
+@contextmanager
+def _without_advice() -> Generator[None]:
+    """Without torch's warning that an operation is slow under vmap: `_announce` says it once.
+
+    Not warnings.catch_warnings, which other threads would see.
+    """
+    switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 class Unit:
@@ -64,7 +79,7 @@ class Unit:
         def write(c: Tensor, views: Views) -> None:
             for chunk in chunks:
                 for name, rows in self._gradients(calls, chunk).items():
-                    views[name].add_((c[chunk] @ rows.flatten(1)).view(rows.shape[1:]))
+                    views[name].add_((c[chunk] @ flattened(rows)).view_as(views[name]))
 
         return Part(torch.cat(squares), write)
 
@@ -102,7 +117,8 @@ class Unit:
             return back(grad.unsqueeze(0))[0]
 
         inputs = [x.detach()[chunk] for x in call.tensors]
-        return cast(Any, vmap(pull, randomness="error"))(inputs, cast(Tensor, call.grad)[chunk])
+        with _without_advice():
+            return cast(Any, vmap(pull, randomness="error"))(inputs, cast(Tensor, call.grad)[chunk])
 
     def _looped(self, call: Call, chunk: slice) -> dict[str, Tensor]:
         state = torch.get_rng_state()
@@ -159,7 +175,8 @@ class Whole:
 
         weights = {n: p.detach() for n, p in self._parameters.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
-        found, losses = cast(tuple[dict[str, Tensor], Tensor], cast(Any, batched)(weights, x, y))
+        with _without_advice():
+            found, losses = cast(Any, batched)(weights, x, y)
         return losses, kept(found)
 
 

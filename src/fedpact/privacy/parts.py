@@ -32,12 +32,12 @@ class Part:
 
 def square_sums(rows: Tensor) -> Tensor:
     """Σ v² over each row of rows [n, ...], as [n]."""
-    flat = _flattened(rows)
+    flat = flattened(rows)
     return (flat * flat).sum(1)
 
 
-def _flattened(rows: Tensor) -> Tensor:
-    # Not reshape(n, -1), which has no answer where there is nothing: no row, or empty rows.
+def flattened(rows: Tensor) -> Tensor:
+    """Rows [n, ...] as [n, m]; unlike reshape(n, -1) also where n or m is 0."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
@@ -51,7 +51,7 @@ def kept(gradients: Views) -> Part:
 
     def write(c: Tensor, views: Views) -> None:
         for name, rows in gradients.items():
-            torch.mv(_flattened(rows).t(), c, out=views[name].view(-1))
+            torch.mv(flattened(rows).t(), c, out=views[name].view(-1))
 
     return Part(torch.stack([square_sums(rows) for rows in gradients.values()]).sum(0), write)
 

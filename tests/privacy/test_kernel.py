@@ -1,0 +1,252 @@
+"""The clipped sum against torch.func in float64, its bounds, and what a batch may hold."""
+
+import copy
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedpact.errors import InputError, ModelError
+from fedpact.losses import cross_entropy, squared_error
+from fedpact.params import FlatModel
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+
+COMMON = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def cnn():
+    """The papers' CNN for 28x28 images, with narrower layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 49, 64), nn.ReLU(inplace=True), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def batch(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("count", [1, 2, 33])
+def test_mlp_and_cnn_agree_with_the_reference_in_float64(reference, count):
+    reference.check(mlp(), cross_entropy, *batch(count))
+    x = torch.rand(count, 1, 28, 28, dtype=torch.float64)
+    reference.check(cnn().double(), cross_entropy, x, torch.arange(count) % 10)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_float32_is_close_to_the_float64_reference(reference, model):
+    torch.manual_seed(3)
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10))
+    module = cnn() if model == "cnn" else wide
+    x, y = torch.rand(20, 1, 28, 28), torch.arange(20) % 10
+    reference.check(module, cross_entropy, x, y, tolerance=5e-6)
+
+
+@settings(COMMON, max_examples=100)
+@given(
+    count=st.integers(0, 9),
+    seed=st.integers(0, 99),
+    exponent=st.floats(-9, 9) | st.just(math.inf),
+    raw=st.lists(st.floats(-1e12, 1e12), min_size=9, max_size=9),
+)
+def test_any_weights_and_clip(reference, count, seed, exponent, raw):
+    module, clip = mlp(seed), 10**exponent
+    x, y = batch(count, seed)
+    w = torch.tensor(raw[:count], dtype=torch.float64)
+    kernel = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy)
+    found = kernel.clipped_sum(x, y, clip, lambda losses: w)
+    if count == 0:
+        assert torch.equal(found, torch.zeros_like(found))
+    else:
+        rows = reference.per_sample_loop(module, cross_entropy, x, y)
+        assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-10
+
+
+@COMMON
+@given(
+    seed=st.integers(0, 999),
+    exponent=st.floats(-6, 6),
+    scale=st.floats(-10, 10),
+    weight=st.floats(allow_nan=True, allow_infinity=True, width=32),
+)
+def test_no_record_adds_more_than_the_clip(seed, exponent, scale, weight):
+    clip = 10**exponent
+    x, y = batch(1, seed)
+    kernel = PerSampleKernel(FlatModel(mlp(seed).float()), cross_entropy)
+    found = kernel.clipped_sum((10**scale * x).float(), y, clip, lambda ell: 0 * ell + weight)
+    assert float(found.double().norm()) <= clip * (1 + 1e-5)
+
+
+def test_weights_are_a_function_of_the_losses_and_no_part_of_the_gradient(reference):
+    module, (x, y) = mlp(), batch(7)
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    losses = F.cross_entropy(module(x), y, reduction="none").detach()
+    model = FlatModel(module)
+    private, plain = PerSampleKernel(model, cross_entropy), PlainKernel(model, cross_entropy)
+    expected = reference.clipped(rows, math.inf, 1 + 0.5 * (losses - 1.2))
+    for found in (
+        private.clipped_sum(x, y, math.inf, lambda ell: 1 + 0.5 * (ell - 1.2)),
+        plain.weighted_sum(x, y, lambda ell: 1 + 0.5 * (ell - 1.2)),
+    ):
+        assert reference.error(found, expected) < 1e-10
+    for kernel in (private, plain):
+        assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12)
+        assert not kernel.losses(x, y).requires_grad
+
+
+def test_an_empty_batch_gives_zeros_without_touching_the_model():
+    class Untouchable(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("touched")
+
+    for kind in (PerSampleKernel, PlainKernel):
+        kernel = kind(FlatModel(Untouchable(3, 2)), cross_entropy)
+        x, y = torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)
+        found = (
+            kernel.clipped_sum(x, y, 1.0)
+            if isinstance(kernel, PerSampleKernel)
+            else kernel.weighted_sum(x, y)
+        )
+        assert torch.equal(found, torch.zeros(8))
+        assert kernel.losses(x, y).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("convolution", [True, False])
+def test_a_record_that_is_not_finite_adds_nothing_and_disturbs_no_other(bad, convolution):
+    if convolution:
+        module = cnn().double()
+        x, y = torch.rand(6, 1, 28, 28, dtype=torch.float64), torch.arange(6)
+    else:
+        module, (x, y) = mlp(), batch(6)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    others = torch.tensor([0, 1, 3, 5])
+    expected = kernel.clipped_sum(x[others], y[others], 0.5)
+    x[2], x[4] = bad, -bad
+    assert torch.equal(kernel.clipped_sum(x, y, 0.5), expected)
+    assert torch.equal(kernel.clipped_sum(x[2:3], y[2:3], 0.5), torch.zeros_like(expected))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_none(reference, bad):
+    module, (x, y) = mlp(), batch(4)
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    w = torch.tensor([1.0, bad, 0.5, 2.0], dtype=torch.float64)
+    found = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.3, lambda _: w)
+    assert reference.error(found, reference.clipped(rows, 0.3, w.nan_to_num(0, 0, 0))) < 1e-10
+
+
+def test_a_gradient_that_is_not_finite_behind_a_finite_loss(reference):
+    # sqrt has a finite value and an infinite derivative at 0.
+    def root(outputs, y):
+        return (outputs - y[:, None]).abs().sum(1).sqrt()
+
+    module = nn.Linear(2, 1, bias=False).double()
+    x, y = torch.randn(4, 2).double(), torch.randn(4).double()
+    y[1] = module(x)[1, 0].detach()
+    good = torch.tensor([0, 2, 3])
+    rows = reference.per_sample(module, root, x[good], y[good])
+    found = PerSampleKernel(FlatModel(module), root).clipped_sum(x, y, 0.3)
+    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-10
+
+
+def test_a_record_without_gradient_keeps_its_weight_of_nothing():
+    kernel = PerSampleKernel(FlatModel(nn.Linear(2, 2, bias=False)), squared_error)
+    assert torch.equal(
+        kernel.clipped_sum(torch.zeros(3, 2), torch.zeros(3, 2), 1.0), torch.zeros(4)
+    )
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan, -math.inf])
+def test_a_clip_that_bounds_nothing_is_refused(clip):
+    kernel = PerSampleKernel(FlatModel(mlp()), cross_entropy)
+    with pytest.raises(InputError, match="clip"):
+        kernel.clipped_sum(*batch(2), clip)
+
+
+def test_a_loss_or_weights_that_are_not_one_a_record_are_refused():
+    reducing = PerSampleKernel(FlatModel(mlp()), lambda out, y: F.cross_entropy(out, y))
+    with pytest.raises(ModelError, match="one a record"):
+        reducing.clipped_sum(*batch(3), 1.0)
+    kernel = PerSampleKernel(FlatModel(mlp()), cross_entropy)
+    with pytest.raises(ModelError, match="one each"):
+        kernel.clipped_sum(*batch(3), 1.0, lambda losses: losses.sum())
+
+
+def test_half_precision_is_refused():
+    with pytest.raises(ModelError, match="bfloat16"):
+        PerSampleKernel(FlatModel(mlp().bfloat16()), cross_entropy)
+
+
+def test_the_plain_kernel_is_the_private_one_without_a_clip(reference):
+    module, (x, y) = mlp(), batch(8)
+    model = FlatModel(module)
+    plain, private = PlainKernel(model, cross_entropy), PerSampleKernel(model, cross_entropy)
+    w = torch.linspace(-1, 3, 8).double()
+    rows = reference.per_sample(module.requires_grad_(True), cross_entropy, x, y)
+    # Taking turns: neither kernel may rest on flags that the other sets.
+    for _ in range(2):
+        for weights, given_weights in ((None, None), (lambda _: w, w)):
+            expected = reference.clipped(rows, math.inf, given_weights)
+            assert reference.error(plain.weighted_sum(x, y, weights), expected) < 1e-10
+            found = private.clipped_sum(x, y, math.inf, weights)
+            assert reference.error(found, expected) < 1e-10
+
+
+def test_sums_follow_the_weights_of_the_model(reference):
+    module, (x, y) = mlp(), batch(5)
+    model = FlatModel(module)
+    kernel = PerSampleKernel(model, cross_entropy)
+    kernel.clipped_sum(x, y, 1.0)
+    model.load(torch.randn_like(model.vector))
+    rows = reference.per_sample(copy.deepcopy(module).requires_grad_(True), cross_entropy, x, y)
+    assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-10
+
+
+def test_no_state_of_the_caller_matters_or_is_changed(reference):
+    module, (x, y) = mlp(), batch(5)
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    x.requires_grad_(True)
+    with torch.no_grad():
+        found = kernel.clipped_sum(x, y, 0.1)
+    assert reference.error(found, reference.clipped(rows, 0.1)) < 1e-10
+    assert x.grad is None
+    assert not found.requires_grad
+    assert not any(m._forward_hooks for m in module.modules())
+
+
+def test_kernels_in_threads_do_not_disturb_each_other():
+    x, y = batch(16)
+    expected = [
+        PerSampleKernel(FlatModel(mlp(s)), cross_entropy).clipped_sum(x, y, 0.1) for s in range(4)
+    ]
+    found: dict[int, list[torch.Tensor]] = {s: [] for s in range(4)}
+
+    def work(seed):
+        kernel = PerSampleKernel(FlatModel(models[seed]), cross_entropy)
+        found[seed] = [kernel.clipped_sum(x, y, 0.1) for _ in range(20)]
+
+    models = [mlp(seed) for seed in range(4)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        assert len(found[seed]) == 20
+        assert all(torch.equal(v, expected[seed]) for v in found[seed])
