@@ -228,6 +228,7 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference):
     assert x.grad is None
     assert not found.requires_grad
     assert not any(m._forward_hooks for m in module.modules())
+    assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
 
 def test_kernels_in_threads_do_not_disturb_each_other():

@@ -9,7 +9,7 @@ What a caller may rely on:
 * a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other;
 * both hold for models that keep records apart; `verify` finds out whether a model does.
 
-A kernel sets its module's requires_grad flags, and serves one thread: give each its own module.
+A kernel changes its module's flags while it works, so it serves one thread: give each its own.
 """
 
 import math
@@ -139,8 +139,6 @@ class PerSampleKernel:
 
     def _measure(self, x: Tensor, y: Tensor) -> _Measured:
         """One forward and one backward pass, and the modules' squared norms."""
-        for p in self._trainable:
-            p.requires_grad_(False)
         while True:
             owners = self._cover.owners
             entries = [
@@ -148,7 +146,7 @@ class PerSampleKernel:
                 for o in owners
             ]
             try:
-                with torch.enable_grad():
+                with requiring_grad(self._trainable, False):
                     losses, calls = record(
                         entries, lambda: _checked(self._loss(self.model.module(x), y), len(x))
                     )

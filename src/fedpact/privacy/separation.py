@@ -28,14 +28,24 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 class Mixers:
-    """The normalisation layers of a model that mix the records of a batch while they train."""
+    """The layers of a model that mix the records of a batch, or would if they were set to train.
+
+    Raises ModelError for an embedding whose weights or gradients depend on the batch's indices.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._found = [
-            (path, m)
-            for path, m in named_modules(module)
-            if isinstance(m, BatchNorm | InstanceNorm)
-        ]
+        self._found: list[tuple[str, BatchNorm | InstanceNorm]] = []
+        for path, m in named_modules(module):
+            if isinstance(m, BatchNorm | InstanceNorm):
+                self._found.append((path, m))
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (
+                m.max_norm is not None or m.scale_grad_by_freq
+            ):
+                raise ModelError(
+                    f"layer {path!r} has max_norm = {m.max_norm}, scale_grad_by_freq = "
+                    f"{m.scale_grad_by_freq}: both act by what the whole batch holds, past clipping "
+                    "and noise; build the embedding without them"
+                )
 
     def check(self) -> None:
         """Raise ModelError where one of them would use or collect a batch's statistics."""

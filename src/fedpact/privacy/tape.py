@@ -128,18 +128,20 @@ def _hook(entry: Recorded, calls: list[Call]) -> RemovableHandle:
 
 
 @contextmanager
-def requiring_grad(parameters: Iterable[nn.Parameter]) -> Generator[list[nn.Parameter]]:
-    """Let the parameters require grad, and autograd record, for ordinary backward passes."""
+def requiring_grad(
+    parameters: Iterable[nn.Parameter], flag: bool = True
+) -> Generator[list[nn.Parameter]]:
+    """Let autograd record, and the parameters require grad or not; all is as before afterwards."""
     held = list(parameters)
     before = [p.requires_grad for p in held]
     try:
         for p in held:
-            p.requires_grad_(True)
+            p.requires_grad_(flag)
         with torch.enable_grad():
             yield held
     finally:
-        for p, flag in zip(held, before, strict=True):
-            p.requires_grad_(flag)
+        for p, earlier in zip(held, before, strict=True):
+            p.requires_grad_(earlier)
 
 
 def gradients(

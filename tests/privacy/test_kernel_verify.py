@@ -1,0 +1,237 @@
+"""Models that mix the records of a batch are refused: BatchNorm by name, any other by `verify`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedpact.errors import InputError, ModelError
+from fedpact.losses import squared_error
+from fedpact.models.normalise import replace_batchnorm
+from fedpact.params import FlatModel
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+
+
+class Apply(nn.Module):
+    """A linear layer between two given functions."""
+
+    def __init__(self, before=lambda x: x, after=lambda x: x):
+        super().__init__()
+        self.before, self.after, self.linear = before, after, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.after(self.linear(self.before(x)))
+
+
+def verify(module, x=None, y=None, dtype=torch.float64):
+    module = module.to(dtype)
+    torch.manual_seed(0)
+    x = torch.randn(3, 4) if x is None else x
+    x = x.to(dtype) if x.is_floating_point() else x
+    with torch.no_grad():
+        y = torch.randn_like(module(x)) if y is None else y
+    PerSampleKernel(FlatModel(module), squared_error).verify(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)),
+        nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.AlphaDropout(0.2)),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()),
+        nn.Sequential(nn.Linear(4, 4), nn.Threshold(1e9, 0.0)),
+    ],
+)
+def test_models_that_keep_records_apart_pass(module, dtype):
+    verify(module, dtype=dtype)
+    dropout = [m for m in module.modules() if isinstance(m, nn.Dropout)]
+    assert all(m.training for m in dropout)
+
+
+def test_an_encoder_layer_with_dropout_passes_and_keeps_its_dropout():
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+    verify(nn.Sequential(encoder, nn.Linear(4, 2)), torch.randn(3, 5, 4))
+    assert encoder.self_attn.dropout == 0.5
+    assert encoder.dropout1.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "module",
+    [
+        Apply(before=lambda x: x - x.mean(0)),
+        Apply(after=lambda x: x - x.mean(0)),
+        Apply(after=lambda x: x / x.detach().std(0, correction=0).clamp_min(0.1)),
+        Apply(after=lambda x: x.cumsum(0)),
+        Apply(after=lambda x: x.flip(0)),
+        Apply(after=lambda x: x + 1e-2 * x.roll(1, 0)),
+        Apply(after=lambda x: F.softmax(x, 0)),
+    ],
+)
+def test_models_that_mix_records_are_found(module, dtype):
+    with pytest.raises(ModelError, match="mixes the records of a batch"):
+        verify(module, dtype=dtype)
+
+
+def transposing(module):
+    return Apply(lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1)) if module else None
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_batch_that_does_not_lead_is_found_even_where_sizes_agree(length):
+    # [B, T, D] -> [T, B, D] with T = B, or T = B - 1 and so T = B in the second batch size.
+    with pytest.raises(ModelError, match=r"mixes the records|'linear'.*leading dimension"):
+        verify(transposing(True), torch.randn(3, length, 4))
+
+
+def test_a_batch_that_does_not_lead_is_an_error_at_run_time():
+    kernel = PerSampleKernel(FlatModel(transposing(True)), squared_error)
+    with pytest.raises(ModelError, match=r"'linear' \(Linear\).*batch as leading dimension"):
+        kernel.clipped_sum(torch.randn(3, 7, 4), torch.randn(3, 7, 4), 1.0)
+    flat = Apply(lambda x: x.flatten(0, 1), lambda x: x.view(3, -1, 4))
+    kernel = PerSampleKernel(FlatModel(flat), squared_error)
+    with pytest.raises(ModelError, match="leading dimension"):
+        kernel.clipped_sum(torch.randn(3, 7, 4), torch.randn(3, 7, 4), 1.0)
+
+
+def test_a_single_image_without_batch_is_an_error():
+    kernel = PerSampleKernel(FlatModel(nn.Conv2d(3, 3, 1)), squared_error)
+    with pytest.raises(ModelError, match="leading dimension"):
+        kernel.clipped_sum(torch.randn(3, 5, 5), torch.randn(3, 5, 5), 1.0)
+
+
+def test_a_model_that_returns_no_rows_is_refused():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2))
+
+        def forward(self, x):
+            return self.table.expand(len(x) + 1, 2)
+
+    kernel = PerSampleKernel(FlatModel(Table()), lambda out, y: out.sum(1)[: len(y)])
+    with pytest.raises(ModelError, match="row for each record"):
+        kernel.clipped_sum(torch.randn(3, 4), torch.randn(3, 4), 1.0)
+
+
+def test_a_parameter_used_outside_its_module_is_found():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return F.linear(torch.tanh(self.linear(x)), self.linear.weight)
+
+    with pytest.raises(ModelError, match="outside the module that holds it"):
+        verify(Tied())
+
+
+def test_buffers_that_a_forward_pass_changes_are_found():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return self.linear(x)
+
+    with pytest.raises(ModelError, match="changes 'mean'"):
+        verify(Mean())
+
+
+def test_weights_that_a_forward_pass_changes_are_found():
+    class Decaying(nn.Linear):
+        def forward(self, x):
+            self.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    with pytest.raises(ModelError, match="changes 'weight'"):
+        verify(Decaying(4, 4))
+
+
+@pytest.mark.parametrize("setting", [{"max_norm": 0.1}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_act_by_the_batch_are_refused(setting):
+    model = nn.Sequential(nn.Embedding(3, 4, **setting), nn.Linear(4, 2))
+    with pytest.raises(ModelError, match=rf"layer '0' has .*{next(iter(setting))}"):
+        PerSampleKernel(FlatModel(model), squared_error)
+
+
+def test_randomness_outside_dropout_layers_is_named():
+    with pytest.raises(ModelError, match="random numbers outside dropout"):
+        verify(Apply(after=lambda x: F.dropout(x, 0.5)))
+
+
+def test_verify_needs_three_records_with_finite_gradients():
+    with pytest.raises(InputError, match="2 records"):
+        verify(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(InputError, match="not finite"):
+        verify(nn.Linear(4, 4), torch.full((3, 4), torch.inf), torch.zeros(3, 4))
+
+
+KINDS = [
+    nn.BatchNorm1d(4),
+    nn.BatchNorm2d(4),
+    nn.BatchNorm3d(4),
+    nn.SyncBatchNorm(4),
+    nn.InstanceNorm2d(4, track_running_stats=True),
+]
+
+
+@pytest.mark.parametrize("kernel", [PerSampleKernel, PlainKernel])
+@pytest.mark.parametrize("layer", KINDS, ids=lambda m: type(m).__name__)
+def test_batch_statistics_are_refused_with_name_and_replacement(layer, kernel):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer.train()))
+    with pytest.raises(ModelError, match=rf"'1\.1' is a {type(layer).__name__}.*replace_batchnorm"):
+        kernel(FlatModel(model), squared_error)
+    kernel(FlatModel(replace_batchnorm(model)), squared_error)
+
+
+def test_batchnorm_is_refused_when_training_is_switched_on_later_or_keeps_no_statistics():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x = torch.randn(3, 4)
+    kernel.clipped_sum(x, x, 1.0)
+    model.train()
+    for use in (kernel.clipped_sum, lambda *_: kernel.verify(x, x)):
+        with pytest.raises(ModelError, match="BatchNorm1d"):
+            use(x, x, 1.0)
+    stateless = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    with pytest.raises(ModelError, match="BatchNorm1d"):
+        PerSampleKernel(FlatModel(stateless), squared_error)
+
+
+def test_replace_batchnorm_takes_over_what_the_layer_knew():
+    shared = nn.BatchNorm2d(48, eps=1e-3)
+    nn.init.normal_(shared.weight)
+    shared.bias.requires_grad_(False)
+    plain = nn.BatchNorm2d(10, affine=False)
+    model = nn.Sequential(shared, nn.Sequential(shared), plain, nn.BatchNorm1d(2)).eval()
+    new = replace_batchnorm(model)
+    assert isinstance(model[0], nn.BatchNorm2d), "the given model is left as it was"
+    assert new[0] is new[1][0]
+    assert isinstance(new[0], nn.GroupNorm)
+    assert torch.equal(new[0].weight, shared.weight)
+    assert new[0].weight is not shared.weight
+    assert not new[0].bias.requires_grad
+    assert (new[0].num_groups, new[0].eps, new[0].training) == (12, 1e-3, False)
+    # At least 4 channels a group where there are as many: fewer leave nothing to normalise.
+    assert (new[2].num_groups, new[2].affine, new[3].num_groups) == (2, False, 1)
+    assert isinstance(replace_batchnorm(nn.BatchNorm1d(8)), nn.GroupNorm)
+
+
+def test_a_replaced_model_passes_verify_and_trains_the_same_number_of_weights(reference):
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(72, 2)
+    ).double()
+    new = replace_batchnorm(model)
+    assert FlatModel(new).size == FlatModel(model).size
+    x = torch.randn(3, 1, 5, 5)
+    verify(new, x)
+    new.requires_grad_(True)
+    rows = reference.per_sample_loop(new, squared_error, x.double(), torch.zeros(3, 2).double())
+    reference.check(new, squared_error, x.double(), torch.zeros(3, 2).double(), rows=rows)
