@@ -37,7 +37,7 @@ def client(tmp_path, monkeypatch):
     def make(algorithm=Counting):
         monkeypatch.setattr(algorithms, "load", lambda name: algorithm)
         memory = tmp_path / "site" / "memory.safetensors"
-        return Client("a", 10.0, "counting", NoSettings(), lambda t, b: None, None, memory)
+        return Client("a", 10.0, "counting", NoSettings(), lambda t, m, b: None, None, memory)
 
     return make
 

@@ -24,7 +24,7 @@ Bench = TypeVar("Bench")
 class Client(Generic[Bench]):
     """One site. `Bench` is whatever the engine computes with: a worker's model and kernel.
 
-    oracle: makes the site's oracle for one task on one bench. ledger: None in a plain run.
+    oracle: makes the site's oracle for one task and memory, on one bench. ledger: None in a plain run.
     memory: where the site keeps its memory; it is read once and written after every task.
     """
 
@@ -34,7 +34,7 @@ class Client(Generic[Bench]):
         size: float,
         algorithm: str,
         settings: BaseModel,
-        oracle: Callable[[Task, Bench], Oracle],
+        oracle: Callable[[Task, State, Bench], Oracle],
         ledger: Ledger | None,
         memory: Path,
     ) -> None:
@@ -47,7 +47,9 @@ class Client(Generic[Bench]):
         """Answer a task. A refusal's code depends on public quantities only."""
         memory = self._memory.for_task(task)
         try:
-            local = self._algorithm.local(task, self._oracle(task, bench), memory, self._settings)
+            local = self._algorithm.local(
+                task, self._oracle(task, memory, bench), memory, self._settings
+            )
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:

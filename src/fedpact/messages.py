@@ -98,6 +98,11 @@ class State:
     vectors: Vectors = field(default_factory=dict[str, Tensor])
     numbers: Numbers = field(default_factory=dict[str, float])
 
+    @cached_property
+    def digest(self) -> str:
+        """What the state is, as a hash."""
+        return hashlib.blake2b(to_bytes(self), digest_size=16).hexdigest()
+
 
 @dataclass(frozen=True)
 class Local:

@@ -136,11 +136,11 @@ def _client(
     records, plan = Records(site.x, site.y), scene.plan
     terms, ledger = scene.terms.get(site.name), ledgers.get(site.name)
 
-    def oracle(task: Task, bench: Bench) -> Oracle:
+    def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
         draws = SeededDraws(plan.seed, site.name, task.round)
         if terms is None or ledger is None:
             return PlainOracle(records, bench.plain, plan.rate(size), size, draws)
-        charge = Charge(ledger, run, task.round, task.digest)
+        charge = Charge(ledger, run, task.round, task.digest + memory.digest)
         return PrivateOracle(records, bench.private, terms, draws, charge)
 
     memory = folder.site(site.name) / "memory.safetensors"
