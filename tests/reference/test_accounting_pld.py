@@ -1,0 +1,120 @@
+"""ε by privacy loss distributions against closed forms, lower bounds and dp-accounting."""
+
+import functools
+import math
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as library
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+from fedpact.theory import pld
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Balle, Wang 2018, Theorem 8: the exact δ of a Gaussian with sensitivity/deviation μ."""
+    return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
+
+
+def exact_epsilon(delta_at, delta: float, top: float) -> float:
+    return brentq(lambda e: delta_at(e) - delta, 0.0, top, xtol=1e-13, rtol=1e-13)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9])
+@pytest.mark.parametrize(
+    "releases", [[(0.5, 1)], [(1.0, 4)], [(20.0, 1000)], [(3.0, 2), (7.0, 5)]], ids=str
+)
+def test_plain_gaussians_are_within_a_thousandth_of_the_exact_value(releases, delta):
+    mu = math.sqrt(sum(t / s**2 for s, t in releases))
+    exact = exact_epsilon(lambda e: gaussian_delta(mu, e), delta, mu**2 / 2 + 8 * mu)
+    got = pld.epsilon([(1.0, s, t) for s, t in releases], delta)
+    assert exact <= got <= exact * 1.001
+
+
+@pytest.mark.parametrize(
+    ("sigma", "count"), [(3.0, 10), (20.0, 1000), (100.0, 12305), (300.0, 10**5), (3000.0, 10**7)]
+)
+def test_the_rounding_of_the_transforms_stays_below_its_allowance(sigma, count):
+    # The release-by-release path, which epsilon() spares plain Gaussians: their δ is known exactly.
+    step = pld._interval([(1.0, sigma, count)])
+    composed = pld._repeated(pld._single(1.0, sigma, step), count)
+    mu = math.sqrt(count) / sigma
+    for z in (1.0, 3.0, 4.5, 5.5, 6.5, 7.2):
+        epsilon = mu * z + mu**2 / 2
+        exact = gaussian_delta(mu, epsilon)
+        got = composed.get_delta_for_epsilon(epsilon)
+        assert exact - pld._rounding(count) <= got <= exact * 1.05 + pld._rounding(count)
+
+
+@pytest.mark.parametrize(
+    ("q", "sigma", "delta"),
+    [(0.015, 1.1, 1e-5), (0.5, 0.7, 1e-6), (1e-3, 0.6, 1e-6), (0.9, 3.0, 1e-8)],
+)
+def test_one_sampled_release_is_within_a_thousandth_of_the_exact_value(q, sigma, delta):
+    def delta_at(epsilon: float) -> float:
+        """The larger δ of the two directions, from the loss's inverse in x."""
+        both = []
+        for sign in (1, -1):
+            level = math.exp(sign * epsilon) - 1 + q
+            if level <= 0:
+                continue
+            x = sigma**2 * math.log(level / q) + 0.5
+            plain, moved = ndtr(-sign * x / sigma), ndtr(-sign * (x - 1) / sigma)
+            mixed = (1 - q) * plain + q * moved
+            upper, lower = (mixed, plain) if sign == 1 else (plain, mixed)
+            both.append(upper - math.exp(epsilon) * lower)
+        return float(max(both))
+
+    exact = exact_epsilon(delta_at, delta, 60.0)
+    assert exact <= pld.epsilon([(q, sigma, 1)], delta) <= exact * 1.001
+
+
+CASES = [
+    ([(0.015, 1.1, 716)], 1e-5),
+    ([(0.1, 2.25, 100)], 1e-5),
+    ([(0.25, 8.97, 317)], 1e-5),
+    ([(0.05, 2.0, 300), (0.05, 1.857, 300)], 1e-5),
+    ([(1.0, 5.0, 10), (0.01, 1.0, 500)], 1e-6),
+]
+EXTREME = [
+    ([(1e-3, 0.6, 10_000)], 1e-4),
+    ([(1e-5, 0.5, 10_000)], 1e-7),
+    ([(0.5, 0.3, 3)], 1e-5),
+]
+
+
+@pytest.mark.parametrize(("terms", "delta"), CASES, ids=str)
+def test_agrees_with_dp_accounting(terms, delta):
+    theirs = PLDAccountant(value_discretization_interval=1e-4)
+    for q, sigma, count in terms:
+        event = PoissonSampledDpEvent(q, GaussianDpEvent(sigma))
+        theirs.compose(SelfComposedDpEvent(event, count))
+    assert pld.epsilon(terms, delta) == pytest.approx(theirs.get_epsilon(delta), rel=2e-3)
+
+
+@pytest.mark.parametrize(("terms", "delta"), CASES + EXTREME, ids=str)
+def test_never_below_the_optimistic_estimate(terms, delta):
+    # The library's optimistic rounding gives a lower bound on the true ε at any step.
+    step = pld._interval(terms) / 4
+    parts = []
+    for q, sigma, count in terms:
+        one = library.from_gaussian_mechanism(
+            sigma,
+            sampling_prob=q,
+            value_discretization_interval=step,
+            pessimistic_estimate=False,
+            use_connect_dots=False,
+        )
+        parts.append(pld._repeated(one, count))
+    composed = functools.reduce(lambda a, b: a.compose(b), parts)
+    assert pld.epsilon(terms, delta) >= composed.get_epsilon_for_delta(delta) > 0
+
+
+@pytest.mark.parametrize(("q", "sigma", "count"), [(1e-4, 50.0, 10**6), (1e-3, 30.0, 10**5)])
+def test_many_small_releases_approach_their_central_limit(q, sigma, count):
+    # Bu, Dong, Long, Su 2020: Gaussian DP with μ = q sqrt(T (e^(1/σ²) - 1)) in the limit.
+    mu = q * math.sqrt(count * math.expm1(sigma**-2))
+    limit = exact_epsilon(lambda e: gaussian_delta(mu, e), 1e-5, mu**2 / 2 + 8 * mu)
+    assert pld.epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)

@@ -1,0 +1,78 @@
+"""Calibrations: always on the safe side, and close to the boundary."""
+
+import math
+
+import pytest
+
+from fedpact.errors import BudgetExhausted, InputError
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.theory.calibration import largest_rate, smallest_sigma
+
+BUDGET = Budget(2.0, 1e-5)
+SPENT = {SampledGaussian(0.05, 2.0): 50}
+
+
+@pytest.mark.parametrize("spent", [None, SPENT], ids=["fresh", "spent"])
+@pytest.mark.parametrize("accountant", ["best", "pld", "rdp"])
+@pytest.mark.parametrize(("q", "steps"), [(0.015, 300), (0.25, 40), (1.0, 10)])
+def test_smallest_sigma_keeps_the_budget_and_less_noise_does_not(q, steps, accountant, spent):
+    sigma = smallest_sigma(BUDGET, q, steps, accountant, spent=spent)
+
+    def cost(s: float) -> float:
+        return epsilon({**(spent or {}), SampledGaussian(q, s): steps}, 1e-5, accountant)
+
+    assert cost(sigma) <= BUDGET.epsilon < cost(sigma * (1 - 1e-3))
+
+
+@pytest.mark.parametrize("accountant", ["best", "rdp"])
+@pytest.mark.parametrize(("sigma", "steps"), [(1.1, 300), (9.0, 317)])
+def test_largest_rate_keeps_the_budget_and_a_larger_one_does_not(sigma, steps, accountant):
+    q = largest_rate(BUDGET, sigma, steps, accountant, spent=SPENT)
+
+    def cost(rate: float) -> float:
+        return epsilon({**SPENT, SampledGaussian(rate, sigma): steps}, 1e-5, accountant)
+
+    assert cost(q) <= BUDGET.epsilon < cost(q * (1 + 1e-3))
+
+
+def test_the_event_that_is_planned_may_be_the_one_that_is_spent():
+    event = SampledGaussian(0.25, 8.971)
+    sigma = smallest_sigma(BUDGET, 0.25, 317, "rdp")
+    again = smallest_sigma(BUDGET, 0.25, 200, "rdp", spent={SampledGaussian(0.25, sigma): 117})
+    assert again == pytest.approx(sigma, rel=5e-4)
+    assert largest_rate(BUDGET, 50.0, 30) == 1.0
+    assert event.sigma == pytest.approx(smallest_sigma(BUDGET, 0.25, 317), rel=1e-3)
+
+
+def test_specification_values():
+    assert smallest_sigma(BUDGET, 0.1, 100, "pld") == pytest.approx(2.25, abs=5e-3)
+    assert smallest_sigma(BUDGET, 0.25, 317, "pld") == pytest.approx(8.97, abs=5e-3)
+
+
+def test_the_limit_of_full_batches_is_the_analytic_gaussian():
+    # μ = sqrt(T)/σ = 0.5016 gives (2, 1e-5): "the limit at q = 1 is 0.502".
+    sigma = smallest_sigma(BUDGET, 1.0, 317)
+    assert math.sqrt(317) / sigma == pytest.approx(0.502, abs=5e-4)
+
+
+def test_a_spent_budget_admits_no_noise():
+    spent = {SampledGaussian(1.0, 1.0): 1}
+    with pytest.raises(BudgetExhausted, match="spent"):
+        smallest_sigma(BUDGET, 0.1, 10, "rdp", spent=spent)
+    with pytest.raises(BudgetExhausted, match="spent"):
+        largest_rate(BUDGET, 1.0, 10, "rdp", spent=spent)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: smallest_sigma(BUDGET, math.nan, 10),
+        lambda: smallest_sigma(BUDGET, 0.1, 0),
+        lambda: largest_rate(BUDGET, math.nan, 10),
+        lambda: largest_rate(BUDGET, 0.0, 10),
+        lambda: smallest_sigma(BUDGET, 0.1, 10, "exact"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong):
+    with pytest.raises(InputError):
+        wrong()
