@@ -85,10 +85,51 @@ def test_given_noise_allows_as_many_steps_as_the_budget():
 def test_an_expected_batch_gives_each_site_its_rate():
     plan = Plan.read(None, ["batch_size=30"])
     for size in (31.0, 100.0, 1234.0):
-        assert 30 / size <= plan.rate(size) <= min(1.0, 1.3 * 30 / size)
-    assert plan.rate(20.0) == 1
+        assert 30 / size <= plan.rate("a", size) <= min(1.0, 1.3 * 30 / size)
+    assert plan.rate("a", 20.0) == 1
 
 
 def test_a_plain_run_has_no_terms_and_has_to_be_asked_for():
     assert Plan().private
     assert Plan.read(None, ["privacy.mode=none"]).terms({"a": 1.0}) == {}
+
+
+def test_budgets_may_differ_by_list_and_by_table(tmp_path):
+    file = tmp_path / "grants.toml"
+    file.write_text("[b]\nepsilon = 0.5\nsampling_rate = 0.1\n[c]\nsigma = 9.0\ndelta = 1e-6\n")
+    plan = Plan.parse({"rounds": 4, "privacy": {"epsilon": [1.0, 2.0, 4.0], "per_site": str(file)}})
+    terms = plan.terms({"c": 50.0, "a": 100.0, "b": 200.0})
+    budgets = {name: (t.budget.epsilon, t.budget.delta) for name, t in terms.items()}
+    assert budgets == {"a": (1.0, 1e-5), "b": (0.5, 1e-5), "c": (4.0, 1e-6)}
+    assert (terms["b"].rate, terms["c"].sigmas["gradient"]) == (0.1, 9.0)
+    for each in terms.values():
+        assert epsilon({each.event: each.steps}, each.budget.delta) <= each.budget.epsilon
+    # A resolved plan stands alone: the file may go.
+    stored = plan.model_dump(mode="json")
+    file.unlink()
+    assert Plan.parse(stored) == plan
+
+
+@pytest.mark.parametrize(
+    ("privacy", "told"),
+    [
+        ({"epsilon": [1.0, 2.0]}, "lists 2 values for 3 sites"),
+        ({"per_site": {"z": {"epsilon": 1.0}}}, "per_site names z"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_sites_are_told(privacy, told):
+    with pytest.raises(PlanError, match=told):
+        Plan.parse({"privacy": privacy}).terms({"a": 1.0, "b": 1.0, "c": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("privacy", "told"),
+    [
+        ({"per_site": "missing.toml"}, "cannot be read as TOML"),
+        ({"per_site": {"a": {"epsilon": -1}}}, "per_site.a.epsilon"),
+        ({"epsilon": [1.0, float("nan")]}, "privacy.epsilon"),
+    ],
+)
+def test_bad_grants_are_told(privacy, told):
+    with pytest.raises(PlanError, match=told):
+        Plan.parse({"privacy": privacy})

@@ -18,37 +18,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact import algorithms
 from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
+from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
-from fedpact.theory.accounting import Accountant, Budget, round_rate_up
+from fedpact.theory.accounting import round_rate_up
 
 _DEFAULT = Path(__file__).with_name("default.toml")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Privacy(BaseModel):
-    """What each site grants the run: (ε, δ) per record, under add/remove of one record.
+class Limits(BaseModel):
+    """When the run ends before its rounds do.
 
-    mode: "none" trains without any protection, and the report says so.
-    clip: C, the longest contribution of one record to a gradient sum.
-    sigma: noise multiplier of the gradient; left out, it is calibrated to spend ε exactly.
-    accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
+    bytes: what it may send both ways, all sites together; None for no limit.
+    when_spent: where a site has spent its privacy budget, the others "continue" with weights among
+    themselves until none is left, or the run is to "stop" after that round.
     """
 
     model_config = _FROZEN
-    mode: Literal["per_sample", "none"] = "per_sample"
-    epsilon: float = Field(default=2.0, gt=0)
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-    clip: float = Field(default=1.0, gt=0)
-    sigma: float | None = Field(default=None, gt=0)
-    accountant: Accountant = "best"
-
-
-class CommunicationBudget(BaseModel):
-    """What the run may send. bytes: both ways, all sites together; None for no limit."""
-
-    model_config = _FROZEN
     bytes: int | None = Field(default=None, gt=0)
+    when_spent: Literal["continue", "stop"] = "continue"
 
 
 class Running(BaseModel):
@@ -86,7 +75,7 @@ class Plan(BaseModel):
     partition: PartitionSettings = PartitionSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
-    budget: CommunicationBudget = CommunicationBudget()
+    budget: Limits = Limits()
     run: Running = Running()
 
     @model_validator(mode="after")
@@ -118,8 +107,11 @@ class Plan(BaseModel):
         """Joint events (or plain batches) that each site's run consists of: τ times the rounds."""
         return self.rounds * algorithms.load(self.algorithm).steps(self.algorithm_settings)
 
-    def rate(self, size: float) -> float:
+    def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
+        grant = self.privacy.per_site.get(site)
+        if grant is not None and grant.sampling_rate is not None:
+            return grant.sampling_rate
         if self.batch_size is None:
             return 0.5 if self.sampling_rate is None else self.sampling_rate
         return round_rate_up(min(1.0, self.batch_size / size))
@@ -132,22 +124,24 @@ class Plan(BaseModel):
         if not self.private:
             return {}
         channels = algorithms.load(self.algorithm).channels(self.algorithm_settings)
+        names = tuple(sorted(sizes))
+        self.privacy.check_sites(names)
         result = dict[str, Terms]()
-        for name, size in sizes.items():
+        for name in names:
             common: dict[str, Any] = {
                 "site": name,
-                "size": size,
-                "rate": self.rate(size),
+                "size": sizes[name],
+                "rate": self.rate(name, sizes[name]),
                 "clip": self.privacy.clip,
                 "channels": channels,
                 "steps": self.steps,
-                "budget": Budget(self.privacy.epsilon, self.privacy.delta),
+                "budget": self.privacy.budget(name, names),
                 "accountant": self.privacy.accountant,
             }
-            if self.privacy.sigma is None:
-                result[name] = calibrated(**common)
-            else:
-                result[name] = with_given_noise(**common, sigma=self.privacy.sigma)
+            sigma = self.privacy.noise(name, names)
+            result[name] = (
+                calibrated(**common) if sigma is None else with_given_noise(**common, sigma=sigma)
+            )
         return result
 
     @staticmethod
@@ -217,4 +211,6 @@ def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "value_error":
         return f"{key}: {message}" if entry["loc"] else message
-    return f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"
+    return (
+        f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"
+    )

@@ -50,6 +50,7 @@ class Rounds:
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
         """Yield every committed round's checkpoint and record until the run ends."""
+        limits = self.plan.budget
         while self.status == "running":
             if at.round >= self.plan.rounds:
                 self.status = "finished"
@@ -62,7 +63,9 @@ class Rounds:
                 if outcome is None:
                     self.status = "budget"
                 else:
-                    at = outcome[0]
+                    at, record = outcome
+                    if "budget" in record.refused.values() and limits.when_spent == "stop":
+                        self.status = "budget"
                     yield outcome
 
     def _round(self, at: Checkpoint) -> tuple[Checkpoint, RoundRecord] | None:

@@ -154,9 +154,7 @@ def test_one_site_with_one_full_batch_is_gradient_descent(tmp_path):
     """FedAvg at q = 1, τ = 1 with one site: w - η ∇F(w), by ordinary autograd."""
     torch.manual_seed(0)
     data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
-    whole = plan(
-        sites=1, sampling_rate=1.0, privacy={"mode": "none"}, partition={"held_out": 0.0}
-    )
+    whole = plan(sites=1, sampling_rate=1.0, privacy={"mode": "none"}, partition={"held_out": 0.0})
     result = simulate(whole, tmp_path / "run", data=data)
     from fedpact.models.build import build
 
@@ -218,3 +216,22 @@ def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
         result = simulate(whole, tmp_path / "run")
     found = FlatModel(result.model).vector.numpy()
     np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
+
+
+def test_a_spent_site_leaves_and_the_others_go_on_or_the_run_stops(tmp_path):
+    grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
+    few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
+    allowed = few.terms({"site-00": 9.0, "site-01": 9.0, "site-02": 9.0})["site-01"].steps
+    assert 0 < allowed < 12
+    going_on = simulate(few, tmp_path / "on")
+    assert (going_on.summary["status"], going_on.summary["rounds"]) == ("finished", 12)
+    refusals = [record.round for record in going_on.records if record.refused]
+    assert refusals == list(range(allowed + 1, 13))
+    assert going_on.records[-1].refused == {"site-01": "budget"}
+    assert recount(going_on.folder, "site-01", 1e-5) <= 1 * (1 + 1e-3)
+
+    stopping = few.model_copy(
+        update={"budget": few.budget.model_copy(update={"when_spent": "stop"})}
+    )
+    stopped = simulate(stopping, tmp_path / "stop")
+    assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)

@@ -122,7 +122,9 @@ class _Live:
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
             return "NOT PRIVATE"
-        return f"ε {max(record.epsilon.values()):.3f} of {self._plan.privacy.epsilon:g}"
+        epsilon = self._plan.privacy.epsilon
+        allowed = f"up to {max(epsilon):g}" if isinstance(epsilon, list) else f"{epsilon:g}"
+        return f"ε {max(record.epsilon.values()):.3f} of {allowed}"
 
     def _left(self, done: int) -> str:
         if record_is_old := done <= self._first or self._first == 0:
@@ -166,9 +168,9 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
     if plan.private:
         out.print(
-            f"privacy    ε <= {max(summary['epsilon'].values()):.4f} at δ = {plan.privacy.delta:g} "
-            f"for each site, {summary['adjacency']}, accountant {summary['accountant']}; "
-            "covers every release of the run"
+            f"privacy    ε <= {max(summary['epsilon'].values()):.4f} at δ = "
+            f"{max(summary['delta'].values()):g} for each site, {summary['adjacency']}, "
+            f"accountant {summary['accountant']}; covers every release of the run"
         )
     else:
         out.print('privacy    NONE: this run was asked for with privacy.mode = "none"')

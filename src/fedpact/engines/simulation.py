@@ -139,7 +139,7 @@ def _client(
     def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
         draws = SeededDraws(plan.seed, site.name, task.round)
         if terms is None or ledger is None:
-            return PlainOracle(records, bench.plain, plan.rate(size), size, draws)
+            return PlainOracle(records, bench.plain, plan.rate(site.name, size), size, draws)
         charge = Charge(ledger, run, task.round, task.digest + memory.digest)
         return PrivateOracle(records, bench.private, terms, draws, charge)
 

@@ -85,7 +85,7 @@ def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
         "epsilon": dict(last.epsilon),
-        "delta": scene.plan.privacy.delta if scene.plan.private else None,
+        "delta": {name: terms.budget.delta for name, terms in scene.terms.items()},
         "adjacency": ADJACENCY if scene.plan.private else None,
         "accountant": scene.plan.privacy.accountant if scene.plan.private else None,
         "model_parameters": FlatModel(scene.module()).size,

@@ -1,0 +1,100 @@
+"""The [privacy] table of a plan: what each site grants a run."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from fedpact.errors import PlanError
+from fedpact.theory.accounting import Accountant, Budget
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+_Epsilon = Annotated[float, Field(gt=0)]
+_Delta = Annotated[float, Field(gt=0, lt=1)]
+_Rate = Annotated[float, Field(gt=0, le=1)]
+
+
+class SiteGrant(BaseModel):
+    """What one site grants unlike the others; what is left out is as for all."""
+
+    model_config = _FROZEN
+    epsilon: _Epsilon | None = None
+    delta: _Delta | None = None
+    sigma: _Epsilon | None = None
+    sampling_rate: _Rate | None = None
+
+
+def _read_grants(value: Any) -> Any:
+    """A path becomes the tables of that file, so that a resolved plan stands alone."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomllib.loads(Path(value).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(
+            f"{value} cannot be read as TOML ({error}): expected a table for each site that "
+            "differs, as in [site-00] with epsilon, delta, sigma or sampling_rate"
+        ) from None
+
+
+class Privacy(BaseModel):
+    """What each site grants the run: (ε, δ) per record, under add/remove of one record.
+
+    mode: "none" trains without any protection, and the report says so.
+    epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
+    clip: C, the longest contribution of one record to a gradient sum.
+    sigma: noise multiplier of the gradient; left out, it is calibrated to spend ε exactly.
+    accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
+    per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
+    """
+
+    model_config = _FROZEN
+    mode: Literal["per_sample", "none"] = "per_sample"
+    epsilon: _Epsilon | list[_Epsilon] = 2.0
+    delta: _Delta | list[_Delta] = 1e-5
+    clip: float = Field(default=1.0, gt=0)
+    sigma: _Epsilon | list[_Epsilon] | None = None
+    accountant: Accountant = "best"
+    per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
+        default_factory=dict[str, SiteGrant]
+    )
+
+    def check_sites(self, sites: tuple[str, ...]) -> None:
+        """Raise PlanError where a list or a table does not fit these sites."""
+        for name in ("epsilon", "delta", "sigma"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != len(sites):  # pyright: ignore[reportUnknownArgumentType]
+                raise PlanError(
+                    f"privacy.{name} lists {len(value)} values for {len(sites)} sites: "  # pyright: ignore[reportUnknownArgumentType]
+                    "give one value for all of them, or one for each in the order of their names"
+                )
+        unknown = sorted(set(self.per_site) - set(sites))
+        if unknown:
+            raise PlanError(
+                f"privacy.per_site names {', '.join(unknown)}: the sites are {_few(sites)}"
+            )
+
+    def budget(self, site: str, sites: tuple[str, ...]) -> Budget:
+        """Return (ε_i, δ_i) of one of these sites."""
+        grant = self.per_site.get(site, SiteGrant())
+        place = sites.index(site)
+        return Budget(
+            grant.epsilon or _at(self.epsilon, place), grant.delta or _at(self.delta, place)
+        )
+
+    def noise(self, site: str, sites: tuple[str, ...]) -> float | None:
+        """Return σ_i where it is given, None where it is to be calibrated."""
+        grant = self.per_site.get(site, SiteGrant())
+        if grant.sigma is not None or self.sigma is None:
+            return grant.sigma
+        return _at(self.sigma, sites.index(site))
+
+
+def _at(value: float | list[float], place: int) -> float:
+    return value[place] if isinstance(value, list) else value
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{names[0]} to {names[-1]}"
