@@ -1,0 +1,216 @@
+"""Draws for a deployment: fresh, never repeated, of the right law.
+
+The tests that draw fail by chance with probability 1e-6 or less each, as noted at FAIL.
+"""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from scipy import stats
+
+from fedpact.privacy import secure
+from fedpact.privacy.noise import Draws
+from fedpact.privacy.secure import KeyStream, SecureDraws
+
+FAIL = 1e-6
+MANY = 400_000
+DOUBLE = torch.empty(0, dtype=torch.float64)
+
+
+def normal(size=MANY, like=DOUBLE):
+    return SecureDraws().gaussian(size, like, 0, "gradient")
+
+
+class Fixed:
+    """A key stream that is one word for ever, or these words over and over."""
+
+    def __init__(self, *words):
+        self.pattern = torch.tensor(words)
+
+    def words(self, count):
+        return self.pattern.repeat(-(-count // len(self.pattern)))[:count].clone()
+
+
+def with_words(*words):
+    draws = SecureDraws()
+    draws._stream = Fixed(*words)
+    return draws
+
+
+def variance_is_one(z):
+    """A two-sided chi-square test of the variance, at level FAIL, of numbers with mean 0."""
+    level = stats.chi2(len(z)).cdf(float((z.double() ** 2).sum()))
+    return FAIL / 2 <= level <= 1 - FAIL / 2
+
+
+def test_it_is_a_source_of_draws():
+    draws: Draws = SecureDraws()
+    assert draws.repeats is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_right_sigma_is_accepted_and_others_are_not(dtype):
+    z = normal(like=torch.empty(0, dtype=dtype))
+    assert z.dtype == dtype
+    assert variance_is_one(z)
+    # At this size 0.9 and 1.1 are more than 80 standard errors off.
+    assert not variance_is_one(0.9 * z)
+    assert not variance_is_one(1.1 * z)
+    assert abs(float(z.double().mean())) * math.sqrt(len(z)) < stats.norm.isf(FAIL / 2)
+
+
+def test_kolmogorov_smirnov():
+    z = normal()
+    assert stats.kstest(z.numpy(), "norm").pvalue > FAIL
+    assert stats.kstest(0.9 * z.numpy(), "norm").pvalue < FAIL
+    assert stats.kstest(1.1 * z.numpy(), "norm").pvalue < FAIL
+
+
+@pytest.mark.parametrize("bound", [3.0, 4.0, 4.5])
+def test_tails(bound):
+    beyond = int((normal().abs() > bound).sum())
+    expected = stats.binom(MANY, 2 * stats.norm.sf(bound))
+    assert expected.ppf(FAIL / 2) <= beyond <= expected.isf(FAIL / 2)
+
+
+def test_numbers_are_independent():
+    """Neighbours, the two of a pair, chunks, two calls: neither values nor squares correlate."""
+    draws = SecureDraws()
+    a, b = (draws.gaussian(MANY, DOUBLE, 0, "gradient") for _ in range(2))
+    half, chunk = secure._CHUNK // 2, secure._CHUNK
+    pairs = [(a, b), (a[:-1], a[1:]), (a[:half], a[half:chunk]), (a[:-chunk], a[chunk:])]
+    for x, y in pairs:
+        for u, v in ((x, y), (x**2 - 1, y**2 - 1), (x, y**2 - 1)):
+            scale = math.sqrt(float((u**2).mean() * (v**2).mean()) * len(u))
+            # Three of a kind in four pairs: FAIL for all of them together, to be split by 12.
+            assert abs(float((u * v).sum())) / scale < stats.norm.isf(FAIL / 24)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 2**15 - 1, 2**15, 2**15 + 1, 100_001])
+def test_every_size(size):
+    z = normal(size)
+    assert z.shape == (size,)
+    assert len(z.unique()) == size  # equal by chance with probability 1e-6
+
+
+def test_extreme_words_give_finite_numbers():
+    """All zeros, all ones, and the least and largest integers: no infinity, and the tail's end."""
+    longest = math.sqrt(2 * 53 * math.log(2))
+    zeros = with_words(0).gaussian(10, DOUBLE, 0, "g")
+    assert torch.allclose(zeros[:5], torch.full((5,), longest, dtype=torch.float64))
+    assert (zeros[5:] == 0).all()
+    assert (with_words(-1).gaussian(10, DOUBLE, 0, "g") == 0).all()
+    for words in ((2**63 - 1,), (-(2**63),), (0, -1), (-1, 0), (0, 2**63 - 1, 1)):
+        z = with_words(*words).gaussian(12, DOUBLE, 0, "g")
+        assert z.isfinite().all()
+        assert float(z.abs().max()) <= longest + 1e-12
+    # What is beyond: less than 1e-9 in a thousand releases of two million numbers.
+    assert 2 * stats.norm.sf(longest) * 2e9 < 1e-7
+
+
+def test_radius_and_angle_are_box_mullers():
+    """Two words give one pair: U = (k + 1) 2^-53, Θ = word π 2^-63."""
+    k, word = 123_456_789_012_345, -(2**61)
+    z = with_words(k, word).gaussian(2, DOUBLE, 0, "g")
+    radius = math.sqrt(-2 * math.log((k + 1) / 2**53))
+    assert z.tolist() == pytest.approx(
+        [radius * math.cos(-math.pi / 4), radius * math.sin(-math.pi / 4)], rel=1e-14
+    )
+
+
+@pytest.mark.parametrize("rate", [0.015, 0.5, 0.97])
+def test_batches_have_their_rate(rate):
+    records = 100_000
+    chosen = SecureDraws().batch(records, rate, 0)
+    law = stats.binom(records, rate)
+    assert law.ppf(FAIL / 2) <= len(chosen) <= law.isf(FAIL / 2)
+    assert (chosen[1:] > chosen[:-1]).all()
+    assert 0 <= int(chosen[0]) <= int(chosen[-1]) < records
+
+
+def test_records_are_chosen_independently():
+    draws = SecureDraws()
+    taken = torch.zeros(400, 1000, dtype=torch.float64)
+    for row in taken:
+        row[draws.batch(1000, 0.3, 0)] = 1
+    # Each record's count is binomial; so is each batch's size. Chi-square over both.
+    for totals, n in ((taken.sum(0), 400), (taken.sum(1), 1000)):
+        value = float(((totals - 0.3 * n) ** 2).sum()) / (0.21 * n)
+        law = stats.chi2(len(totals))
+        assert law.ppf(FAIL / 2) <= value <= law.isf(FAIL / 2)
+
+
+def test_the_rate_is_never_exceeded():
+    """The probability is floor(2^53 q) / 2^53 exactly: the words on both sides of the limit."""
+    for rate in (1 / 3, 0.1, 0.015, 1 - 2**-53, 2**-53):
+        limit = math.floor(rate * 2**53)
+        inside = with_words(limit - 1).batch(3, rate, 0)
+        outside = with_words(limit).batch(3, rate, 0)
+        assert (inside.tolist(), outside.tolist()) == ([0, 1, 2], [])
+    # Less than one word in 2^53: never, rather than too often.
+    assert with_words(0).batch(3, 1e-17, 0).tolist() == []
+    # The upper bits are not looked at: any word of 64 bits counts.
+    assert with_words(-(2**63)).batch(3, 0.5, 0).tolist() == [0, 1, 2]
+    assert with_words(-1).batch(3, 0.999, 0).tolist() == []
+
+
+def test_edges_of_batches():
+    draws = SecureDraws()
+    assert draws.batch(0, 0.5, 0).tolist() == []
+    assert draws.batch(3, 1, 0).tolist() == [0, 1, 2]
+    assert draws.batch(3, 1.0, 0).dtype == draws.batch(3, 0.5, 0).dtype == torch.int64
+
+
+def test_no_stream_comes_twice():
+    """Equal questions to a hundred objects, twice each: 200 different answers."""
+    draws = [SecureDraws() for _ in range(100)]
+    answers = {tuple(d.gaussian(4, DOUBLE, 0, "g").tolist()) for _ in range(2) for d in draws}
+    assert len(answers) == 200
+    words = torch.cat([KeyStream().words(1000) for _ in range(50)])
+    assert len(words.unique()) == len(words)  # equal by chance with probability 1e-10
+
+
+def test_no_copies():
+    for thing in (SecureDraws(), KeyStream()):
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError):
+                attempt(thing)
+
+
+FORK = """
+import os, torch
+from fedpact.privacy.secure import SecureDraws
+draws = SecureDraws()
+draws.batch(3, 0.5, 0)
+reader, writer = os.pipe()
+for _ in range(2):
+    if os.fork() == 0:
+        os.write(writer, b"%d\\n" % draws._stream.words(1)[0])
+        os._exit(0)
+    os.wait()
+os.write(writer, b"%d\\n" % draws._stream.words(1)[0])
+print(os.read(reader, 1000).decode())
+"""
+
+
+def test_a_fork_takes_a_new_key():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True
+    )
+    words = run.stdout.split()
+    assert len(words) == len(set(words)) == 3
+
+
+def test_threads_share_an_object():
+    draws = SecureDraws()
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(lambda _: draws.gaussian(70_000, DOUBLE, 0, "g"), range(8)))
+    z = torch.cat(parts)
+    assert len(z.unique()) == len(z)  # equal by chance with probability 1e-4 at 53 bits of radius
+    assert variance_is_one(z)

@@ -1,0 +1,135 @@
+"""The grid: exact addition, the sensitivity it claims, and the attack it stops."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedpact.errors import InputError
+from fedpact.privacy.grid import noisy, spacing
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.secure import SecureDraws
+
+FAIL = 1e-6
+finite = st.floats(-1e3, 1e3, width=32)
+
+
+def secure(size, like):
+    return SecureDraws().gaussian(size, like, 0, "gradient")
+
+
+def silent(size, like):
+    return torch.zeros(size, dtype=like.dtype)
+
+
+@given(st.floats(1e-6, 1e6), st.integers(1, 10**8))
+def test_spacing(sensitivity, size):
+    step = spacing(sensitivity, size)
+    assert math.frexp(step)[0] == 0.5
+    assert step * math.sqrt(size) <= 2**-10 * sensitivity < 2 * step * math.sqrt(size) * (1 + 1e-12)
+
+
+@given(st.lists(st.tuples(finite, st.floats(-8, 8)), min_size=1, max_size=20))
+def test_it_is_the_rounded_sum_and_the_rounded_noise_exactly(pairs):
+    """Against rational arithmetic; only ν z itself is a floating-point product."""
+    sigma, sensitivity, d = 1.3, 0.7, len(pairs)
+    total = torch.tensor([s for s, _ in pairs], dtype=torch.float64)
+    z = [z for _, z in pairs]
+    found = noisy(total, sigma, sensitivity, lambda n, like: torch.tensor(z, dtype=like.dtype))
+    step = spacing(sensitivity, d)
+    scale = sigma * (sensitivity + step * math.sqrt(d))
+    for s, normal, release in zip(total.tolist(), z, found.tolist(), strict=True):
+        whole = round(Fraction(s) / Fraction(step)) + round(
+            Fraction(scale * normal) / Fraction(step)
+        )
+        assert Fraction(release) == whole * Fraction(step)
+
+
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=50))
+def test_sensitivity_on_the_grid(pairs):
+    """‖round a - round b‖ <= ‖a - b‖ + Λ sqrt(d), without noise."""
+    a, b = torch.tensor(pairs, dtype=torch.float64).T
+    on_grid = noisy(a, 1.0, 1.0, silent) - noisy(b, 1.0, 1.0, silent)
+    allowed = float((a - b).norm()) + spacing(1.0, len(a)) * math.sqrt(len(a))
+    assert float(on_grid.norm()) <= allowed * (1 + 1e-12)
+
+
+def test_the_noise_is_never_less_than_claimed():
+    """Its σ covers the sensitivity on the grid: accepted, and 0.9 and 1.1 of it are not."""
+    d, sigma, sensitivity = 300_000, 1.1, 0.5
+    total = torch.full((d,), 3.0)
+    enlarged = sensitivity + spacing(sensitivity, d) * math.sqrt(d)
+    assert sensitivity * (1 + 2**-11) < enlarged <= sensitivity * (1 + 2**-10)
+    z = (noisy(total, sigma, sensitivity, secure) - 3.0).double() / (sigma * enlarged)
+    law = stats.chi2(d)
+    for factor, accepted in ((1.0, True), (0.9, False), (1.1, False)):
+        level = law.cdf(float(((factor * z) ** 2).sum()))
+        assert (FAIL / 2 <= level <= 1 - FAIL / 2) == accepted
+    assert stats.kstest(z.numpy(), "norm").pvalue > FAIL
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 0), (torch.float64, 1)])
+def test_type_and_size_are_the_sums(dtype, size):
+    released = noisy(torch.zeros(size, dtype=dtype), 1.0, 1.0, secure)
+    assert (released.dtype, released.shape) == (dtype, (size,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sum_is_left_alone(dtype):
+    total = torch.linspace(-1, 1, 7, dtype=dtype)
+    before = total.clone()
+    noisy(total, 1.0, 1.0, secure)
+    assert torch.equal(total, before)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_bad_numbers_are_refused(bad):
+    with pytest.raises(InputError, match="sigma is"):
+        noisy(torch.zeros(2), bad, 1.0, secure)
+    with pytest.raises(InputError, match="sensitivity is"):
+        noisy(torch.zeros(2), 1.0, bad, secure)
+
+
+SCALE = np.float32(1.1)
+
+
+def explained(release, total):
+    """Which float32 releases some float32 z makes of this sum, as total + SCALE z is computed."""
+    guess = ((release.astype(np.float64) - total) / SCALE).astype(np.float32)
+    found = np.zeros(len(release), bool)
+    for step in range(-4, 5):
+        z = guess.copy()
+        for _ in range(abs(step)):
+            z = np.nextafter(z, np.float32(math.copysign(np.inf, step)))
+        found |= (np.float32(total) + SCALE * z) == release
+    return found
+
+
+def test_the_attack_works_on_plain_addition_and_not_on_the_grid():
+    """Mironov 2012: is the sum 0 or 0.3? Noise of 1.1 z in float32 leaves gaps; the grid none."""
+    d = 2000
+    like = torch.empty(0)
+    z = SeededDraws(0).gaussian(d, like, 0, "gradient").numpy()
+    at_0, at_1 = SCALE * z, np.float32(0.3) + SCALE * z
+    assert explained(at_0, 0.0).all()
+    # Many a release of one sum is impossible for the other: no ε at all.
+    assert (~explained(at_1, 0.0)).mean() > 0.05
+    # On the grid the values that sums differ by are values of the noise as well.
+    step = spacing(1.0, d)
+    releases = [
+        noisy(torch.full((d,), s, dtype=torch.float64), 1.1, 1.0, secure) for s in (0.0, 0.3)
+    ]
+    for release in releases:
+        whole = release / step
+        assert torch.equal(whole, whole.round())
+    # No pattern is left either: the residues of both sums' whole numbers have one law.
+    for modulus in (2, 3, 8):
+        tables = [
+            np.bincount((r / step).long().numpy() % modulus, minlength=modulus) for r in releases
+        ]
+        assert stats.chi2_contingency(np.stack(tables)).pvalue > FAIL
