@@ -50,15 +50,19 @@ def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> Array:
 
 @lru_cache(maxsize=4096)
 def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
-    if not all(1 < a < math.inf for a in orders):
-        raise InputError(f"orders are {orders!r}: expected finite numbers > 1")
-    a = np.asarray(orders)
+    a = _checked(orders)
     with np.errstate(all="ignore"):
         values = a / (2 * sigma**2) if q == 1 else _log_moments(q, sigma, a) / (a - 1)
         values = values * (1 + _SLACK)
     values[~(values >= 0)] = np.inf
     values.flags.writeable = False
     return values
+
+
+def _checked(orders: tuple[float, ...]) -> Array:
+    if not all(1 < a < math.inf for a in orders):
+        raise InputError(f"orders are {orders!r}: expected finite numbers > 1")
+    return np.asarray(orders)
 
 
 def _log_moments(q: float, sigma: float, orders: Array) -> Array:
@@ -156,7 +160,7 @@ def to_epsilon(
 def offset(delta: float, conversion: Conversion, orders: tuple[float, ...] = ORDERS) -> Array:
     """Return what a conversion adds to RDP(α) to give ε, for every order, [len(orders)]."""
     check.fraction(delta=delta)
-    a = np.asarray(orders)
+    a = _checked(orders)
     if conversion == "balle":
         added = np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
     elif conversion == "mironov":
