@@ -26,6 +26,10 @@ def _digest(entry: Entry) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _encode(entry: Entry) -> bytes:
+    return json.dumps(entry).encode()
+
+
 def _decode(line: bytes) -> Entry | None:
     """Return a line's JSON object, {} for other JSON, or None for what is no JSON."""
     try:
@@ -57,6 +61,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
             and entry.get("previous") == (entries[-1]["hash"] if entries else "")
             and entry.get("torn") == _hash_of(torn)
             and entry.get("hash") == _digest(entry)
+            and line == _encode(entry)
         )
         if entry is None or not intact:
             raise LedgerError(
@@ -122,7 +127,7 @@ class Chain:
         if self.torn is not None:
             entry["torn"] = _hash_of(self.torn)
         entry["hash"] = _digest(entry)
-        line = (b"\n" if self._unfinished else b"") + json.dumps(entry).encode() + b"\n"
+        line = (b"\n" if self._unfinished else b"") + _encode(entry) + b"\n"
         try:
             self._write(line)
         except OSError as error:
