@@ -1,0 +1,322 @@
+"""The rules of docs/architecture.md, held on the syntax tree; each rule is shown to fail, too.
+
+A package is given to the checks as {module name: source}, so that a made-up one can be checked as
+the real one is.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fedpact
+
+Sources = dict[str, str]
+"""Dotted module name -> source; a package's own name stands for its __init__.py."""
+
+# From the bottom to the top. A unit is a module or a package directly under fedpact. It imports
+# itself and units of lower rows, never a unit of its own row or above. A new unit needs a row.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("check",),
+    ("messages", "params", "losses"),  # what may cross the wire; the flat vector; per-record losses
+    ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
+    ("privacy", "data", "models", "metrics"),
+    ("local", "control"),  # what several algorithms share
+    ("algorithms",),
+    ("plan",),
+    ("folder",),  # a run's files: both sides of the wire write theirs through it
+    ("client", "round"),  # the two sides of the wire: neither knows the other
+    ("engines",),
+    ("report",),  # reads records, never trains
+    ("api",),
+    ("cli",),
+    ("__init__",),  # the public names
+)
+_LEVEL = {unit: level for level, row in enumerate(LAYERS) for unit in row}
+
+# An algorithm meets records through the oracle's surface alone: no kernel, no data, no metrics.
+# The shared steps are held to the same rule.
+ALGORITHM_UNITS = ("algorithms", "local", "control")
+ALGORITHMS_MAY_IMPORT = (
+    *ALGORITHM_UNITS,
+    "privacy.oracle",
+    "messages",
+    "theory",
+    "check",
+    "errors",
+)
+
+MOST_CODE_LINES = 300  # of a file: lines that are neither blank nor a comment
+MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_package(root: Path) -> Sources:
+    sources: Sources = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def imports(sources: Sources, module: str) -> Iterator[tuple[int, str]]:
+    """Every import anywhere in a module, as (line, dotted name): the module it names if it can."""
+    for node in ast.walk(ast.parse(sources[module])):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                base = "." * node.level + (node.module or "")
+                whole = f"{base}.{alias.name}"
+                yield node.lineno, whole if whole in sources else base
+
+
+def own_imports(sources: Sources, module: str) -> Iterator[tuple[int, str]]:
+    """The imports of fedpact's own modules, without `fedpact.`; "__init__" is the package."""
+    for line, name in imports(sources, module):
+        if name == "fedpact" or name.startswith("fedpact."):
+            yield line, name.removeprefix("fedpact").removeprefix(".") or "__init__"
+
+
+def unit_of(module: str) -> str:
+    """fedpact.privacy.oracle -> privacy; fedpact -> __init__."""
+    return [*module.split("."), "__init__"][1]
+
+
+# ---------------------------------------------------------------- the rules
+
+
+def upward_imports(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        unit = unit_of(module)
+        if unit not in _LEVEL:
+            yield f"{module}: {unit!r} has no row in LAYERS: give it one, and docs/architecture.md"
+            continue
+        for line, name in own_imports(sources, module):
+            target = name.split(".")[0]
+            if target != unit and _LEVEL.get(target, len(LAYERS)) >= _LEVEL[unit]:
+                yield f"{module}:{line} imports {name}, which is not below it"
+
+
+def relative_imports(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        for line, name in imports(sources, module):
+            if name.startswith("."):
+                yield f"{module}:{line} imports {name}: write the whole name"
+
+
+def past_the_oracle(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        if unit_of(module) not in ALGORITHM_UNITS:
+            continue
+        for line, name in own_imports(sources, module):
+            if not any(name == a or name.startswith(a + ".") for a in ALGORITHMS_MAY_IMPORT):
+                yield f"{module}:{line} imports {name}: an algorithm has the oracle only"
+
+
+def torch_in_theory(sources: Sources) -> Iterator[str]:
+    """Directly, or by way of another of our modules."""
+    for module in sources:
+        if unit_of(module) != "theory":
+            continue
+        reached, waiting = {module}, [module]
+        while waiting:
+            at = waiting.pop()
+            for line, name in imports(sources, at):
+                if name.split(".")[0] == "torch":
+                    yield f"{module} reaches torch at {at}:{line}"
+                if name in sources and name not in reached:
+                    reached.add(name)
+                    waiting.append(name)
+
+
+def import_cycles(sources: Sources) -> Iterator[str]:
+    edges = {m: {n for _, n in imports(sources, m) if n in sources and n != m} for m in sources}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> Iterator[str]:
+        if module in path:
+            yield " -> ".join((*path[path.index(module) :], module))
+        elif module not in done:
+            for target in sorted(edges[module]):
+                yield from visit(target, (*path, module))
+            done.add(module)
+
+    for module in sources:
+        yield from visit(module, ())
+
+
+def asserts(sources: Sources) -> Iterator[str]:
+    """`python -O` removes them."""
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assert):
+                yield f"{module}:{node.lineno} asserts: raise one of errors.py instead"
+
+
+def stubs(sources: Sources) -> Iterator[str]:
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+                yield f"{module}:{node.lineno} names NotImplementedError: write it or leave it out"
+
+
+def without_docstring(sources: Sources) -> Iterator[str]:
+    """Public: no part of the path begins with an underscore, and no function is around it."""
+
+    def visit(node: ast.Module | ast.ClassDef, path: str) -> Iterator[str]:
+        for child in node.body:
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            if isinstance(child, kinds) and not child.name.startswith("_"):
+                if not ast.get_docstring(child):
+                    yield f"{path}.{child.name} has no docstring"
+                if isinstance(child, ast.ClassDef):
+                    yield from visit(child, f"{path}.{child.name}")
+
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        if not ast.get_docstring(tree):
+            yield f"{module} has no docstring"
+        yield from visit(tree, module)
+
+
+def long_files(sources: Sources) -> Iterator[str]:
+    for module, source in sources.items():
+        lines = (line.strip() for line in source.splitlines())
+        count = sum(1 for line in lines if line and not line.startswith("#"))
+        if count >= MOST_CODE_LINES:
+            yield f"{module} has {count} lines of code: expected fewer than {MOST_CODE_LINES}"
+
+
+def long_functions(sources: Sources) -> Iterator[str]:
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > MOST_FUNCTION_LINES:
+                    yield f"{module}.{node.name} has {count} lines"
+
+
+Rule = Callable[[Sources], Iterator[str]]
+
+# Every rule, with made-up packages that break it, each in its own way.
+RULES: dict[Rule, list[Sources]] = {
+    upward_imports: [
+        {"fedpact.check": "from fedpact.messages import Task"},
+        {"fedpact.check": "import fedpact.plan"},
+        {"fedpact.errors": "from fedpact import check", "fedpact.check": ""},
+        {"fedpact.client": "from fedpact.round import Rounds"},  # the same row
+        {"fedpact.data.files": "def f():\n    from fedpact.models import build"},  # hidden inside
+        {"fedpact.privacy.oracle": "if TYPE_CHECKING:\n    import fedpact.algorithms.fedavg"},
+        {"fedpact.round": "import fedpact"},  # the package's names are on top
+        {"fedpact.report.page": "from fedpact.unheard_of import x"},
+        {"fedpact.unheard_of": ""},
+    ],
+    relative_imports: [
+        {"fedpact.theory.pld": "from .rdp import renyi"},
+        {"fedpact.theory.pld": "from .. import plan"},
+    ],
+    past_the_oracle: [
+        {"fedpact.algorithms.x": "from fedpact.privacy.kernel import PerSampleKernel"},
+        {"fedpact.algorithms.x": "from fedpact.metrics import psi"},
+        {"fedpact.local": "from fedpact.data.dataset import Dataset"},
+        {"fedpact.control": "from fedpact import privacy", "fedpact.privacy": ""},
+    ],
+    torch_in_theory: [
+        {"fedpact.theory.pld": "import torch"},
+        {"fedpact.theory": "from torch.nn import Module"},
+        {
+            "fedpact.theory.tau": "from fedpact import check",
+            "fedpact.check": "import fedpact.params",
+            "fedpact.params": "import torch.nn",
+        },
+    ],
+    import_cycles: [
+        {"fedpact.data.a": "import fedpact.data.b", "fedpact.data.b": "import fedpact.data.a"},
+        {
+            "fedpact.data.a": "from fedpact.data import b",
+            "fedpact.data.b": "def f():\n    from fedpact.data.c import x",
+            "fedpact.data.c": "from fedpact.data.a import y",
+        },
+        {"fedpact.data": "import fedpact.data.a", "fedpact.data.a": "from fedpact.data import z"},
+    ],
+    asserts: [{"fedpact.check": "def positive(x):\n    assert x > 0\n    return x"}],
+    stubs: [
+        {"fedpact.plan": "def f():\n    raise NotImplementedError"},
+        {"fedpact.plan": "def f():\n    raise NotImplementedError('later')"},
+    ],
+    without_docstring: [
+        {"fedpact.plan": "x = 1"},
+        {"fedpact.plan": '"""M."""\ndef f():\n    return 1'},
+        {"fedpact.plan": '"""M."""\nclass A:\n    x = 1'},
+        {"fedpact.plan": '"""M."""\nclass A:\n    """A."""\n    def f(self):\n        return 1'},
+        {"fedpact.plan": '"""M."""\nasync def f():\n    return 1'},
+    ],
+    long_files: [{"fedpact.plan": "x = 1\n" * MOST_CODE_LINES}],
+    long_functions: [
+        {"fedpact.plan": "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES},
+        {"fedpact.plan": "class A:\n    def f(self):\n" + "        # .\n" * 80 + "        x = 1"},
+    ],
+}
+
+# What comes near to breaking a rule and does not.
+GOOD: Sources = {
+    "fedpact": '"""M."""\nfrom fedpact.api import run',
+    "fedpact.api": '"""M."""\nfrom fedpact.engines.simulation import simulate',
+    "fedpact.engines.simulation": '"""M."""\nfrom fedpact.client import Client',
+    "fedpact.client": '"""M."""\nfrom fedpact import algorithms\nimport torch',
+    "fedpact.algorithms": '"""M."""\nfrom fedpact.privacy.oracle import Oracle',
+    "fedpact.algorithms.x": '"""M."""\nfrom fedpact.algorithms import a\nimport torch',
+    "fedpact.privacy.oracle": '"""M."""\nfrom fedpact.theory import pld',
+    "fedpact.theory": '"""M."""',
+    "fedpact.theory.pld": '"""M."""\nfrom fedpact import check\nimport torchless',
+    "fedpact.check": '"""M."""\ndef f():\n    """F."""\n    def inner():\n        pass\n'
+    "def _g():\n    pass\nclass _H:\n    def f(self):\n        pass\n"
+    'class A:\n    """A."""\n    def __len__(self):\n        return 1',
+    "fedpact.plan": '"""NotImplementedError, assert."""\n' + "x = 1\n" * (MOST_CODE_LINES - 2),
+    "fedpact.errors": '"""M."""\n'
+    + "# Comments and blank lines are no code.\n\n" * MOST_CODE_LINES
+    + "def _f():\n"
+    + "    x = 1\n" * (MOST_FUNCTION_LINES - 1),
+}
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return read_package(Path(fedpact.__file__).parent)
+
+
+def test_the_package_is_read(sources):
+    assert {"fedpact", "fedpact.errors", "fedpact.privacy.oracle", "fedpact.theory"} <= set(sources)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule, sources):
+    assert list(rule(sources)) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_good_package_passes(rule):
+    assert list(rule(GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad"),
+    [(rule, bad) for rule, cases in RULES.items() for bad in cases],
+    ids=lambda value: getattr(value, "__name__", None) or next(iter(value)),
+)
+def test_a_bad_package_is_found(rule, bad):
+    assert list(rule(bad))
+
+
+def test_the_documents_table_is_this_one():
+    # Each row of LAYERS stands in docs/architecture.md as one line of its block of layers.
+    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    block = page.read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
+    rows = [line.split("#")[0].replace(",", " ").split() for line in block.splitlines()]
+    assert rows == [list(row) for row in reversed(LAYERS)]
