@@ -1,0 +1,164 @@
+"""`fedpact account`: what releases cost, or what noise, rate or number of them a budget allows."""
+
+import json
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from typing import Annotated, Any, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedpact import check
+from fedpact.errors import InputError
+from fedpact.theory.accounting import (
+    Accountant,
+    Budget,
+    Conversion,
+    SampledGaussian,
+    epsilon,
+    max_steps,
+)
+from fedpact.theory.calibration import largest_rate, smallest_sigma
+
+ADJACENCY = "add/remove one record"
+NAMES: dict[tuple[str, str], str] = {
+    ("best", "balle"): "best, the smaller one of PLD and RDP",
+    ("best", "mironov"): "best, the smaller one of PLD and RDP (Mironov's conversion)",
+    ("pld", "balle"): "PLD, pessimistic",
+    ("pld", "mironov"): "PLD, pessimistic",
+    ("rdp", "balle"): "RDP, Balle's conversion",
+    ("rdp", "mironov"): "RDP, Mironov's conversion, orders 2 to 64",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known: None stands for the one number that is asked for."""
+
+    q: float | None
+    sigma: float | None
+    steps: int | None
+    epsilon: float | None
+    delta: float
+
+    def __post_init__(self) -> None:
+        """Raise InputError unless exactly one number is left open."""
+        if len(self.open()) != 1:
+            given = ["--" + n for n in ("q", "sigma", "steps", "epsilon") if n not in self.open()]
+            raise InputError(
+                f"given are {', '.join(given) or 'none'}: expected exactly three of --q, --sigma, "
+                "--steps and --epsilon; the fourth is what is computed"
+            )
+
+    def open(self) -> list[str]:
+        """Return the names of the numbers that are None."""
+        return [n for n in ("q", "sigma", "steps", "epsilon") if getattr(self, n) is None]
+
+
+def account(
+    q: Annotated[
+        float | None, typer.Option(help="Sampling rate of the Poisson batches, in (0, 1].")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option(help="Noise multiplier: noise over sensitivity, > 0.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of releases, >= 1.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="The budget's ε, in place of --q, --sigma or --steps.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
+    accountant: Annotated[str, typer.Option(help="best, pld or rdp.")] = "best",
+    conversion: Annotated[
+        str, typer.Option(help="RDP to (ε, δ): balle, or mironov as in the papers.")
+    ] = "balle",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every accountant and conversion side by side.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
+    setting = Setting(q, sigma, steps, epsilon, delta)
+    ways = [_way(accountant, conversion)]
+    if every:
+        ways = [("best", "balle"), ("pld", "balle"), ("rdp", "balle"), ("rdp", "mironov")]
+    answers = [_solve(setting, by, how) for by, how in ways]
+    if as_json:
+        shared = {"solved_for": setting.open()[0], "adjacency": ADJACENCY, "covers": _covers()}
+        body = {"results": answers} if every else answers[0]
+        print(json.dumps(shared | body, indent=2))
+        return
+    _show(setting.open()[0], answers)
+
+
+def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
+    if accountant in get_args(Accountant) and conversion in get_args(Conversion):
+        return cast(Accountant, accountant), cast(Conversion, conversion)
+    raise InputError(
+        f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
+        f"{', '.join(get_args(Accountant))} and one of {', '.join(get_args(Conversion))}"
+    )
+
+
+def _solve(setting: Setting, by: Accountant, how: Conversion) -> dict[str, Any]:
+    """Fill in what is open, and add the ε of the completed setting."""
+    q, sigma, steps = setting.q, setting.sigma, setting.steps
+    if steps is not None:
+        check.count(steps=steps)
+    if setting.epsilon is not None:
+        budget = Budget(setting.epsilon, setting.delta)
+        if q is None and sigma is not None and steps is not None:
+            q = largest_rate(budget, sigma, steps, by, how)
+        elif sigma is None and q is not None and steps is not None:
+            sigma = smallest_sigma(budget, q, steps, by, how)
+        elif q is not None and sigma is not None:
+            steps = max_steps(SampledGaussian(q, sigma), budget, by, how)
+    if q is None or sigma is None or steps is None:
+        raise InputError("one of q, sigma and steps could not be determined")
+    spent = epsilon({SampledGaussian(q, sigma): steps}, setting.delta, by, how)
+    return {
+        "q": q,
+        "sigma": sigma,
+        "steps": steps,
+        # JSON knows no infinity: null says that no finite bound was found.
+        "epsilon": spent if math.isfinite(spent) else None,
+        "delta": setting.delta,
+        "target_epsilon": setting.epsilon,
+        "accountant": by,
+        "conversion": how if by != "pld" else None,
+    }
+
+
+def _covers() -> str:
+    return (
+        "all releases together, whoever sees them, each computed from a Poisson batch with "
+        "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"
+    )
+
+
+def _show(solved: str, answers: list[dict[str, Any]]) -> None:
+    table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
+    for column in ("ε", "δ", "q", "σ", "releases", "accountant"):
+        table.add_column(column)
+    for row in answers:
+        table.add_row(
+            "no finite bound" if row["epsilon"] is None else _digits(row["epsilon"], ROUND_CEILING),
+            f"{row['delta']:g}",
+            _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
+            _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
+            str(row["steps"]),
+            NAMES[row["accountant"], row["conversion"] or "balle"],
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {_covers()}.")
+
+
+def _digits(value: float, rounding: str | None) -> str:
+    """Five digits, rounded to the safe side; a number the user gave stays as it is."""
+    if rounding is None:
+        return repr(value)
+    return f"{float(Context(prec=5, rounding=rounding).create_decimal(value)):.5g}"
