@@ -11,6 +11,9 @@ from torch.func import functional_call, grad, vmap
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel
 
+# Threads inside operations this small cost more than they save, far more on a busy machine.
+torch.set_num_threads(1)
+
 
 def per_sample(module, loss, x, y):
     """The gradients [B, d] of the trainable parameters in float64, record by record."""

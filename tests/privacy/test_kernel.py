@@ -164,6 +164,17 @@ def test_a_gradient_that_is_not_finite_behind_a_finite_loss(reference):
     assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-10
 
 
+def test_a_loss_that_is_not_finite_with_a_finite_gradient(reference):
+    def shifted(outputs, y):
+        return outputs.sum(1) + y
+
+    module, x = nn.Linear(2, 1).double(), torch.randn(4, 2).double()
+    y = torch.tensor([0.0, torch.inf, torch.nan, 1.0]).double()
+    rows = reference.per_sample(module, shifted, x[[0, 3]], y[[0, 3]])
+    found = PerSampleKernel(FlatModel(module), shifted).clipped_sum(x, y, 0.3)
+    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-10
+
+
 def test_a_record_without_gradient_keeps_its_weight_of_nothing():
     kernel = PerSampleKernel(FlatModel(nn.Linear(2, 2, bias=False)), squared_error)
     assert torch.equal(

@@ -248,6 +248,17 @@ def test_a_unit_without_a_batch_is_promoted(reference):
     assert units(kernel) == {"inner"}
 
 
+def test_a_unit_behind_a_transposition_is_promoted_before_a_batch_is_as_long(reference):
+    # [B, T, D] -> [T, B, D]: at B = T = 3 the shapes alone tell nothing, at B = 2 they do.
+    inner = Apply(lambda m, x: m.unit(x.mT.contiguous()).mT, unit=Shift(1))
+    x, y = data(3, 3), data(3, 3)
+    kernel = PerSampleKernel(FlatModel(inner.double()), squared_error)
+    rows = reference.per_sample_loop(inner, squared_error, x, y)
+    kernel.verify(x, y)
+    assert units(kernel) == {""}
+    assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-10
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_in_a_wrapper(reference, kind, caplog, monkeypatch):
     monkeypatch.setattr(fallback, "_announced", set())
@@ -290,7 +301,7 @@ def test_a_unit_that_vmap_refuses_is_looped(reference):
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
-def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(recurrent):
+def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(recurrent, caplog, monkeypatch):
     # With ℓ = Σ outputs the gradient by `scale` is Σ of the unit's dropped input, which the loss
     # itself shows: equal masks forward and backward are seen from (gradient, loss) pairs.
     class Noisy(nn.Module):
@@ -311,7 +322,10 @@ def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(recurrent):
         return torch.ones_like(losses)
 
     x = data(40, 30)
-    total = kernel.clipped_sum(x, torch.zeros(40), math.inf, weights)
+    monkeypatch.setattr(fallback, "_announced", set())
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        total = kernel.clipped_sum(x, torch.zeros(40), math.inf, weights)
+    assert bool(caplog.records) == recurrent, "only what vmap cannot batch is looped"
     drawn = torch.cat(seen)
     assert len(drawn) >= 40
     assert math.isclose(float(total[0]), float(drawn[-40:].sum()), rel_tol=1e-12)

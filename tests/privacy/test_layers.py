@@ -34,12 +34,13 @@ class Scale(nn.Module):
 
 @contextmanager
 def keeping(size):
-    """Per-sample gradients are kept up to this size."""
-    before, parts.KEEP_BYTES = parts.KEEP_BYTES, size
+    """Per-sample gradients are kept up to this size; where it is 0, chunks hold a sample or two."""
+    before = parts.KEEP_BYTES, parts.CHUNK_BYTES
+    parts.KEEP_BYTES, parts.CHUNK_BYTES = size, parts.CHUNK_BYTES if size else 2000
     try:
         yield
     finally:
-        parts.KEEP_BYTES = before
+        parts.KEEP_BYTES, parts.CHUNK_BYTES = before
 
 
 def check_layer(reference, layer, x, seed, keep=True):
@@ -109,8 +110,9 @@ def test_conv1d(reference, case, seed, keep):
 
 def test_convolution_with_few_positions_and_many_channels(reference):
     # 2 T (K + O) < K O: norms from Gram matrices.
-    layer = nn.Conv2d(16, 24, 3, groups=2)
-    check_layer(reference, layer, torch.zeros(9, 16, 4, 4), seed=0)
+    for keep in (True, False):
+        layer = nn.Conv2d(16, 24, 3, groups=2)
+        check_layer(reference, layer, torch.zeros(9, 16, 4, 4), 0, keep)
 
 
 @COMMON
@@ -179,6 +181,20 @@ def test_a_gradient_that_cancels_is_not_taken_for_none(scale):
     for j in range(3):
         one = kernel.clipped_sum(x[j : j + 1], y[j : j + 1], 1e-3, lambda losses: 1e6 + 0 * losses)
         assert float(one.norm()) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("apart", [1e-1, 1e-2])
+def test_norms_hold_where_positions_nearly_cancel(apart):
+    # ‖G‖² is about apart² of its terms: in float32 Gram matrices it would err by 1e-7 / apart².
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(
+        FlatModel(nn.Linear(32, 32, bias=False)),
+        lambda out, y: (out[:, 0] * y).sum(1) - (out[:, 1] * y).sum(1),
+    )
+    x, y = torch.randn(1, 1, 32), torch.randn(1, 32)
+    both = torch.cat([x, x + apart * torch.randn_like(x)], 1)
+    one = kernel.clipped_sum(both, y, 1e-3)
+    assert abs(float(one.double().norm()) / 1e-3 - 1) < 1e-5
 
 
 def test_subclasses_and_changed_layers_have_no_rule():

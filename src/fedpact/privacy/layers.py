@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.privacy.parts import CHUNK, Outer, Part, Views, joined, kept, square_sums, together
+from fedpact.privacy.parts import Outer, Part, Views, joined, kept, square_sums, together
 from fedpact.privacy.patches import Geometry
 from fedpact.privacy.tape import Call
 
@@ -56,7 +56,7 @@ def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     if len(calls) == 1 and _input(calls[0]).dim() == 2:
         return _linear_once(_input(calls[0]), _grad(calls[0]), names)
     x, g = _positions([_input(c) for c in calls]), _positions([_grad(c) for c in calls])
-    outer = Outer(g.mT, lambda i, j: x[i:j], 1, x.shape[2], len(x), lambda total: total[0])
+    outer = Outer(g.mT, lambda i, j: x[i:j], 1, x.shape[2], lambda total: total[0])
     return _with_bias(
         outer.part() if "weight" in names else None, g.sum(1) if "bias" in names else None
     )
@@ -96,7 +96,7 @@ def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> 
 
     batch, out, length = grads.shape
     rows = grads.reshape(batch * conv.groups, out // conv.groups, length)
-    outer = Outer(rows, patches, conv.groups, geometry.width, CHUNK, weight)
+    outer = Outer(rows, patches, conv.groups, geometry.width, weight)
     return _with_bias(outer.part(), bias)
 
 

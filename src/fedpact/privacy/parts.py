@@ -13,8 +13,8 @@ from torch import Tensor
 KEEP_BYTES = 128 * 2**20
 """Up to this size a layer's per-sample gradients are kept from the norms to the sum."""
 
-CHUNK = 8
-"""Samples whose patches are held at a time: about what the cache holds for a common convolution."""
+CHUNK_BYTES = 5 * 2**20
+"""About what is worked on at a time, so that it stays in the cache: patches and their products."""
 
 Views = Mapping[str, Tensor]
 
@@ -78,7 +78,6 @@ class Outer:
     patches: Callable[[int, int], Tensor]
     rows: int
     width: int
-    chunk: int
     weight: Callable[[Tensor], Tensor]
 
     @property
@@ -86,9 +85,9 @@ class Outer:
         """B."""
         return len(self.grads) // self.rows
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Ranges of samples to work on at a time."""
-        step = max(1, self.chunk)
+    def chunks(self, numbers: int) -> list[tuple[int, int]]:
+        """Ranges of samples to work on at a time, where a row takes so many numbers."""
+        step = max(1, CHUNK_BYTES // max(1, numbers * self.rows * self.grads.element_size()))
         return [(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
 
     def part(self) -> Part:
@@ -109,7 +108,8 @@ class Outer:
         must not be weighted as if it were nothing.
         """
         found: list[Tensor] = []
-        for i, j in self.chunks():
+        _, out, length = self.grads.shape
+        for i, j in self.chunks(2 * length * (self.width + out + length)):
             u = self.patches(i, j).double()
             g = self.grads[i * self.rows : j * self.rows].double()
             uu, gg = u @ u.mT, g.mT @ g
@@ -121,17 +121,18 @@ class Outer:
     def chunked_squares(self) -> Tensor:
         """‖G_j‖² from gradients that are not kept."""
         found: list[Tensor] = []
-        for i, j in self.chunks():
+        _, out, length = self.grads.shape
+        for i, j in self.chunks((length + out) * self.width):
             gradient = self.grads[i * self.rows : j * self.rows] @ self.patches(i, j)
             found.append(square_sums(gradient.view(j - i, -1)))
         return torch.cat(found)
 
     def kept_part(self) -> Part:
         """Norms and sum from per-sample gradients that are computed once."""
-        _, out, _ = self.grads.shape
+        _, out, length = self.grads.shape
         gradients = self.grads.new_empty(self.batch * self.rows, out, self.width)
         squares = self.grads.new_empty(self.batch)
-        for i, j in self.chunks():
+        for i, j in self.chunks(length * self.width):
             rows = slice(i * self.rows, j * self.rows)
             torch.bmm(self.grads[rows], self.patches(i, j), out=gradients[rows])
             squares[i:j] = square_sums(gradients[rows].view(j - i, -1))
@@ -147,7 +148,7 @@ class Outer:
         _, out, length = self.grads.shape
         total = self.grads.new_zeros(self.rows, out, self.width)
         scaled = self.grads.view(self.batch, self.rows, out, length) * c.view(-1, 1, 1, 1)
-        for i, j in self.chunks():
+        for i, j in self.chunks(length * self.width):
             g = scaled[i:j].permute(1, 2, 0, 3).reshape(self.rows, out, -1)
             u = self.patches(i, j).view(j - i, self.rows, length, self.width)
             total.baddbmm_(g, u.transpose(0, 1).reshape(self.rows, -1, self.width))

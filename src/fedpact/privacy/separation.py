@@ -43,8 +43,8 @@ class Mixers:
             ):
                 raise ModelError(
                     f"layer {path!r} has max_norm = {m.max_norm}, scale_grad_by_freq = "
-                    f"{m.scale_grad_by_freq}: both act by what the whole batch holds, past clipping "
-                    "and noise; build the embedding without them"
+                    f"{m.scale_grad_by_freq}: both act by what the whole batch holds, past "
+                    "clipping and noise; build the embedding without them"
                 )
 
     def check(self) -> None:
