@@ -1,0 +1,168 @@
+"""Terms are public numbers that respect the budget, by an accountant other than ours."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import dp_accounting
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+
+from fedpact.errors import InputError, PlanError
+from fedpact.privacy.terms import Terms, calibrated, with_given_noise
+from fedpact.theory.accounting import Accountant, Budget
+
+ONE = {"gradient": 1.0}
+THREE = {"gradient": 1.0, "loss": 2.5, "below": 10.0}
+COMMON: dict[str, Any] = {
+    "site": "a",
+    "size": 5000.0,
+    "clip": 0.1,
+    "rate": 0.015,
+    "channels": THREE,
+    "steps": 300,
+    "budget": Budget(2.0, 1e-5),
+    "accountant": "best",
+}
+
+
+def sigma_of(terms: Terms) -> float:
+    """σ_joint of all channels, as the specification has it."""
+    return sum(sigma**-2 for sigma in terms.sigmas.values()) ** -0.5
+
+
+def recount(terms: Terms, steps: int, kind: Accountant) -> float:
+    """ε after `steps` joint events, by dp_accounting's composition of what the terms describe."""
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    event = dp_accounting.PoissonSampledDpEvent(
+        terms.rate, dp_accounting.GaussianDpEvent(sigma_of(terms))
+    )
+    accountants = {
+        "pld": lambda: PLDAccountant(relation),
+        "rdp": lambda: RdpAccountant(neighboring_relation=relation),
+    }
+    return min(
+        make().compose(event, steps).get_epsilon(terms.budget.delta)
+        for name, make in accountants.items()
+        if kind in (name, "best")
+    )
+
+
+@pytest.mark.parametrize("accountant", ["best", "rdp"])
+@pytest.mark.parametrize("channels", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("rate", "steps", "budget"),
+    [(0.015, 300, Budget(2.0, 1e-5)), (0.25, 40, Budget(1.0, 1e-6)), (1.0, 10, Budget(4.0, 1e-4))],
+)
+def test_calibrated_terms_keep_the_budget_and_spend_it(
+    accountant: Accountant,
+    channels: Mapping[str, float],
+    rate: float,
+    steps: int,
+    budget: Budget,
+) -> None:
+    asked: dict[str, Any] = {"rate": rate, "steps": steps, "budget": budget}
+    terms = calibrated(**(COMMON | asked | {"channels": channels, "accountant": accountant}))
+    assert terms.steps == steps
+    # Both are upper bounds, from different grids; calibration stops within 0.02 % of the boundary.
+    assert recount(terms, steps, accountant) <= budget.epsilon * (1 + 1e-4)
+    assert recount(terms, steps, accountant) >= budget.epsilon * (1 - 1e-2)
+    spent = terms.epsilon_after({terms.event: steps})
+    assert 0.99 * budget.epsilon <= spent <= budget.epsilon
+
+
+def test_channels_share_the_noise_in_the_stated_ratios() -> None:
+    terms = calibrated(**COMMON)
+    assert terms.sigmas == {
+        name: pytest.approx(ratio * terms.sigmas["gradient"], rel=1e-14)
+        for name, ratio in THREE.items()
+    }
+    assert terms.event.q == 0.015
+    assert terms.event.sigma == pytest.approx(sigma_of(terms), rel=1e-14)
+    # One channel at σ_joint costs the same: the calibration is that of the joint event.
+    alone = calibrated(**(COMMON | {"channels": ONE}))
+    assert terms.event.sigma == pytest.approx(alone.event.sigma, rel=1e-14)
+    assert terms.event.sigma >= alone.event.sigma
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 1 / 3, 7.0, 1e6])
+def test_rounding_never_lowers_the_joint_noise(spread: float) -> None:
+    alone = calibrated(**(COMMON | {"channels": ONE})).event.sigma
+    for ratio in (spread, spread * math.pi, spread / 7):
+        terms = calibrated(**(COMMON | {"channels": {"gradient": 1.0, "loss": ratio}}))
+        assert alone <= terms.event.sigma <= alone * (1 + 1e-12)
+
+
+def test_epsilon_after_grows_to_the_reserved_epsilon_and_bounds_a_recount() -> None:
+    terms = calibrated(**COMMON)
+    costs = [terms.epsilon_after({terms.event: t}) for t in (0, 1, 30, 150, 299, 300)]
+    assert costs[0] == 0
+    assert costs == sorted(costs)
+    for steps, cost in zip((30, 150, 300), (costs[2], costs[3], costs[5]), strict=True):
+        assert recount(terms, steps, "best") <= cost * (1 + 1e-4)
+    rdp = dataclasses.replace(terms, accountant="rdp")
+    assert rdp.epsilon_after({terms.event: 150}) >= costs[3]
+
+
+@pytest.mark.parametrize("accountant", ["best", "rdp"])
+def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant: Accountant) -> None:
+    asked = COMMON | {"sigma": 1.1, "channels": ONE, "accountant": accountant}
+    most = with_given_noise(**(asked | {"steps": 10**6}))
+    assert most.sigmas == {"gradient": 1.1}
+    assert recount(most, most.steps, accountant) <= 2.0 * (1 + 1e-4)
+    assert recount(most, most.steps + 1, accountant) > 2.0 * (1 - 1e-4)
+    # privacy.md: PLD allows 716 steps at (2, 1e-5), RDP by Mironov's looser conversion 314.
+    assert most.steps == 716 if accountant == "best" else most.steps > 314
+    for steps in (most.steps - 1, most.steps, most.steps + 1):
+        assert with_given_noise(**(asked | {"steps": steps})).steps == min(steps, most.steps)
+
+
+def test_given_noise_is_the_gradients() -> None:
+    terms = with_given_noise(**COMMON, sigma=2.0)
+    assert terms.sigmas == {"gradient": 2.0, "loss": 5.0, "below": 20.0}
+    # The paper's pair: σ = 2 with σ_l = 5 on the same batch is σ_joint = 1.857.
+    pair = with_given_noise(**(COMMON | {"channels": {"gradient": 1.0, "loss": 2.5}}), sigma=2.0)
+    assert pair.event.q == 0.015
+    assert pair.event.sigma == pytest.approx(1.857, abs=5e-4)
+
+
+def test_noise_too_small_for_one_step_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"privacy.sigma is 0.01: .*ε = 2, δ = 1e-05"):
+        with_given_noise(**COMMON, sigma=0.01)
+
+
+TERMS = Terms("a", 40.0, 0.3, 0.5, {"gradient": 1.0}, 3, Budget(1.0, 1e-5), "best")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{field: value} for field in ("size", "clip", "rate") for value in (0.0, -1.0, math.nan)]
+    + [{"size": math.inf}, {"clip": math.inf}, {"rate": 1.01}, {"steps": -1}, {"steps": 1.5}]
+    + [{"sigmas": {"gradient": s}} for s in (-1.0, math.nan, math.inf)]
+    + [{"sigmas": {}}, {"sigmas": {"gradient": 1.0, "loss": 0.0}}],
+)
+def test_terms_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=rf"{next(iter(wrong))}.* is .*: expected"):
+        dataclasses.replace(TERMS, **wrong)
+
+
+def test_terms_without_any_noise_name_no_event() -> None:
+    for clip in (0.5, math.inf):
+        exact = dataclasses.replace(TERMS, sigmas={"gradient": 0.0, "loss": 0.0}, clip=clip)
+        with pytest.raises(InputError, match="sigma is 0"):
+            _ = exact.event
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, math.nan, math.inf])
+def test_channels_are_ratios(ratio: float) -> None:
+    channels = {"gradient": 1.0, "loss": ratio}
+    with pytest.raises(InputError, match=r"channels\['loss'\] is"):
+        calibrated(**(COMMON | {"channels": channels}))
+    with pytest.raises(InputError, match=r"channels\['loss'\] is"):
+        with_given_noise(**(COMMON | {"channels": channels}), sigma=1.0)
+    for none in (calibrated, with_given_noise):
+        extra = {} if none is calibrated else {"sigma": 1.0}
+        with pytest.raises(PlanError, match="channels is empty"):
+            none(**(COMMON | {"channels": {}}), **extra)
