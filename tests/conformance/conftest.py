@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact import algorithms
-from fedpact.losses import cross_entropy
+from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -57,6 +57,7 @@ class Federation:
     seed: int = 0
     counts: Mapping[str, int] = field(default_factory=lambda: {"a": 12, "b": 30, "c": 7})
     sizes: Mapping[str, float] | None = None
+    loss: Loss = cross_entropy
     around: Callable[[Oracle], Any] = lambda oracle: oracle
     ledgers: Mapping[str, Ledger] | None = None
     drawn: dict[str, Counter[str]] = field(default_factory=dict)
@@ -69,8 +70,8 @@ class Federation:
         w = torch.randn(self.model.size, generator=stream("w"), dtype=torch.float64)
         self.w = w.to(self.dtype)
         self.model.load(self.w)
-        self.kernel = PerSampleKernel(self.model, cross_entropy)
-        self.plain = PlainKernel(self.model, cross_entropy)
+        self.kernel = PerSampleKernel(self.model, self.loss)
+        self.plain = PlainKernel(self.model, self.loss)
         self.records = {site: self.made_up(site, n) for site, n in self.counts.items()}
 
     def made_up(self, site: str, count: int) -> Records:

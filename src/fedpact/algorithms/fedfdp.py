@@ -103,7 +103,8 @@ def task(state: State, settings: Settings) -> State:
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """See Algorithm."""
     bound = memory.numbers.get("loss_bound", settings.loss_bound)
-    batch = next(oracle.batches(1, *channels(settings)))
+    batches = oracle.batches(1, *channels(settings))
+    batch = next(batches)
     gradient = batch.gradient(task.vectors["w"], _weighting(task, settings))
     w = task.vectors["w"].add(gradient, alpha=-settings.learning_rate)
     loss = batch.loss(w, bound)

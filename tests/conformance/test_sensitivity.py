@@ -38,8 +38,9 @@ def sums(bed, held, queries):
     bed.records["a"] = held
     channels = {channel: 1.0 for channel, _ in queries}
     task = bed.task("fedavg", None, State({"w": bed.w}))
-    # Not unpacked from the iterator: asking for a second batch would close the first.
-    batch = next(iter(bed.oracle("a", task, channels).batches(1, *channels)))
+    # Not unpacked: asking for a second batch would close the first.
+    batches = iter(bed.oracle("a", task, channels).batches(1, *channels))
+    batch = next(batches)
     scale = bed.rate * bed.sizes["a"]
     answers = []
     for channel, query in queries:
@@ -200,6 +201,17 @@ def test_a_broken_number_is_rejected(channel, wrong, federation):
     check(bed, held, record, queries)
     with pytest.raises(AssertionError, match=channel):
         check(dataclasses.replace(bed, around=Louder), held, record, queries)
+
+
+def test_a_loss_below_zero_adds_nothing(federation):
+    """Cross-entropy never is; any other loss may be."""
+    bed = federation(
+        private=True, sigma=0.0, clip=CLIP, rate=1.0, loss=lambda outputs, y: outputs[:, 0]
+    )
+    bed.w = torch.ones_like(bed.w)
+    query = ("loss", (bed.w, BOUND))
+    for x in ([-1e3, 0.0, 0.0], [1e3, 0.0, 0.0], [-4.0, 0.0, 0.0]):
+        check(bed, bed.made_up("b", 30), (x, 0), [query])
 
 
 def test_the_papers_own_counterexample():

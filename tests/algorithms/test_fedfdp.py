@@ -104,6 +104,13 @@ def test_without_a_reference_the_weighting_is_uniform():
     assert oracle.asked[2][1] == Settings().loss_bound
 
 
+def test_without_a_fairness_weight_the_reference_does_not_count():
+    """Not even one that is no number, as a plain run's can be: λ = 0 is FedAvg."""
+    oracle = Told()
+    answer(oracle, Settings(fairness_weight=0.0), numbers={"loss": math.nan})
+    assert oracle.asked[1] == Uniform()
+
+
 @pytest.mark.parametrize(
     ("loss", "bound"), [(1.5, 1.5), (-3.0, 0.01), (0.0, 0.01), (50.0, 10.0), (math.nan, 0.01)]
 )

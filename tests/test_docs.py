@@ -1,0 +1,33 @@
+"""The code in the documentation runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fedpact.algorithms import names
+
+ROOT = Path(__file__).parents[1]
+
+# The example becomes an algorithm by its file's existence, and the suite then runs on it.
+RUN = """
+import sys
+import pytest
+import fedpact.algorithms
+fedpact.algorithms.__path__.append(sys.argv[1])
+tests = [f"tests/conformance/test_{part}.py" for part in ("suite", "sensitivity")]
+sys.exit(pytest.main(["-q", "-k", "serverstep", "-p", "no:cacheprovider", *tests]))
+"""
+
+
+def test_the_worked_example_passes_the_conformance_suite(tmp_path):
+    page = (ROOT / "docs" / "adding-an-algorithm.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "serverstep" not in names()
+    (tmp_path / "serverstep.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Two variants (local_steps), each in some twenty tests: else -k found nothing of it.
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 30
