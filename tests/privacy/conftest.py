@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel
 
@@ -68,6 +70,50 @@ def check_model(module, loss, x, y, tolerance=1e-10, rows=None):
     return kernel
 
 
+class Apply(nn.Module):
+    """A module that runs a given function of its submodules."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Shift(nn.Module):
+    """A module with parameters of its own, unknown to the rules."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(shape))
+        self.scale = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+def data(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def check_structure(module, x=None, rows=None):
+    module = module.double()
+    x = data(5, 4) if x is None else x
+    with torch.no_grad():
+        y = torch.randn_like(module(x))
+    if rows == "loop":
+        rows = per_sample_loop(module, squared_error, x, y)
+    return check_model(module, squared_error, x, y, rows=rows)
+
+
+def units(kernel):
+    return {o.path for o in kernel._cover.owners if o.layer is None}
+
+
 @pytest.fixture(scope="session")
 def reference():
     return SimpleNamespace(
@@ -76,4 +122,9 @@ def reference():
         clipped=clipped,
         error=error,
         check=check_model,
+        check_structure=check_structure,
+        units=units,
+        data=data,
+        Apply=Apply,
+        Shift=Shift,
     )
