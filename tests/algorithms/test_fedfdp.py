@@ -97,17 +97,21 @@ def test_a_round_is_the_papers():
     assert reply.memory == State(numbers={"loss_bound": next_bound(2.0, 0.4, settings)})
 
 
-def test_without_a_reference_the_weighting_is_uniform():
+@pytest.mark.parametrize(
+    "numbers", [{}, {"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}], ids=str
+)
+def test_without_a_finite_reference_the_weighting_is_uniform(numbers):
+    """The first round has none; a plain run that diverges has one that is no number."""
     oracle = Told()
-    answer(oracle, Settings())
+    answer(oracle, Settings(), numbers=numbers)
     assert oracle.asked[1] == Uniform()
     assert oracle.asked[2][1] == Settings().loss_bound
 
 
 def test_without_a_fairness_weight_the_reference_does_not_count():
-    """Not even one that is no number, as a plain run's can be: λ = 0 is FedAvg."""
+    """Else 0 times an infinite loss would be no number, where FedAvg's gradient is one."""
     oracle = Told()
-    answer(oracle, Settings(fairness_weight=0.0), numbers={"loss": math.nan})
+    answer(oracle, Settings(fairness_weight=0.0), numbers={"loss": 0.7})
     assert oracle.asked[1] == Uniform()
 
 

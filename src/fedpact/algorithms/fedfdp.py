@@ -17,7 +17,7 @@ Client    one Poisson batch B; every answer on B, divided by the expected size o
           b   = share of B with ℓ_j(w_i) <= C_l, + noise                           rule "quantile"
           C_l ← C_l exp(-η_q (b - γ)),  or  C_l ← F_i                              rule "mean": (16)
           and C_l is kept in [least_loss_bound, most_loss_bound]
-Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as there is no F, λ counts as 0
+Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as F is no finite number, λ counts as 0
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a round
 Neutral   λ = 0 gives fedavg with τ = 1, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
@@ -130,6 +130,7 @@ def next_bound(bound: float, share: float, settings: Settings) -> float:
 
 
 def _weighting(task: Task, settings: Settings) -> Weighting:
-    if settings.fairness_weight == 0 or "loss" not in task.numbers:
+    reference = task.numbers.get("loss", math.nan)
+    if settings.fairness_weight == 0 or not math.isfinite(reference):
         return Uniform()
-    return Fair(settings.fairness_weight, task.numbers["loss"])
+    return Fair(settings.fairness_weight, reference)
