@@ -151,7 +151,9 @@ def test_a_unit_that_vmap_refuses_is_looped(reference):
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
-def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(recurrent, caplog, monkeypatch):
+def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(
+    reference, recurrent, caplog, monkeypatch
+):
     # With ℓ = Σ outputs the gradient by `scale` is Σ of the unit's dropped input, which the loss
     # itself shows: equal masks forward and backward are seen from (gradient, loss) pairs.
     class Noisy(nn.Module):
