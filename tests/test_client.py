@@ -65,7 +65,14 @@ def test_a_repeated_task_sees_the_same_memory_also_after_a_restart(client):
     assert [ask(again, 2, 1), ask(again, 3, 2)] == [2, 3]
 
 
-@pytest.mark.parametrize(("error", "code"), [(BudgetExhausted, "budget"), (PolicyRefused, "policy")])
+@pytest.mark.parametrize(
+    ("error", "code"), [(BudgetExhausted, "budget"), (PolicyRefused, "policy")]
+)
 def test_a_refusal_is_a_code_and_quotes_nothing(client, error, code):
-    answer = client(refusing(error)).handle(Task("run", 3, "x", {}, {}), None)
+    answer = client(refusing(error)).handle(Task("run", 3, "counting", {}, {}), None)
     assert answer == Refusal("run", 3, "a", code)
+
+
+def test_a_task_of_another_algorithm_is_refused_before_any_computing(client):
+    site = client(refusing(AssertionError))
+    assert site.handle(Task("run", 1, "other", {}, {}), None) == Refusal("run", 1, "a", "policy")

@@ -12,11 +12,12 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel
 
 from fedpact import algorithms
-from fedpact.errors import BudgetExhausted, PrivacyError
+from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.folder import write_whole
 from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.policy import Policy
 
 Bench = TypeVar("Bench")
 
@@ -24,8 +25,10 @@ Bench = TypeVar("Bench")
 class Client(Generic[Bench]):
     """One site. `Bench` is whatever the engine computes with: a worker's model and kernel.
 
-    oracle: makes the site's oracle for one task and memory, on one bench. ledger: None in a plain run.
+    oracle: makes the site's oracle for one task and memory, on one bench.
+    ledger: None in a plain run.
     memory: where the site keeps its memory; it is read once and written after every task.
+    policy: what the site's owner allows; None only in a simulation that has none.
     """
 
     def __init__(
@@ -37,16 +40,28 @@ class Client(Generic[Bench]):
         oracle: Callable[[Task, State, Bench], Oracle],
         ledger: Ledger | None,
         memory: Path,
+        policy: Policy | None = None,
     ) -> None:
         self.name, self._size = name, size
         self._algorithm, self._settings = algorithms.load(algorithm), settings
+        self._algorithm_name = algorithm
         self._oracle, self.ledger = oracle, ledger
-        self._memory = _Memory(memory)
+        self._memory, self._policy = _Memory(memory), policy
+
+    def _check(self, task: Task) -> None:
+        if task.algorithm != self._algorithm_name:
+            raise PolicyRefused(
+                f"a task of {task.algorithm!r} came to a site that takes part in "
+                f"{self._algorithm_name!r}"
+            )
+        if self._policy:
+            self._policy.check_task(task.algorithm)
 
     def handle(self, task: Task, bench: Bench) -> Reply | Refusal:
         """Answer a task. A refusal's code depends on public quantities only."""
-        memory = self._memory.for_task(task)
         try:
+            self._check(task)
+            memory = self._memory.for_task(task)
             local = self._algorithm.local(
                 task, self._oracle(task, memory, bench), memory, self._settings
             )

@@ -46,11 +46,14 @@ class Running(BaseModel):
     workers: threads that train sites side by side, 0 for one a core.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
+    ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
+    without it each run has its own.
     """
 
     model_config = _FROZEN
     workers: int = Field(default=0, ge=0)
     evaluate_every: int = Field(default=0, ge=0)
+    ledgers: str | None = None
 
 
 class Plan(BaseModel):
@@ -59,6 +62,7 @@ class Plan(BaseModel):
     data: a data set's name or a file; label, site: its columns, where it is a table.
     sampling_rate: q, each record's chance to be in a batch; or batch_size: the expected batch B,
     q_i = B / N_i. Without either, q = 0.5.
+    policy: a TOML file with the policy that every simulated site has; see privacy.policy.
     """
 
     model_config = _FROZEN
@@ -77,6 +81,7 @@ class Plan(BaseModel):
     privacy: Privacy = Privacy()
     budget: Limits = Limits()
     run: Running = Running()
+    policy: str | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from fedpact.cli import data
+from fedpact.cli import data, ledger
 from fedpact.cli.account import account
 from fedpact.cli.plan import plan
 from fedpact.cli.report import report
@@ -26,6 +26,7 @@ app = typer.Typer(
 for command in (run, resume, plan, report, account, tradeoffs):
     app.command()(command)
 app.add_typer(data.app, name="data")
+app.add_typer(ledger.app, name="ledger")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What a run on this machine needs, loaded and checked as a whole before anything is written."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
+from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 
 
@@ -27,6 +29,7 @@ class Scene:
     partition: Partition
     sites: list[Site]
     terms: dict[str, Terms]
+    policy: Policy | None = None
 
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
@@ -36,7 +39,11 @@ class Scene:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
         terms = plan.terms({site.name: float(len(site.y)) for site in sites})
-        scene = Scene(plan, dataset, partition, sites, terms)
+        policy = Policy.read(Path(plan.policy)) if plan.policy else None
+        if policy:
+            for site in sites:
+                policy.check_run(plan.algorithm, terms.get(site.name), (0.0, 0.0))
+        scene = Scene(plan, dataset, partition, sites, terms, policy)
         scene.bench(check=True)
         return scene
 

@@ -121,9 +121,12 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
 
 def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> dict[str, Ledger]:
     ledgers = dict[str, Ledger]()
+    kept = scene.plan.run.ledgers
     for name, terms in scene.terms.items():
-        path = folder.site(name) / "ledger.jsonl"
+        path = Path(kept) / f"{name}.ledger.jsonl" if kept else folder.site(name) / "ledger.jsonl"
         ledger = stack.enter_context(Ledger(path, name, hypothetical=True))
+        if scene.policy and not ledger.has_reserved(run):
+            scene.policy.check_run(scene.plan.algorithm, terms, ledger.total())
         ledger.reserve(run, terms.budget, {terms.event: terms.steps})
         ledgers[name] = ledger
     return ledgers
@@ -144,7 +147,16 @@ def _client(
         return PrivateOracle(records, bench.private, terms, draws, charge)
 
     memory = folder.site(site.name) / "memory.safetensors"
-    return Client(site.name, size, plan.algorithm, plan.algorithm_settings, oracle, ledger, memory)
+    return Client(
+        site.name,
+        size,
+        plan.algorithm,
+        plan.algorithm_settings,
+        oracle,
+        ledger,
+        memory,
+        scene.policy,
+    )
 
 
 def _start(

@@ -167,6 +167,11 @@ class Ledger:
         with self._lock:
             return dict(self._spent.get(run, Counter()))
 
+    def has_reserved(self, run: str) -> bool:
+        """Whether the run has a reservation."""
+        with self._lock:
+            return run in self._reserved
+
     def total(self) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 

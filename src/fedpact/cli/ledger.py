@@ -1,0 +1,91 @@
+"""`fedpact ledger`: what sites have promised and spent, and whether the proof is intact."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedpact.cli.console import show
+from fedpact.cli.run import AsJson
+from fedpact.errors import LedgerError
+from fedpact.folder import write_whole
+from fedpact.privacy.receipt import receipt
+
+app = typer.Typer(help="What sites have promised and spent.", no_args_is_help=True)
+
+Where = Annotated[
+    Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
+]
+
+
+@app.command("show")
+def show_spend(where: Where, as_json: AsJson = False) -> None:
+    """Show what each run reserved and spent."""
+    receipts = _receipts(where)
+    show({"ledgers": receipts}, as_json, lambda: _print(receipts))
+
+
+@app.command()
+def verify(where: Where, as_json: AsJson = False) -> None:
+    """Check every link of the chain of every ledger; an altered one is an error."""
+    checked = {path: each["entries"] for path, each in _receipts(where).items()}
+    show(
+        {"intact": True, "entries": checked},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print(
+            "\n".join(f"{path}: intact, {count} entries" for path, count in checked.items())
+        ),
+    )
+
+
+@app.command()
+def export(
+    where: Where,
+    out: Annotated[Path, typer.Option(help="The file to write the receipt to.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
+    receipts = _receipts(where)
+    write_whole(out, json.dumps(receipts, indent=2).encode() + b"\n")
+    show(
+        {"receipt": str(out), "ledgers": len(receipts)},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print(
+            f"receipt of {len(receipts)} ledgers: {out}"
+        ),
+    )
+
+
+def _receipts(where: Path) -> dict[str, dict[str, Any]]:
+    paths = sorted(where.rglob("*ledger.jsonl")) if where.is_dir() else [where]
+    if not paths:
+        raise LedgerError(
+            f"{where} holds no ledger: name a ledger.jsonl, or the folder of a private run"
+        )
+    return {str(path): receipt(path) for path in paths}
+
+
+def _print(receipts: dict[str, dict[str, Any]]) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    table = Table("site", "run", "ε reserved", "ε spent", "δ", "events spent", "of")
+    for each in receipts.values():
+        site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
+        for run, spend in each["runs"].items():
+            table.add_row(
+                site,
+                run,
+                f"{spend['epsilon_reserved']:g}",
+                f"{spend['epsilon_spent']:.4f}",
+                f"{spend['delta']:g}",
+                str(sum(event["spent"] for event in spend["events"])),
+                str(sum(event["reserved"] for event in spend["events"])),
+            )
+    out.print(table)
+    first = next(iter(receipts.values()))
+    out.print(
+        f"(ε, δ) for one record, {first['adjacency']}, accountant {first['accountant']}; covers "
+        f"{first['covers']}. Runs on the same records add up."
+    )

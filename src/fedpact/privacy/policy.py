@@ -1,0 +1,101 @@
+"""A site's policy: what its owner allows, whatever a server asks. What it does not name is refused.
+
+The owner writes it (TOML), the site reads it, nobody sends it. It is checked before any computing:
+once when a run is taken on, and for every task.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedpact.errors import PlanError, PolicyRefused
+from fedpact.privacy.terms import Terms
+
+
+class Policy(BaseModel):
+    """What a site's owner allows. Nothing is allowed by leaving it out.
+
+    algorithms: names of algorithms. releases: channels (gradient, loss, below).
+    epsilon_per_run, delta_per_run: the most that one run may reserve.
+    epsilon_ever, delta_ever: the most that all runs on this data set may reserve together, by basic
+    composition. smallest_sigma: the least noise multiplier of any channel.
+    All (ε, δ) are for one record, under add/remove of one record.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    algorithms: tuple[str, ...]
+    releases: tuple[str, ...]
+    epsilon_per_run: float = Field(gt=0)
+    delta_per_run: float = Field(gt=0, lt=1)
+    epsilon_ever: float = Field(gt=0)
+    delta_ever: float = Field(gt=0, lt=1)
+    smallest_sigma: float = Field(gt=0)
+
+    @staticmethod
+    def parse(raw: Any) -> "Policy":
+        """Return the policy of a parsed file. Raises PlanError for what is missing or unknown."""
+        try:
+            return Policy.model_validate(raw)
+        except ValidationError as error:
+            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise PlanError(
+                f"the site's policy is not complete or not understood, so nothing is allowed: "
+                f"{told}; expected {', '.join(Policy.model_fields)}"
+            ) from None
+
+    @staticmethod
+    def read(path: Path) -> "Policy":
+        """Read a site's policy.toml. Raises PlanError: an unreadable policy allows nothing."""
+        try:
+            return Policy.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise PlanError(
+                f"policy {path} cannot be read ({error}): a site without a readable policy takes "
+                "part in nothing"
+            ) from None
+
+    def check_task(self, algorithm: str) -> None:
+        """Raise PolicyRefused for an algorithm that the policy does not name."""
+        if algorithm not in self.algorithms:
+            raise PolicyRefused(
+                f"algorithm {algorithm!r} is not allowed here: the site's policy names "
+                f"{', '.join(self.algorithms) or 'none'}"
+            )
+
+    def check_run(self, algorithm: str, terms: Terms | None, reserved: tuple[float, float]) -> None:
+        """Raise PolicyRefused for terms that the policy does not allow.
+
+        terms: None is a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs.
+        """
+        self.check_task(algorithm)
+        if terms is None:
+            raise PolicyRefused(
+                "a run without privacy is not allowed here: a site with a policy takes part in "
+                "private runs only"
+            )
+        unnamed = sorted(set(terms.sigmas) - set(self.releases))
+        if unnamed:
+            raise PolicyRefused(
+                f"releases {', '.join(unnamed)} are not allowed here: the site's policy names "
+                f"{', '.join(self.releases) or 'none'}"
+            )
+        least = min(terms.sigmas.values())
+        _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
+        _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
+        _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
+        epsilon, delta = reserved
+        _at_most("epsilon", epsilon + terms.budget.epsilon, "epsilon_ever", self.epsilon_ever)
+        _at_most("delta", delta + terms.budget.delta, "delta_ever", self.delta_ever)
+
+
+# Written as "not good", so that NaN is refused.
+def _at_most(name: str, value: float, bound: str, limit: float) -> None:
+    if not value <= limit:
+        raise PolicyRefused(f"{name} would be {value:g}: the site's policy has {bound} = {limit:g}")
+
+
+def _at_least(name: str, value: float, bound: str, limit: float) -> None:
+    if not value >= limit:
+        raise PolicyRefused(f"{name} would be {value:g}: the site's policy has {bound} = {limit:g}")

@@ -1,0 +1,61 @@
+import math
+
+import pytest
+
+from fedpact.errors import PlanError, PolicyRefused
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
+
+ALLOWED = {
+    "algorithms": ["fedavg"],
+    "releases": ["gradient"],
+    "epsilon_per_run": 2.0,
+    "delta_per_run": 1e-5,
+    "epsilon_ever": 3.0,
+    "delta_ever": 2e-5,
+    "smallest_sigma": 1.0,
+}
+NOTHING = (0.0, 0.0)
+
+
+def terms(*, epsilon=2.0, delta=1e-5, **sigmas):
+    given = sigmas or {"gradient": 1.0}
+    return Terms("a", 100.0, 0.1, 1.0, given, 10, Budget(epsilon, delta), "best")
+
+
+def test_what_is_named_is_allowed_up_to_the_very_limit():
+    Policy.parse(ALLOWED).check_run("fedavg", terms(), (1.0, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "asked", "reserved", "told"),
+    [
+        ("fedfdp", terms(), NOTHING, "fedfdp"),
+        ("fedavg", None, NOTHING, "without privacy"),
+        ("fedavg", terms(gradient=2.0, loss=5.0), NOTHING, "loss"),
+        ("fedavg", terms(gradient=0.99), NOTHING, "smallest_sigma = 1"),
+        ("fedavg", terms(epsilon=2.01), NOTHING, "epsilon_per_run = 2"),
+        ("fedavg", terms(delta=1.1e-5), NOTHING, "delta_per_run"),
+        ("fedavg", terms(), (1.01, 0.0), "epsilon_ever = 3"),
+        ("fedavg", terms(), (0.0, 1.1e-5), "delta_ever"),
+        ("fedavg", terms(), (math.nan, 0.0), "epsilon_ever"),
+    ],
+)
+def test_whatever_is_not_named_is_refused(algorithm, asked, reserved, told):
+    with pytest.raises(PolicyRefused, match=told):
+        Policy.parse(ALLOWED).check_run(algorithm, asked, reserved)
+
+
+@pytest.mark.parametrize("missing", sorted(ALLOWED))
+def test_a_policy_that_leaves_something_out_allows_nothing(missing):
+    with pytest.raises(PlanError, match=missing):
+        Policy.parse({key: value for key, value in ALLOWED.items() if key != missing})
+
+
+def test_a_policy_that_cannot_be_read_allows_nothing(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        Policy.read(tmp_path / "missing.toml")
+    (tmp_path / "policy.toml").write_text("epsilon_ever = nan\n")
+    with pytest.raises(PlanError, match="epsilon_ever"):
+        Policy.read(tmp_path / "policy.toml")
