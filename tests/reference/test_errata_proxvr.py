@@ -1,0 +1,81 @@
+"""docs/errata.md, V1 to V3: FedProxVR (ICPP 2020), against what holds."""
+
+import math
+
+import numpy as np
+import pytest
+
+
+def sarah_most(beta: float) -> float:
+    """The upper bound of (13)."""
+    return (5 * beta**2 - 4 * beta) / 8
+
+
+def least_a(tau: int) -> float:
+    """The least a > 0 with a - 4 >= 4 sqrt(a (τ + 1)): a quadratic inequality in sqrt(a)."""
+    return 4 * (math.sqrt(tau + 1) + math.sqrt(tau + 2)) ** 2
+
+
+def svrg_allows(tau: int, beta: float) -> bool:
+    """The upper bound of (14) at the best a, which is the least."""
+    return tau <= sarah_most(beta) / least_a(tau) - 2
+
+
+def svrg_most(beta: float) -> int | None:
+    allowed = [tau for tau in range(math.ceil(beta) + 5) if svrg_allows(tau, beta)]
+    return max(allowed, default=None)
+
+
+@pytest.mark.parametrize("tau", [0, 1, 17, 1000])
+def test_v1_the_condition_on_a_is_solved(tau):
+    a = least_a(tau)
+    assert a - 4 == pytest.approx(4 * math.sqrt(a * (tau + 1)))
+    assert 0.999 * a - 4 < 4 * math.sqrt(0.999 * a * (tau + 1))
+
+
+def test_v1_the_upper_bound_of_svrg_grows_like_beta_not_its_square():
+    betas = (5, 10, 20, 50, 100, 200)
+    assert [svrg_most(beta) for beta in betas] == [None, 0, 2, 8, 17, 37]
+    assert [math.floor(sarah_most(beta)) for beta in betas] == [13, 57, 240, 1537, 6200, 24900]
+    # a >= 16 τ, so τ <= 5β²/(8·16 τ): τ < β sqrt(5/128).
+    slopes = [svrg_most(beta) / beta for beta in (100, 1000, 4000)]  # type: ignore[operator]
+    assert slopes == sorted(slopes)
+    assert slopes[-1] < math.sqrt(5 / 128) < 1.02 * slopes[-1]
+
+
+def least_tau(beta: float, theta: float, mu: float, smooth: float, weak: float) -> float:
+    """The lower bound of (13) and (14)."""
+    excess = mu - weak
+    return 3 * (beta**2 * smooth**2 + mu**2) / (theta**2 * excess * smooth * (beta - 3))
+
+
+def test_v1_no_step_size_satisfies_14_unless_the_penalty_is_large():
+    # Remark 1 (1): for any θ in (0, 1) a large β satisfies (13) and (14). For SVRG the lower bound
+    # is at least 3βL/(θ² μ~), and the upper one is below 0.198 β: with θ < 1 and μ~ <= 15 L never.
+    smooth, weak = 1.0, 0.5
+    for beta in np.geomspace(3.01, 1e6, 400):
+        for excess in (0.1, 1.0, 5.0, 15.0):
+            needed = least_tau(beta, 1.0, excess + weak, smooth, weak)
+            assert needed > beta * math.sqrt(5 / 128)
+    # SARAH's part of the remark is right.
+    assert least_tau(1e4, 0.5, 1.0, smooth, weak) < sarah_most(1e4)
+
+
+def test_v2_the_experiments_are_outside_the_bounds():
+    assert not svrg_allows(20, 10)  # Tables 1 and 2, SVRG
+    assert not svrg_allows(1, 10)
+    assert sarah_most(5) < 20  # Table 1, SARAH: at most 13
+    assert sarah_most(9) > 20  # Table 2, SARAH, is inside
+
+
+def test_v3_a_larger_penalty_can_need_fewer_iterations():
+    # Remark 1 (4) says that a larger μ needs more. (β²L² + μ²)/(μ - λ) falls up to
+    # μ = λ + sqrt(λ² + β²L²).
+    smooth, weak, beta, theta = 1.0, 0.5, 10.0, 0.5
+    turn = weak + math.sqrt(weak**2 + (beta * smooth) ** 2)
+    grid = np.linspace(0.6, 40, 4000)
+    least = min(grid, key=lambda mu: least_tau(beta, theta, mu, smooth, weak))
+    assert least == pytest.approx(turn, abs=0.02)
+    assert least_tau(beta, theta, 0.6, smooth, weak) > 30 * least_tau(
+        beta, theta, 5.0, smooth, weak
+    )
