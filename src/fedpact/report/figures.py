@@ -1,0 +1,219 @@
+"""How the model fares: accuracy, Ψ, the sites, and who holds which labels.
+
+Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from fedpact.metrics import ranking
+from fedpact.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    HALF,
+    INK,
+    MANY,
+    RED,
+    Drawing,
+    Sheet,
+    legend_above,
+    marker,
+    percent_axis,
+    rounds_axis,
+    shorten,
+    thin,
+)
+from fedpact.report.reading import LabelTable, RunFolder
+from fedpact.report.text import percent
+
+
+def accuracy(run: RunFolder) -> Drawing | None:
+    """Global accuracy over rounds, with the middle of the sites and the worst one."""
+    records = thin([r for r in run.evaluated if math.isfinite(r.accuracy or 0.0)])
+    if not records:
+        return None
+    title = "Accuracy over rounds"
+    with Sheet(2.8, HALF) as sheet:
+        axes = sheet.axes("round", "accuracy")
+        rounds = [r.round for r in records]
+        # np.array makes a number of what pyright sees as float | None.
+        values = np.array([r.accuracy for r in records], dtype=float)
+        axes.plot(rounds, values, color=BLUE, marker=marker(len(rounds)), ms=3.5, label="global")
+        spread = [(r.round, [s.accuracy for s in r.scores.values()]) for r in records if r.scores]
+        if spread:
+            x = [at for at, _ in spread]
+            low, high = (np.array([np.quantile(v, q) for _, v in spread]) for q in (0.1, 0.9))
+            axes.fill_between(
+                x, low, high, color=BLUE, alpha=0.15, lw=0, label="sites, middle 80 %"
+            )
+            worst = [min(v) for _, v in spread]
+            axes.plot(x, worst, color=RED, lw=1.1, ls="--", label="worst site")
+        percent_axis(axes)
+        rounds_axis(axes)
+        legend_above(axes)
+        svg = sheet.svg(title)
+    caption = "Look for a global line that has flattened out."
+    if spread:
+        caption += (
+            " A wide band, or a worst site far below the line, means a model that serves some sites"
+            " and not others."
+        )
+    return Drawing(title, svg, caption, simulator_only=bool(spread))
+
+
+def psi(run: RunFolder) -> Drawing | None:
+    """Ψ over rounds, on a logarithmic axis where it spans orders of magnitude."""
+    known = [(r.round, r.psi) for r in run.records if r.psi is not None]
+    points = thin([(at, value) for at, value in known if math.isfinite(value)])
+    if not points:
+        return None
+    title = "Ψ over rounds"
+    with Sheet(2.8, HALF) as sheet:
+        axes = sheet.axes("round", "Ψ")
+        rounds, values = zip(*points, strict=True)
+        axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
+        if min(values) > 0 and max(values) > 30 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        elif max(values) > 0:
+            axes.set_ylim(0, 1.08 * max(values))
+        rounds_axis(axes)
+        svg = sheet.svg(title)
+    caption = (
+        "Ψ(w) = Σ pᵢ (Fᵢ(w) − F(w))², the spread of the sites' mean losses; 0 means that all sites "
+        "fare alike. It is in squared units of the loss: compare it between runs of equal accuracy "
+        "only."
+    )
+    lost = sum(1 for _, value in known if not math.isfinite(value))
+    if lost:
+        caption += f" In {lost} rounds Ψ was not finite, and is not drawn: the model diverged."
+    return Drawing(title, svg, caption, simulator_only=True)
+
+
+def site_accuracy(run: RunFolder) -> Drawing | None:
+    """Accuracy of each site, worst first; as quantiles where there are many sites."""
+    scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
+    if not scores:
+        return None
+    title = "Accuracy of the sites"
+    names = ranking(scores)
+    values = [scores[name].accuracy for name in names]
+    overall = run.evaluated[-1].accuracy if run.evaluated else None
+    many = len(names) > MANY
+    with Sheet(2.9 if many else 0.9 + 0.24 * len(names)) as sheet:
+        if many:
+            axes = sheet.axes("share of the sites", "accuracy at most")
+            _quantile_curve(axes, values)
+            line = axes.axhline
+        else:
+            axes = sheet.axes("accuracy", "")
+            _site_bars(axes, names, values)
+            line = axes.axvline
+        if overall is not None and math.isfinite(overall):
+            line(overall, color=INK, lw=1.2, ls="--", label=f"global {percent(overall)}")
+            legend_above(axes)
+        svg = sheet.svg(title)
+    caption = (
+        f"The {len(names):,} sites from worst to best: at x = 10 % stands the accuracy that the "
+        "worst tenth does not exceed."
+        if many
+        else "The sites from worst to best, on their own held-out records."
+    )
+    caption += " Look at how far the left end, or the top bar, stays below the dashed global line."
+    return Drawing(title, svg, caption, simulator_only=True)
+
+
+def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
+    at = np.linspace(0, 1, 201)
+    curve = np.quantile(values, at)
+    axes.fill_between(at, curve, curve.min(), color=BLUE, alpha=0.15, lw=0)
+    axes.plot(at, curve, color=BLUE)
+    tenth = at <= 0.1
+    axes.plot(at[tenth], curve[tenth], color=RED, lw=3, label="worst 10 % of the sites")
+    axes.margins(x=0)
+    percent_axis(axes, "x")
+    percent_axis(axes)
+
+
+def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None:
+    at = range(len(names))
+    axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
+    longest = max(*values, 0.01)
+    for y, value in zip(at, values, strict=True):
+        # Inside the bar, where no line crosses the figure, unless the bar is too short for it.
+        x, colour = (0, "white") if value > longest / 6 else (value, INK)
+        style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": colour}
+        axes.annotate(percent(value), (x, y), (4, 0), **style)
+    axes.set_yticks(at, [shorten(name) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, 1.05 * longest)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    percent_axis(axes, "x")
+
+
+def labels(run: RunFolder) -> Drawing | None:
+    """The partition as a picture: sizes above, the share of each label below."""
+    table = run.labels
+    if table is None:
+        return None
+    title = "Who holds what"
+    counts = np.array(table.counts, dtype=float)
+    many = len(table.sites) > MANY
+    if many:
+        # Side by side by their commonest label, a thousand sites still show how uneven they are.
+        order = np.lexsort((-counts.max(1), counts.argmax(1)))
+        counts = counts[order]
+    sizes = counts.sum(1)
+    with Sheet(min(6.0, 2.3 + 0.2 * min(len(table.labels), MANY))) as sheet:
+        top, below = sheet.figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
+        top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
+        top.set_ylabel("records")
+        shares = counts / np.maximum(sizes[:, None], 1)
+        image = below.imshow(
+            shares.T, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
+        )
+        bar = sheet.figure.colorbar(image, ax=below, label="share of the site")
+        percent_axis(bar.ax)
+        below.grid(visible=False)
+        _label_ticks(below, table, many)
+        if not many and len(table.labels) <= MANY:
+            _write_counts(below, counts, shares)
+        svg = sheet.svg(title)
+    caption = (
+        f"Training records of {len(table.sites):,} sites (columns) by label (rows). Darker cells: "
+        "the label makes up more of the site. Equal columns mean that the sites have alike data; "
+        "single dark cells, that each knows only some labels."
+    )
+    if many:
+        caption += " Sites stand in the order of their commonest label."
+    return Drawing(title, svg, caption, simulator_only=True)
+
+
+def _label_ticks(axes: Axes, table: LabelTable, many: bool) -> None:
+    # With hundreds of labels every n-th is named.
+    step = math.ceil(len(table.labels) / MANY)
+    at = range(0, len(table.labels), step)
+    axes.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
+    axes.set_ylabel("label")
+    if many:
+        axes.set_xlabel(f"{len(table.sites):,} sites")
+        axes.set_xticks([])
+    else:
+        names = [shorten(name, 16) for name in table.sites]
+        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
+
+
+def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
+    for (site, label), count in np.ndenumerate(counts):
+        if count:
+            colour = "white" if shares[site, label] > 0.5 else INK
+            style = {"ha": "center", "va": "center", "fontsize": 7}
+            axes.text(site, label, f"{count:.0f}", color=colour, **style)

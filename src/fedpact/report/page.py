@@ -1,0 +1,221 @@
+"""The page of a run: report.html, one file that fetches nothing."""
+
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from fedpact.folder import write_whole
+from fedpact.metrics import fairness, ranking
+from fedpact.report import budgets, figures
+from fedpact.report.reading import RunFolder, read_run
+from fedpact.report.text import duration, number, percent, size, upper
+
+_STATUS = {
+    "finished": "finished",
+    "stopped": "stopped on request; it can be resumed",
+    "budget": "ended early: every site refused the next round",
+    "bytes": "ended early: the next round would exceed the budget of bytes",
+}
+_CODES = {
+    "budget": "its privacy budget is spent",
+    "policy": "its policy or reservation does not allow the request",
+}
+_ACCOUNTANTS = {
+    "best": "best: the smaller of two upper bounds, by privacy loss distributions (PLD) and Rényi "
+    "(RDP)",
+    "pld": "pld: privacy loss distributions, pessimistic estimate",
+    "rdp": "rdp: Rényi differential privacy",
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One headline figure."""
+
+    label: str
+    value: str
+    note: str
+    simulator_only: bool = False
+    bad: bool = False
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html into a run's folder from the files there, and return its path.
+
+    Raises DataError: the folder does not hold a run, or a file in it is damaged.
+    """
+    path = folder / "report.html"
+    write_whole(path, render(read_run(folder)).encode())
+    return path
+
+
+def render(run: RunFolder) -> str:
+    """Return the page as one HTML document."""
+    template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(template).render(
+        run=run,
+        title=f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}",
+        facts=_facts(run),
+        cards=headline(run),
+        drawings={
+            "accuracy": figures.accuracy(run),
+            "psi": figures.psi(run),
+            "sites": figures.site_accuracy(run),
+            "labels": figures.labels(run),
+            "epsilon": budgets.epsilon(run),
+            "bytes": budgets.traffic(run),
+        },
+        fair=_fair(run),
+        sites=_site_rows(run),
+        accountant=_ACCOUNTANTS.get(
+            str(run.privacy.get("accountant")), "not known to this version"
+        ),
+        budgets=_budgets(run),
+        refusals=_refusals(run),
+        configuration=_flat(run.plan),
+        environment=_flat(run.environment),
+    )
+
+
+def headline(run: RunFolder) -> list[Card]:
+    """Return the figures at the top of the page, which are also those of `fedpact report`."""
+    down, up = run.bytes
+    allowed = run.bytes_allowed
+    rounds = run.plan.get("rounds")
+    bytes_note = f"{size(down)} to the sites, {size(up)} from them"
+    return [
+        *_learning_cards(run),
+        _epsilon_card(run),
+        Card(
+            "rounds",
+            f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
+            f"τ = {run.last.steps} local steps in the last; {_STATUS.get(run.status, run.status)}",
+        ),
+        Card(
+            "bytes sent",
+            size(down + up),
+            bytes_note + (f"; {size(allowed)} allowed" if allowed else "; no limit set"),
+            bad=bool(allowed) and down + up > allowed,
+        ),
+        Card("time", duration(run.seconds), "wall clock, all rounds, on the run's machine"),
+    ]
+
+
+def _learning_cards(run: RunFolder) -> list[Card]:
+    cards = []
+    if run.evaluated:
+        last = run.evaluated[-1]
+        loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
+        cards.append(Card("accuracy", percent(last.accuracy), loss))
+    known = [record for record in run.records if record.psi is not None]
+    if known:
+        note = f"spread of the sites' losses after round {known[-1].round}; 0 is even"
+        cards.append(Card("Ψ", number(known[-1].psi), note, simulator_only=True))
+    if run.scores:
+        worst = fairness(run.scores)
+        note = f"{worst['worst_site']}; the worst 10 % have {percent(worst['worst_tenth'])}"
+        value = percent(worst["worst_accuracy"])
+        cards.append(Card("worst site", value, note, simulator_only=True))
+    return cards
+
+
+def _epsilon_card(run: RunFolder) -> Card:
+    if not run.private:
+        return Card("privacy", "NOT PRIVATE", "no (ε, δ) guarantee of any kind", bad=True)
+    # An unknown ε comes first: it may be the largest.
+    name, site = max(
+        run.site_privacy.items(),
+        key=lambda item: math.inf if math.isnan(item[1].spent) else item[1].spent,
+    )
+    whose = f"site {name}"
+    if len(run.site_privacy) > 1:
+        whose = f"the most of {len(run.site_privacy):,} sites ({name})"
+    over = [n for n, s in run.site_privacy.items() if s.spent > s.allowed]
+    return Card(
+        "ε spent of ε allowed",
+        f"{upper(site.spent)} of {upper(site.allowed)}",
+        f"{whose}, at δ = {upper(site.delta)}; {run.privacy['adjacency']}; accountant "
+        f"{run.privacy['accountant']}" + (f"; OVER BUDGET: {', '.join(over[:5])}" if over else ""),
+        bad=bool(over),
+    )
+
+
+def _facts(run: RunFolder) -> list[str]:
+    facts = [f"model {run.plan.get('model', 'unknown')}"]
+    if d := run.summary.get("model_parameters"):
+        facts.append(f"{d:,} parameters")
+    facts.append(f"{len(run.sites) or run.plan.get('sites', 0):,} sites")
+    facts.append(_STATUS.get(run.status, run.status))
+    return [*facts, str(run.environment.get("run", run.path.resolve().name))]
+
+
+def _fair(run: RunFolder) -> dict[str, str] | None:
+    if not run.scores:
+        return None
+    found = fairness(run.scores)
+    return {
+        "sites": f"{len(run.scores):,}",
+        "mean": percent(found["mean"]),
+        "deviation": percent(math.sqrt(found["variance"])),
+        "worst_tenth": percent(found["worst_tenth"]),
+        "worst_site": found["worst_site"],
+        "worst_accuracy": percent(found["worst_accuracy"]),
+    }
+
+
+def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
+    rows = []
+    scored = ranking(run.scores)
+    for name in [*scored, *(name for name in run.sites if name not in run.scores)]:
+        score, privacy = run.scores.get(name), run.site_privacy.get(name)
+        scores = ("–",) * 3
+        if score:
+            scores = (percent(score.accuracy), number(score.loss), number(score.records))
+        terms = ("–",) * 9
+        if privacy:
+            bounds = (privacy.spent, privacy.allowed, privacy.reserved, privacy.delta)
+            rest = (privacy.size, privacy.rate, privacy.clip, privacy.sigma_joint, privacy.steps)
+            terms = (*map(upper, bounds), *map(number, rest))
+        over = privacy is not None and privacy.spent > privacy.allowed
+        rows.append({"name": name, "privacy": terms, "score": scores, "over": over})
+    return rows
+
+
+def _budgets(run: RunFolder) -> str:
+    pairs = sorted({(site.allowed, site.delta) for site in run.site_privacy.values()})
+    shown = [f"({upper(e)}, {upper(d)})" for e, d in pairs]
+    if len(shown) > 6:
+        shown = [*shown[:3], f"… {len(shown) - 4} more …", shown[-1]]
+    return ", ".join(shown) + "; site by site in the table above"
+
+
+def _refusals(run: RunFolder) -> list[dict[str, Any]]:
+    rounds: dict[tuple[str, str], list[int]] = {}
+    for record in run.records:
+        for refused in record.refused.items():
+            rounds.setdefault(refused, []).append(record.round)
+    return [
+        {
+            "site": site,
+            "why": f"{code}: {_CODES[code]}" if code in _CODES else code,
+            "rounds": len(at),
+            "first": min(at),
+            "last": max(at),
+        }
+        for (site, code), at in sorted(rounds.items())
+    ]
+
+
+def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((prefix + key, "–" if value in (None, {}) else str(value)))
+    return rows

@@ -1,0 +1,255 @@
+"""A run's folder as the report sees it: read from its files, checked, nothing computed by training.
+
+Needed: plan.json, privacy.json, rounds.jsonl. Without summary.json the run has not ended yet;
+partition.json and environment.json may be missing in a folder that did not come from a simulation.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedpact.errors import DataError
+from fedpact.messages import RoundRecord, SiteScore
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SitePrivacy:
+    """One site's guarantee in a private run, and what of it is spent.
+
+    spent: ε of everything released so far, an upper bound at this δ; NaN where it is not recorded.
+    allowed: ε of the budget. reserved: ε of all steps the run may take. steps: so many, at most.
+    """
+
+    spent: float
+    allowed: float
+    reserved: float
+    delta: float
+    size: float
+    rate: float
+    clip: float
+    sigma_joint: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """Training records of each label at each site; simulator only. counts[site][label]."""
+
+    sites: list[str]
+    labels: list[str]
+    counts: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class RunFolder:
+    """What the folder holds. Made by `read_run`; its parts are as in the spine's files."""
+
+    path: Path
+    plan: Document
+    privacy: Document
+    summary: Document
+    environment: Document
+    records: list[RoundRecord]
+    labels: LabelTable | None
+
+    @property
+    def private(self) -> bool:
+        """Whether releases were protected."""
+        return self.privacy["private"]
+
+    @property
+    def seeded(self) -> bool:
+        """Whether batches and noise came from the experiment's seed, which protects nobody."""
+        return "seed" in str(self.privacy["randomness"])
+
+    @property
+    def status(self) -> str:
+        """How the run ended; "not ended" without a summary."""
+        return str(self.summary.get("status", "not ended"))
+
+    @property
+    def last(self) -> RoundRecord:
+        """The record of the last round."""
+        return self.records[-1]
+
+    @cached_property
+    def evaluated(self) -> list[RoundRecord]:
+        """The records with an accuracy."""
+        return [record for record in self.records if record.accuracy is not None]
+
+    @property
+    def scores(self) -> Mapping[str, SiteScore]:
+        """Each site's score the last time that sites were evaluated; maybe none."""
+        return next((record.scores for record in reversed(self.records) if record.scores), {})
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """The names of all sites that any file mentions, sorted."""
+        names = {*self.privacy["sites"], *self.summary.get("epsilon", {})}
+        names.update(self.labels.sites if self.labels else ())
+        for record in self.records:
+            names.update(record.scores, record.epsilon, record.refused)
+        return sorted(names)
+
+    @cached_property
+    def site_privacy(self) -> dict[str, SitePrivacy]:
+        """Each site's guarantee; empty in a plain run."""
+        spent: dict[str, float] = {}
+        # ε never falls: the largest number written anywhere is the safe one.
+        for part in (*(record.epsilon for record in self.records), self.summary.get("epsilon", {})):
+            for name, epsilon in part.items():
+                number = math.nan if epsilon is None else float(epsilon)
+                known = spent.get(name, -math.inf)
+                # NaN stays: an ε that was once unknown is not known to be small.
+                spent[name] = known if math.isnan(known) or known > number else number
+        return {
+            name: SitePrivacy(
+                spent=spent.get(name, math.nan),
+                allowed=float(terms["epsilon"]),
+                reserved=float(terms["epsilon_reserved"]),
+                delta=float(terms["delta"]),
+                size=float(terms["size"]),
+                rate=float(terms["rate"]),
+                clip=float(terms["clip"]),
+                sigma_joint=float(terms["sigma_joint"]),
+                steps=int(terms["steps"]),
+            )
+            for name, terms in sorted(self.privacy["sites"].items())
+        }
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of all messages so far: (to the sites, from the sites)."""
+        return sum(r.bytes_down for r in self.records), sum(r.bytes_up for r in self.records)
+
+    @property
+    def bytes_allowed(self) -> int | None:
+        """The plan's budget of bytes, both ways; None without one."""
+        allowed = self.plan.get("budget", {}).get("bytes")
+        return None if allowed is None else int(allowed)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of all rounds so far."""
+        return sum(record.seconds for record in self.records)
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
+    labels = _read(folder / "partition.json", needed=False)
+    try:
+        run = RunFolder(
+            path=folder,
+            plan=_read(folder / "plan.json"),
+            privacy=_read(folder / "privacy.json"),
+            summary=_read(folder / "summary.json", needed=False),
+            environment=_read(folder / "environment.json", needed=False),
+            records=_read_records(folder / "rounds.jsonl"),
+            labels=_label_table(labels) if labels else None,
+        )
+        _check(run)
+        # Taken here, so that a damaged file is found before anything is drawn.
+        _ = run.site_privacy, run.sites, run.bytes_allowed
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"the run's folder {folder} cannot be read ({type(error).__name__}: {error}): its "
+            "files are not what `fedpact run` writes; restore them, or run the plan again into a "
+            "new folder"
+        ) from error
+    return run
+
+
+def _read(path: Path, *, needed: bool = True) -> Document:
+    if not needed and not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
+            f"give the folder that `fedpact run` wrote with --out, or run the plan again"
+        ) from error
+    if not isinstance(document, dict):
+        raise DataError(
+            f"{path} holds a {type(document).__name__}: expected one JSON object, as `fedpact run` "
+            "writes it; run the plan again into a new folder"
+        )
+    return document
+
+
+def _read_records(path: Path) -> list[RoundRecord]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}): expected one line a round; give the "
+            "folder that `fedpact run` wrote, after its round 0"
+        ) from error
+    records: list[RoundRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(RoundRecord.from_json(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            # A line without its end is being written, or was when the run was killed.
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise DataError(
+                f"line {number} of {path} is no record of a round ({type(error).__name__}): run "
+                "`fedpact resume`, which drops what was never finished, or run the plan again"
+            ) from error
+    if not records:
+        raise DataError(
+            f"{path} holds no round: expected at least round 0, the initial model; wait for it, or "
+            "run the plan again"
+        )
+    return records
+
+
+def _label_table(partition: Document) -> LabelTable:
+    return LabelTable(
+        sites=[str(name) for name in partition["train"]],
+        labels=[str(label) for label in partition["classes"]],
+        counts=[[int(n) for n in row] for row in partition["label_counts"]],
+    )
+
+
+_STATEMENT = {
+    "accountant",
+    "adjacency",
+    "covers",
+    "does_not_cover",
+    "private",
+    "randomness",
+    "simulator_only",
+    "sites",
+    "sizes",
+    "unit",
+}
+
+
+def _check(run: RunFolder) -> None:
+    if missing := _STATEMENT - set(run.privacy):
+        raise DataError(
+            f"privacy.json in {run.path} lacks {', '.join(sorted(missing))}: expected the whole "
+            "privacy statement, without which no report is written; restore the file, or run the "
+            "plan again into a new folder"
+        )
+    private, sites = run.privacy["private"], run.privacy["sites"]
+    if not (private is True or private is False):
+        raise DataError(
+            f"privacy.json in {run.path} has private = {private!r}: expected true or false; a "
+            "report that does not know whether a run was private is not written"
+        )
+    if private != bool(sites):
+        raise DataError(
+            f"privacy.json in {run.path} has private = {private} and the terms of {len(sites)} "
+            "sites: expected terms in a private run and none in a plain one; restore the file"
+        )

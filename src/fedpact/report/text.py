@@ -1,0 +1,88 @@
+"""Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
+
+import math
+from decimal import ROUND_CEILING, Context
+
+_MISSING = "–"
+
+
+def upper(value: float, digits: int = 4) -> str:
+    """Return ε or δ with so many significant digits, rounded up: what is printed is a bound too.
+
+    >>> upper(1.99951), upper(2.0), upper(1e-5), upper(1 / 6000, digits=3)
+    ('2', '2', '1e-05', '0.000167')
+    """
+    if math.isnan(value):
+        return "not recorded"
+    if math.isinf(value):
+        return "∞"
+    # repr, not the exact binary value: 1.1 is 1.1, and not a hair more.
+    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(rounded):.{digits}g}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a plain figure with so many significant digits; a dash for None.
+
+    >>> number(0.0123456), number(1234567), number(None)
+    ('0.01235', '1,234,567', '–')
+    """
+    if value is None:
+        return _MISSING
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    # Up to its digits a figure is rounded; beyond them it is a whole number, not a power of ten.
+    return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e15 else f"{value:.{digits}g}"
+
+
+def percent(value: float | None) -> str:
+    """Return a fraction in per cent.
+
+    >>> percent(0.9234), percent(None)
+    ('92.3 %', '–')
+    """
+    if value is None:
+        return _MISSING
+    return f"{100 * value:.1f} %" if math.isfinite(value) else "not a number"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in decimal units.
+
+    >>> size(999), size(12_345_678)
+    ('999 B', '12.3 MB')
+    """
+    value, unit = scaled(count)
+    return f"{number(count / value, digits=3)} {unit}"
+
+
+def scaled(count: float) -> tuple[float, str]:
+    """Return the decimal unit that suits a number of bytes, as (bytes of one unit, its name).
+
+    >>> scaled(5e9)
+    (1000000000.0, 'GB')
+    """
+    for value, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= value:
+            return value, unit
+    return 1.0, "B"
+
+
+def duration(seconds: float) -> str:
+    """Return a time.
+
+    >>> duration(0.25), duration(75), duration(7300)
+    ('0.25 s', '1 min 15 s', '2 h 1 min')
+    """
+    if not math.isfinite(seconds):
+        return "not a number"
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
