@@ -82,7 +82,7 @@ def account(
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
     setting = Setting(q, sigma, steps, epsilon, delta)
-    ways = [_way(accountant, conversion)]
+    ways: list[tuple[Accountant, Conversion]] = [_way(accountant, conversion)]
     if every:
         ways = [("best", "balle"), ("pld", "balle"), ("rdp", "balle"), ("rdp", "mironov")]
     answers = [_solve(setting, by, how) for by, how in ways]

@@ -1,0 +1,133 @@
+"""`fedpact account` and `fedpact tradeoffs`, run in this process."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedpact.cli import tradeoffs as tradeoffs_module
+from fedpact.cli.account import account
+from fedpact.cli.tradeoffs import tradeoffs
+from fedpact.errors import BudgetExhausted, InputError
+from fedpact.theory.accounting import SampledGaussian, epsilon
+
+app = typer.Typer()
+app.command()(account)
+app.command()(tradeoffs)
+SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def answer(*arguments: str) -> dict:
+    return json.loads(run("account", *arguments, "--json"))
+
+
+def test_epsilon_as_in_the_paper():
+    got = answer(*SETTING, "--accountant", "rdp", "--conversion", "mironov")
+    assert got["epsilon"] == pytest.approx(2.005, abs=5e-4)
+    assert got["solved_for"] == "epsilon"
+    assert got["adjacency"] == "add/remove one record"
+
+
+def test_the_answer_says_what_it_is_and_rounds_up():
+    text = run("account", *SETTING)
+    exact = epsilon({SampledGaussian(0.015, 1.1): 317}, 1e-5)
+    shown = float(text.splitlines()[2].split()[0])
+    assert exact <= shown <= exact + 1e-4
+    assert "(ε, δ)-differential privacy, add/remove one record" in text
+    assert "PLD" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "solved"),
+    [
+        (("--q", "0.1", "--steps", "100"), "sigma"),
+        (("--q", "0.1", "--sigma", "2.25"), "steps"),
+        (("--sigma", "2.25", "--steps", "100"), "q"),
+    ],
+)
+def test_any_of_the_others_from_a_budget(given, solved):
+    got = answer(*given, "--epsilon", "2", "--accountant", "rdp")
+    assert got["solved_for"] == solved
+    assert got["epsilon"] <= got["target_epsilon"] == 2
+    again = epsilon({SampledGaussian(got["q"], got["sigma"]): got["steps"]}, 1e-5, "rdp")
+    assert again == got["epsilon"]
+
+
+def test_every_accountant_side_by_side():
+    rows = answer(*SETTING, "--all")["results"]
+    ways = {(row["accountant"], row["conversion"]): row["epsilon"] for row in rows}
+    assert (
+        ways["rdp", "mironov"] > ways["rdp", "balle"] > ways["pld", None] == ways["best", "balle"]
+    )
+    assert "Mironov" in run("account", *SETTING, "--all")
+
+
+def test_no_finite_bound_is_no_number():
+    got = answer(
+        "--q", "1", "--sigma", "1", "--steps", "1", "--delta", "1e-40", "--accountant", "pld"
+    )
+    assert got["epsilon"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("--q", "0.1"), InputError, "exactly three"),
+        ((*SETTING, "--epsilon", "2"), InputError, "exactly three"),
+        (("--q", "nan", "--sigma", "1", "--steps", "3"), InputError, "q is nan"),
+        (("--q", "0.1", "--sigma", "1", "--steps", "-3"), InputError, "steps is -3"),
+        ((*SETTING, "--delta", "0"), InputError, "delta is 0"),
+        ((*SETTING, "--accountant", "gdp"), InputError, "'gdp'"),
+        (("--q", "0.1", "--steps", "3", "--epsilon", "nan"), InputError, "epsilon is nan"),
+        (
+            ("--q", "0.1", "--steps", "3", "--epsilon", "1e-12", "--delta", "1e-30"),
+            BudgetExhausted,
+            "no noise is large enough",
+        ),
+    ],
+)
+def test_errors_name_what_is_wrong(arguments, error, message):
+    with pytest.raises(error, match=message):
+        run("account", *arguments)
+
+
+@pytest.fixture
+def few_points(monkeypatch):
+    monkeypatch.setattr(tradeoffs_module, "STEPS", (70_000, 700_000))
+    monkeypatch.setattr(tradeoffs_module, "EPSILONS", (0.3,))
+    monkeypatch.setattr(tradeoffs_module, "EXACT", ("rdp",))
+
+
+def test_tradeoffs_as_printed(few_points):
+    document = json.loads(run("tradeoffs", "--json", "--preset", "paper"))
+    utility = {(p["curve"], p["steps"]): p["utility"] for p in document["points"]}
+    assert utility["proposed", 70_000] == pytest.approx(25.83, abs=6e-3)
+    assert utility["MA", 70_000] == pytest.approx(10.79, abs=6e-3)
+    assert utility["AC2", 70_000] == pytest.approx(1.40, abs=6e-3)
+    assert "comparison only" in document["guarantee"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_tradeoffs_table_and_figure(few_points, tmp_path, suffix):
+    file = tmp_path / f"figure.{suffix}"
+    text = run("tradeoffs", "--out", str(file))
+    assert "add/remove one record" in text
+    assert "violated" in text
+    assert "RDP, proven" in text
+    assert file.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--preset", "mine"), ("--out", "x.bmp"), ("--out", "/nowhere/at/all/x.png")]
+)
+def test_tradeoffs_refusals(few_points, arguments):
+    with pytest.raises(InputError, match=r"--(preset|out) is"):
+        run("tradeoffs", *arguments)
