@@ -462,6 +462,19 @@ def test_lines_taken_out_moved_or_repeated_are_noticed(path: Path) -> None:
             opened(path)
 
 
+def test_a_line_of_another_ledger_or_in_other_words_is_noticed(path: Path) -> None:
+    content = written(path, 2, 1, 3)
+    other = written(path.with_name("other.jsonl"), 2, 1, 3)
+    lines, others = content.splitlines(keepends=True), other.splitlines(keepends=True)
+    # The same JSON with another blank, and a line that is sound in itself.
+    damaged = [content.replace(b'"kind": "charge"', b'"kind":  "charge"')]
+    damaged += [b"".join([*lines[:k], *others[k:]]) for k in range(1, len(lines))]
+    for found in damaged:
+        path.write_bytes(found)
+        with pytest.raises(LedgerError, match="altered"):
+            opened(path)
+
+
 def test_a_shortened_ledger_shows_another_head_and_length(path: Path) -> None:
     lines = written(path, 2, 1, 3).splitlines(keepends=True)
     with opened(path) as ledger:
