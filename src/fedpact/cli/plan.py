@@ -1,7 +1,8 @@
 """`fedpact plan`: what a configuration will spend, before anything is spent."""
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -10,22 +11,71 @@ from fedpact.cli.console import show
 from fedpact.cli.run import AsJson, Config, Overrides, size
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import site_terms
+from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, to_bytes
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY, Terms
+from fedpact.theory.accounting import Budget
+from fedpact.theory.planner import Choice, best
 
 
 def plan(
     config: Config = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    optimise: Annotated[
+        bool, typer.Option(help="Choose q, σ, T and τ from the budget, the rounds and the passes.")
+    ] = False,
+    passes: Annotated[
+        float | None,
+        typer.Option(help="With --optimise: most reads of a site's data; default: as configured."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
     whole = Plan.read(config, overrides)
     scene = Scene.of(whole)
     document = forecast(scene)
+    if optimise:
+        document["optimised"] = optimised(scene, passes)
     show(document, as_json, lambda: _print(scene, document))
+
+
+def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
+    """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
+
+    Raises PlanError: a plain run, which has no budget to spend.
+    """
+    if not scene.plan.private:
+        raise PlanError(
+            '--optimise chooses how to spend ε: privacy.mode = "none" has none to spend'
+        )
+    cases = dict[tuple[Budget, float, float], dict[str, Any]]()
+    for terms in scene.terms.values():
+        key = (terms.budget, terms.rate, terms.event.sigma)
+        if key not in cases:
+            rounds = scene.plan.rounds
+            now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
+            best_one = best(terms.budget, rounds, passes or now.passes)
+            cases[key] = {
+                "epsilon": terms.budget.epsilon,
+                "delta": terms.budget.delta,
+                "configured": _described(now),
+                "chosen": _described(best_one),
+                "gain": best_one.snr / now.snr,
+            }
+    return {"cases": list(cases.values())}
+
+
+def _described(one: Choice) -> dict[str, float]:
+    return {
+        "sampling_rate": one.rate,
+        "sigma": one.sigma,
+        "steps": one.steps,
+        "local_steps": one.local_steps,
+        "passes": one.passes,
+        "snr": one.snr,
+    }
 
 
 def forecast(scene: Scene) -> dict[str, Any]:
@@ -81,7 +131,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     if not plan.private:
         out.print('NOT PRIVATE: privacy.mode = "none"')
         return
-    table = Table("site", "N", "q", "σ (joint)", "iterations", "ε first round", "ε at the end", "δ")
+    table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
     for name, terms in document["sites"].items():
         table.add_row(
             name,
@@ -98,4 +148,29 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
         "every release of the run. Channels and their σ: "
         + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
+    )
+    if "optimised" in document:
+        _print_optimised(out, document["optimised"])
+
+
+def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
+    table = Table("ε", "", "q", "σ (joint)", "T", "τ", "passes", "sqrt(T) q / σ")
+    for case in chosen["cases"]:
+        for name in ("configured", "chosen"):
+            one = case[name]
+            table.add_row(
+                f"{case['epsilon']:g}" if name == "configured" else "",
+                name,
+                f"{one['sampling_rate']:.4g}",
+                f"{one['sigma']:.4f}",
+                f"{one['steps']}",
+                f"{one['local_steps']}",
+                f"{one['passes']:.3g}",
+                f"{one['snr']:.4f}",
+            )
+    out.print(table)
+    gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
+    out.print(
+        f"The choice has {gains} times the signal to noise at the same (ε, δ) and rounds. Set it by "
+        "sampling_rate, settings.local_steps and the same rounds."
     )
