@@ -62,7 +62,7 @@ def epsilon(run: RunFolder) -> Drawing | None:
 def _by_budget(sites: Sites) -> dict[tuple[float, float], dict[str, SitePrivacy]]:
     groups: dict[tuple[float, float], dict[str, SitePrivacy]] = {}
     for name, site in sites.items():
-        groups.setdefault((site.allowed, site.delta), {})[name] = site
+        groups.setdefault((site.epsilon_allowed, site.delta), {})[name] = site
     return dict(sorted(groups.items()))
 
 
@@ -77,7 +77,7 @@ def _spending(
     rounds = np.array([record.round for record in records])
     spent = np.array([[r.epsilon.get(name, np.nan) for name in sites] for r in records], float)
     if relative:
-        spent = spent / [site.allowed for site in sites.values()]
+        spent = spent / [site.epsilon_allowed for site in sites.values()]
     # What is infinite or unknown leaves a gap.
     spent[~np.isfinite(spent)] = np.nan
     label = f"{len(sites):,} sites" if len(sites) > 1 else "1 site"

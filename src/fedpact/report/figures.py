@@ -119,13 +119,14 @@ def site_accuracy(run: RunFolder) -> Drawing | None:
             line(overall, color=INK, lw=1.2, ls="--", label=f"global {percent(overall)}")
             legend_above(axes)
         svg = sheet.svg(title)
-    caption = (
-        f"The {len(names):,} sites from worst to best: at x = 10 % stands the accuracy that the "
-        "worst tenth does not exceed."
-        if many
-        else "The sites from worst to best, on their own held-out records."
-    )
-    caption += " Look at how far the left end, or the top bar, stays below the dashed global line."
+    caption = "The sites from worst to best, on their own held-out records. Look at how far the "
+    if many:
+        caption += (
+            f"left end stays below the dashed global line: at x = 10 % of the {len(names):,} sites "
+            "stands the accuracy that the worst tenth does not exceed."
+        )
+    else:
+        caption += "top bar stays behind the dashed global line."
     return Drawing(title, svg, caption, simulator_only=True)
 
 

@@ -17,7 +17,7 @@ from fedpact.report.text import duration, number, percent, size, upper
 _STATUS = {
     "finished": "finished",
     "stopped": "stopped on request; it can be resumed",
-    "budget": "ended early: every site refused the next round",
+    "budget": "ended early: the sites' budgets of ε did not allow the next round",
     "bytes": "ended early: the next round would exceed the budget of bytes",
 }
 _CODES = {
@@ -48,8 +48,13 @@ def write_report(folder: Path) -> Path:
 
     Raises DataError: the folder does not hold a run, or a file in it is damaged.
     """
-    path = folder / "report.html"
-    write_whole(path, render(read_run(folder)).encode())
+    return write_page(read_run(folder))
+
+
+def write_page(run: RunFolder) -> Path:
+    """Write report.html beside the files that the run was read from, and return its path."""
+    path = run.path / "report.html"
+    write_whole(path, render(run).encode())
     return path
 
 
@@ -130,15 +135,15 @@ def _epsilon_card(run: RunFolder) -> Card:
     # An unknown ε comes first: it may be the largest.
     name, site = max(
         run.site_privacy.items(),
-        key=lambda item: math.inf if math.isnan(item[1].spent) else item[1].spent,
+        key=lambda item: math.inf if math.isnan(item[1].epsilon_spent) else item[1].epsilon_spent,
     )
     whose = f"site {name}"
     if len(run.site_privacy) > 1:
         whose = f"the most of {len(run.site_privacy):,} sites ({name})"
-    over = [n for n, s in run.site_privacy.items() if s.spent > s.allowed]
+    over = [n for n, s in run.site_privacy.items() if s.epsilon_spent > s.epsilon_allowed]
     return Card(
         "ε spent of ε allowed",
-        f"{upper(site.spent)} of {upper(site.allowed)}",
+        f"{upper(site.epsilon_spent)} of {upper(site.epsilon_allowed)}",
         f"{whose}, at δ = {upper(site.delta)}; {run.privacy['adjacency']}; accountant "
         f"{run.privacy['accountant']}" + (f"; OVER BUDGET: {', '.join(over[:5])}" if over else ""),
         bad=bool(over),
@@ -178,16 +183,21 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
             scores = (percent(score.accuracy), number(score.loss), number(score.records))
         terms = ("–",) * 9
         if privacy:
-            bounds = (privacy.spent, privacy.allowed, privacy.reserved, privacy.delta)
+            bounds = (
+                privacy.epsilon_spent,
+                privacy.epsilon_allowed,
+                privacy.epsilon_reserved,
+                privacy.delta,
+            )
             rest = (privacy.size, privacy.rate, privacy.clip, privacy.sigma_joint, privacy.steps)
             terms = (*map(upper, bounds), *map(number, rest))
-        over = privacy is not None and privacy.spent > privacy.allowed
+        over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
         rows.append({"name": name, "privacy": terms, "score": scores, "over": over})
     return rows
 
 
 def _budgets(run: RunFolder) -> str:
-    pairs = sorted({(site.allowed, site.delta) for site in run.site_privacy.values()})
+    pairs = sorted({(site.epsilon_allowed, site.delta) for site in run.site_privacy.values()})
     shown = [f"({upper(e)}, {upper(d)})" for e, d in pairs]
     if len(shown) > 6:
         shown = [*shown[:3], f"… {len(shown) - 4} more …", shown[-1]]

@@ -22,13 +22,13 @@ Document = dict[str, Any]
 class SitePrivacy:
     """One site's guarantee in a private run, and what of it is spent.
 
-    spent: ε of everything released so far, an upper bound at this δ; NaN where it is not recorded.
-    allowed: ε of the budget. reserved: ε of all steps the run may take. steps: so many, at most.
+    epsilon_spent: everything released so far, an upper bound at this δ; NaN where it is not recorded.
+    epsilon_allowed: the budget's. epsilon_reserved: of all `steps` that the run may take.
     """
 
-    spent: float
-    allowed: float
-    reserved: float
+    epsilon_spent: float
+    epsilon_allowed: float
+    epsilon_reserved: float
     delta: float
     size: float
     rate: float
@@ -110,9 +110,9 @@ class RunFolder:
                 spent[name] = known if math.isnan(known) or known > number else number
         return {
             name: SitePrivacy(
-                spent=spent.get(name, math.nan),
-                allowed=float(terms["epsilon"]),
-                reserved=float(terms["epsilon_reserved"]),
+                epsilon_spent=spent.get(name, math.nan),
+                epsilon_allowed=float(terms["epsilon"]),
+                epsilon_reserved=float(terms["epsilon_reserved"]),
                 delta=float(terms["delta"]),
                 size=float(terms["size"]),
                 rate=float(terms["rate"]),
