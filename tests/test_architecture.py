@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folder",),  # a run's files: both sides of the wire write theirs through it
     ("client", "round"),  # the two sides of the wire: neither knows the other
     ("engines",),
-    ("report",),  # reads records, never trains
+    ("report", "audit"),  # one reads a run's folder and never trains; one attacks a plan's oracle
     ("api",),
     ("cli",),
     ("__init__",),  # the public names
