@@ -61,11 +61,7 @@ class PerSampleKernel:
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
         self.model, self._loss = model, loss
-        if model.vector.dtype not in (torch.float32, torch.float64):
-            raise ModelError(
-                f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
-                "whose norms are exact enough to clip by; convert it with .float()"
-            )
+        check_precision(model)
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._cover = Cover(model)
@@ -213,6 +209,15 @@ class PlainKernel:
             losses = _checked(self._loss(self.model.module(x.detach()), y), len(x))
             w = _weights(weights, losses.detach()).clamp_min(0)
             return _flat(gradients((w * losses).sum(), parameters))
+
+
+def check_precision(model: FlatModel) -> None:
+    """Raise ModelError for weights too coarse to clip by."""
+    if model.vector.dtype not in (torch.float32, torch.float64):
+        raise ModelError(
+            f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
+            "whose norms are exact enough to clip by; convert it with .float()"
+        )
 
 
 def _trainable(model: FlatModel) -> list[nn.Parameter]:

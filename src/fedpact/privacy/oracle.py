@@ -10,67 +10,57 @@ answers with exact numbers. The algorithm cannot tell the two apart.
 
     channel    release                                       sensitivity      divided by
     gradient   Σ c_j g_j,  c_j = clamp(w_j, 0, C/‖g_j‖)      C                q N
+    gradient   ḡ min(1, C/‖ḡ‖), ḡ the batch's mean gradient  2C               (batch clipping)
     loss       Σ clamp(ℓ_j, 0, bound)                        bound            q N
     below      Σ (1[ℓ_j <= bound] - 1/2)                     1/2              q N, then + 1/2
 
-Each release adds N(0, σ_c² sensitivity²) to the sum (in every coordinate). All channels of a batch
-see the same records: they are one joint event with σ_joint = (Σ σ_c^-2)^(-1/2) (spec: releases that
-share a batch). The divisor is the expected batch size, as the realised one is itself private.
+Each release adds N(0, σ_c² b²) in every coordinate, b the bound: C, bound, 1/2. With m_c = σ_c b
+over the sensitivity, all channels of a batch, which see the same records, are one joint event with
+σ_joint = (Σ m_c^-2)^(-1/2) (spec: releases that share a batch). The divisor of a sum is the
+expected batch size, as the realised one is itself private. The terms say which clipping it is.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from fedpact.check import count as at_least_one
-from fedpact.check import positive
 from fedpact.errors import PolicyRefused
+from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
+from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.terms import Terms
-from fedpact.privacy.weighting import UNIFORM, Fair, Uniform, Weighting
+from fedpact.privacy.weighting import Fair, Uniform, Weighting
 
 __all__ = [
     "Batch",
     "Charge",
     "Fair",
     "Oracle",
-    "PlainBatch",
     "PlainOracle",
-    "PrivateBatch",
     "PrivateOracle",
     "Records",
     "Uniform",
     "Weighting",
 ]
 
-# The kernel's float32 norms are exact to 5e-6 (tested); clipping to slightly less than C keeps the
-# true length of every contribution at or below C.
-_SLACK = 1e-5
-
-
-class Batch(Protocol):
-    """One Poisson batch, on which each declared channel answers once."""
-
-    def gradient(self, w: Tensor, weighting: Weighting = ...) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d]."""
-        ...
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
-        ...
-
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
-        ...
-
 
 class Oracle(Protocol):
     """What an algorithm's local part is given: the door, with the records behind it."""
+
+    @property
+    def batch_size(self) -> float:
+        """The expected batch size q_i N_i, a public number."""
+        ...
+
+    @property
+    def noise_variance(self) -> float:
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
+        ...
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """Yield `count` batches that answer the channels; each is closed by the next one."""
@@ -85,25 +75,6 @@ class Records:
     y: Tensor
 
 
-class _Channels:
-    """The channels of a batch that are still to be answered."""
-
-    def __init__(self, channels: tuple[str, ...]) -> None:
-        self._open = set(channels)
-
-    def close(self) -> None:
-        """Answer no further."""
-        self._open.clear()
-
-    def _use(self, channel: str) -> None:
-        if channel not in self._open:
-            raise PolicyRefused(
-                f"channel {channel!r} is not open on this batch: declare it when asking for the "
-                "batch, use it once, and not after the next batch"
-            )
-        self._open.discard(channel)
-
-
 class PlainOracle:
     """Exact answers, for runs that are explicitly not private: the private run's twin.
 
@@ -111,11 +82,13 @@ class PlainOracle:
     clipped.
     """
 
+    noise_variance = 0.0
+
     def __init__(
         self, records: Records, kernel: PlainKernel, rate: float, size: float, draws: Draws
     ) -> None:
         self._records, self._kernel, self._draws = records, kernel, draws
-        self._rate, self._expected = rate, rate * size
+        self._rate, self.batch_size = rate, rate * size
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
@@ -124,45 +97,9 @@ class PlainOracle:
             chosen = self._draws.batch(len(self._records.y), self._rate, self._step)
             self._step += 1
             x, y = self._records.x[chosen], self._records.y[chosen]
-            batch = PlainBatch(self._kernel, x, y, self._expected, channels)
+            batch = PlainBatch(self._kernel, x, y, self.batch_size, channels)
             yield batch
             batch.close()
-
-
-class PlainBatch(_Channels):
-    """See Batch. Its channels close as a private batch's do, so that no plain run asks for more."""
-
-    def __init__(
-        self,
-        kernel: PlainKernel,
-        x: Tensor,
-        y: Tensor,
-        expected: float,
-        channels: tuple[str, ...],
-    ) -> None:
-        self._kernel, self._x, self._y, self._expected = kernel, x, y, expected
-        super().__init__(channels)
-
-    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
-        self._use("gradient")
-        self._kernel.model.load(w)
-        weights = None if isinstance(weighting, Uniform) else weighting
-        return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch; here the losses are not clipped."""
-        self._use("loss")
-        del bound
-        self._kernel.model.load(w)
-        return float(self._kernel.losses(self._x, self._y).sum()) / self._expected
-
-    def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
-        self._use("below")
-        self._kernel.model.load(w)
-        losses = self._kernel.losses(self._x, self._y)
-        return float(((losses <= bound).double() - 0.5).sum()) / self._expected + 0.5
 
 
 @dataclass(frozen=True)
@@ -211,7 +148,7 @@ class PrivateOracle:
     def __init__(
         self,
         records: Records,
-        kernel: PerSampleKernel,
+        kernel: PerSampleKernel | BatchClippedKernel,
         terms: Terms,
         draws: Draws,
         charge: Callable[[Terms, int, int, tuple[str, ...]], None],
@@ -225,74 +162,35 @@ class PrivateOracle:
         self._terms, self._charge = terms, charge
         self._step = 0
 
-    def batches(self, count: int, *channels: str) -> Iterator["PrivateBatch"]:
+    @property
+    def batch_size(self) -> float:
+        """See Oracle."""
+        return self._terms.batch_size
+
+    @property
+    def noise_variance(self) -> float:
+        """See Oracle."""
+        return self._terms.noise_variance
+
+    def batches(self, count: int, *channels: str) -> Iterator[PerSampleBatch | BatchClippedBatch]:
         """See Oracle. Raises BudgetExhausted and PolicyRefused, before any record is read."""
         self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
         for step in range(first, first + count):
-            chosen = self._draws.batch(len(self._records.y), self._terms.rate, step)
-            batch = PrivateBatch(
-                self._kernel,
-                self._records.x[chosen],
-                self._records.y[chosen],
-                self._terms,
-                lambda size, like, channel, step=step: self._draws.gaussian(
-                    size, like, step, channel
-                ),
-                channels,
-            )
+            batch = self._batch(step, channels)
             yield batch
             batch.close()
 
+    def _batch(self, step: int, channels: tuple[str, ...]) -> PerSampleBatch | BatchClippedBatch:
+        def gaussian(size: int, like: Tensor, channel: str) -> Tensor:
+            return self._draws.gaussian(size, like, step, channel)
 
-class PrivateBatch(_Channels):
-    """See Batch. A channel answers once: a second answer would be a second release."""
-
-    def __init__(
-        self,
-        kernel: PerSampleKernel,
-        x: Tensor,
-        y: Tensor,
-        terms: Terms,
-        gaussian: Callable[[int, Tensor, str], Tensor],
-        channels: tuple[str, ...],
-    ) -> None:
-        self._kernel, self._x, self._y, self._terms = kernel, x, y, terms
-        self._gaussian = gaussian
-        self._expected = terms.rate * terms.size
-        super().__init__(channels)
-
-    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
-        self._use("gradient")
-        self._kernel.model.load(w)
-        clip = self._terms.clip * (1 - _SLACK)
-        weights = None if isinstance(weighting, Uniform) else weighting
-        total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
-        return self._release(total, "gradient", self._terms.clip)
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
-        self._use("loss")
-        positive(bound=bound)
-        clipped = self._losses(w).clamp(0, bound)
-        return float(self._release(clipped.sum().reshape(1), "loss", bound))
-
-    def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
-        self._use("below")
-        votes = (self._losses(w) <= positive(bound=bound)).double() - 0.5
-        return float(self._release(votes.sum().reshape(1), "below", 0.5)) + 0.5
-
-    def _losses(self, w: Tensor) -> Tensor:
-        self._kernel.model.load(w)
-        losses = self._kernel.losses(self._x, self._y).double()
-        return losses[torch.isfinite(losses)]
-
-    def _release(self, total: Tensor, channel: str, sensitivity: float) -> Tensor:
-        sigma = self._terms.sigmas[channel]
-        if sigma > 0:
-            noise = self._gaussian(total.numel(), total, channel)
-            total = total.add(noise, alpha=sigma * sensitivity)
-        return total / self._expected
+        chosen = self._draws.batch(len(self._records.y), self._terms.rate, step)
+        x, y, terms = self._records.x[chosen], self._records.y[chosen], self._terms
+        # What is accounted for decides, not the kernel: the wrong one has no such method.
+        if terms.mechanism == "batch_clipped":
+            kernel = cast(BatchClippedKernel, self._kernel)
+            return BatchClippedBatch(kernel, x, y, terms, gaussian, channels)
+        kernel = cast(PerSampleKernel, self._kernel)
+        return PerSampleBatch(kernel, x, y, terms, gaussian, channels)

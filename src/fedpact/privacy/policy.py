@@ -81,7 +81,7 @@ class Policy(BaseModel):
                 f"releases {', '.join(unnamed)} are not allowed here: the site's policy names "
                 f"{', '.join(self.releases) or 'none'}"
             )
-        least = min(terms.sigmas.values())
+        least = min(terms.multipliers.values())
         _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)

@@ -6,6 +6,7 @@ Everything here is public. The terms are fixed before the first release, from de
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
@@ -26,15 +27,38 @@ ADJACENCY = "add/remove one record"
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
 
+Mechanism = Literal["per_sample", "batch_clipped"]
+"""What is clipped to C: each record's gradient (the sum is released), or the batch's mean."""
+
+# Of each channel under batch clipping. What is not named has no proof here, and is refused.
+_BATCH_CLIPPED: Final[Mapping[str, float]] = {"gradient": 2.0, "loss": 1.0, "below": 1.0}
+
+
+def sensitivity(mechanism: Mechanism, channel: str) -> float:
+    """Return how far one record, added or removed, moves a channel's release before noise.
+
+    In units of the channel's bound (C for the gradient), to which its sigma is relative too; so
+    sigma over this is its noise multiplier. Raises PlanError: a channel without a known one.
+    """
+    if mechanism == "per_sample":
+        return 1.0
+    if channel not in _BATCH_CLIPPED:
+        raise PlanError(
+            f"channel {channel!r} has no known sensitivity under batch clipping: expected "
+            f'{", ".join(_BATCH_CLIPPED)}; use privacy.mode = "per_sample"'
+        )
+    return _BATCH_CLIPPED[channel]
+
 
 @dataclass(frozen=True)
 class Terms:
     """One site's terms in a private run.
 
     size: declared N_i > 0. rate: q_i in (0, 1]. clip: C > 0, the longest contribution of a record
-    to a gradient sum. sigmas: noise multiplier > 0 of each channel, relative to that channel's
-    sensitivity. steps: joint events that are reserved. budget: (ε_i, δ_i), which the reserved
-    events respect. accountant: by which the events were counted.
+    to a gradient sum, or the longest mean gradient of a batch. sigmas: the standard deviation > 0
+    of each channel's noise, relative to that channel's bound. steps: joint events that are
+    reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by which the events
+    were counted. mechanism: what is clipped.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -47,6 +71,7 @@ class Terms:
     steps: int
     budget: Budget
     accountant: Accountant
+    mechanism: Mechanism = "per_sample"
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
@@ -62,11 +87,32 @@ class Terms:
             )
         if all(noisy) or self.clip != math.inf:
             check.positive(clip=self.clip)
+        _ = self.multipliers
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """Each channel's noise multiplier: its noise over its sensitivity to one record."""
+        return _multipliers(self.mechanism, self.sigmas)
 
     @property
     def event(self) -> SampledGaussian:
         """The joint event of one step: all channels on one Poisson batch."""
-        return joint(self.rate, self.sigmas.values())
+        return joint(self.rate, self.multipliers.values())
+
+    @property
+    def batch_size(self) -> float:
+        """The expected batch size q N."""
+        return self.rate * self.size
+
+    @property
+    def noise_variance(self) -> float:
+        """The variance of a released gradient's noise in each coordinate.
+
+        (σ C)² for a clipped mean, (σ C / (q N))² for a clipped sum over the expected batch size.
+        """
+        sigma = self.sigmas["gradient"]
+        divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
+        return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
     def epsilon_after(self, spent: History) -> float:
         """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""
@@ -85,19 +131,22 @@ def calibrated(
     steps: int,
     budget: Budget,
     accountant: Accountant,
+    mechanism: Mechanism = "per_sample",
 ) -> Terms:
     """Return the terms with the least noise at which `steps` joint events cost at most `budget`.
 
-    With r_c the channels' relative noise, σ_c = r_c σ and σ_joint = σ / sqrt(Σ r_c^-2).
+    With r_c the channels' relative noise and s_c their sensitivities, σ_c = r_c σ and
+    σ_joint = σ / sqrt(Σ (s_c / r_c)²).
     """
     _check_ratios(channels)
     whole = smallest_sigma(budget, rate, steps, accountant)
-    sigma = whole * math.sqrt(sum(ratio**-2 for ratio in channels.values()))
+    needs = (sensitivity(mechanism, name) / ratio for name, ratio in channels.items())
+    sigma = whole * math.sqrt(sum(need**2 for need in needs))
     sigmas = {name: ratio * sigma for name, ratio in channels.items()}
     # Rounding in the joint multiplier must not push the reservation past the budget.
-    while joint(rate, sigmas.values()).sigma < whole:
+    while joint(rate, _multipliers(mechanism, sigmas).values()).sigma < whole:
         sigmas = {name: math.nextafter(value, math.inf) for name, value in sigmas.items()}
-    return Terms(site, size, rate, clip, sigmas, steps, budget, accountant)
+    return Terms(site, size, rate, clip, sigmas, steps, budget, accountant, mechanism)
 
 
 def with_given_noise(
@@ -111,6 +160,7 @@ def with_given_noise(
     steps: int,
     budget: Budget,
     accountant: Accountant,
+    mechanism: Mechanism = "per_sample",
 ) -> Terms:
     """Return terms with gradient noise `sigma`; as many of `steps` events as the budget allows.
 
@@ -120,14 +170,20 @@ def with_given_noise(
     check.positive(sigma=sigma)
     check.count(steps=steps)
     sigmas = {name: ratio * sigma for name, ratio in channels.items()}
-    allowed = max_steps(joint(rate, sigmas.values()), budget, accountant)
+    event = joint(rate, _multipliers(mechanism, sigmas).values())
+    allowed = max_steps(event, budget, accountant)
     if allowed < 1:
         raise PlanError(
             f"privacy.sigma is {sigma:g}: at q = {rate:g} a single step of site {site!r} costs "
             f"more than (ε = {budget.epsilon:g}, δ = {budget.delta:g}); raise sigma, or leave it "
             "out to have it calibrated"
         )
-    return Terms(site, size, rate, clip, sigmas, min(steps, allowed), budget, accountant)
+    steps = min(steps, allowed)
+    return Terms(site, size, rate, clip, sigmas, steps, budget, accountant, mechanism)
+
+
+def _multipliers(mechanism: Mechanism, sigmas: Mapping[str, float]) -> dict[str, float]:
+    return {name: sigma / sensitivity(mechanism, name) for name, sigma in sigmas.items()}
 
 
 def _check_ratios(channels: Channels) -> None:

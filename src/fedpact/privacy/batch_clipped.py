@@ -1,0 +1,86 @@
+"""Batch clipping: the mean gradient of a batch, clipped as a whole (LDP FedSGD, arXiv 2102.04737).
+
+One record can turn the clipped mean round: with C = 1 the gradients 1 and -3 have the mean -1,
+without the second one it is 1. Both lie in the ball of radius C, so the sensitivity is 2C, exactly,
+whatever the model does; `terms.sensitivity` has it. The batch's realised size leaves only through
+the clipped mean.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import PolicyRefused
+from fedpact.losses import Loss
+from fedpact.params import FlatModel
+from fedpact.privacy.batches import Gaussian, NoisyBatch
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, check_precision
+from fedpact.privacy.terms import Terms
+from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
+
+# Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
+_SLACK = 1e-6
+
+
+class BatchClippedKernel:
+    """Clipped mean gradients of one model.
+
+    No record's share has to be known for them, but BatchNorm is refused all the same: its running
+    statistics would carry records past clip and noise. Raises ModelError, as PerSampleKernel does.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        check_precision(model)
+        self.model, self._loss = model, loss
+        self._plain = PlainKernel(model, loss)
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The per-sample losses [B] at the model's weights, without gradient."""
+        return self._plain.losses(x, y)
+
+    def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
+        """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
+
+        clip: C > 0, or infinity. Zeros for an empty batch, and where ‖ḡ‖ is not finite.
+        """
+        if len(x) == 0:
+            return torch.zeros_like(self.model.vector)
+        mean = self._plain.weighted_sum(x, y) / len(x)
+        norm = float(mean.double().square().sum().sqrt())
+        if not math.isfinite(norm):
+            return torch.zeros_like(mean)
+        clip = clip * (1 - _SLACK)
+        return mean if norm <= clip else mean * (clip / norm)
+
+    def verify(self, x: Tensor, y: Tensor) -> None:
+        """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""
+        PerSampleKernel(self.model, self._loss).verify(x, y)
+
+
+class BatchClippedBatch(NoisyBatch):
+    """See Batch. The mean gradient, clipped as a whole."""
+
+    def __init__(
+        self,
+        kernel: BatchClippedKernel,
+        x: Tensor,
+        y: Tensor,
+        terms: Terms,
+        gaussian: Gaussian,
+        channels: tuple[str, ...],
+    ) -> None:
+        super().__init__(kernel, x, y, terms, gaussian, channels)
+        self._kernel = kernel
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """See Batch. Raises PolicyRefused: a weighting, which is part of a per-record clip."""
+        self.use("gradient")
+        if not isinstance(weighting, Uniform):
+            raise PolicyRefused(
+                f"weighting is {weighting}: under batch clipping records have no clip of their "
+                'own that a weight could be part of; use privacy.mode = "per_sample"'
+            )
+        self._kernel.model.load(w)
+        mean = self._kernel.clipped_mean(self._x, self._y, self._terms.clip)
+        return self.noisy(mean, "gradient", self._terms.clip)

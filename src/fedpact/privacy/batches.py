@@ -1,0 +1,178 @@
+"""What one Poisson batch answers: exactly in a plain run, clipped and with noise in a private one.
+
+See oracle for the channels. A batch draws nothing and charges nothing itself: its oracle has.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedpact.check import positive
+from fedpact.errors import PolicyRefused
+from fedpact.params import FlatModel
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.terms import Terms
+from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
+
+# The kernel's float32 norms are exact to 5e-6 (tested); clipping to slightly less than C keeps the
+# true length of every contribution at or below C.
+_SLACK = 1e-5
+
+
+class Batch(Protocol):
+    """One Poisson batch, on which each declared channel answers once."""
+
+    def gradient(self, w: Tensor, weighting: Weighting = ...) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d]."""
+        ...
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
+        ...
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+        ...
+
+
+class Channels:
+    """The channels of a batch that are still to be answered."""
+
+    def __init__(self, channels: tuple[str, ...]) -> None:
+        self._open = set(channels)
+
+    def close(self) -> None:
+        """Answer no further."""
+        self._open.clear()
+
+    def use(self, channel: str) -> None:
+        """Mark a channel as answered. Raises PolicyRefused where it is not open."""
+        if channel not in self._open:
+            raise PolicyRefused(
+                f"channel {channel!r} is not open on this batch: declare it when asking for the "
+                "batch, use it once, and not after the next batch"
+            )
+        self._open.discard(channel)
+
+
+class PlainBatch(Channels):
+    """See Batch. Its channels close as a private batch's do, so that no plain run asks for more."""
+
+    def __init__(
+        self,
+        kernel: PlainKernel,
+        x: Tensor,
+        y: Tensor,
+        expected: float,
+        channels: tuple[str, ...],
+    ) -> None:
+        self._kernel, self._x, self._y, self._expected = kernel, x, y, expected
+        super().__init__(channels)
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """See Batch."""
+        self.use("gradient")
+        self._kernel.model.load(w)
+        weights = None if isinstance(weighting, Uniform) else weighting
+        return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """See Batch; here the losses are not clipped."""
+        self.use("loss")
+        del bound
+        self._kernel.model.load(w)
+        return float(self._kernel.losses(self._x, self._y).sum()) / self._expected
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        self.use("below")
+        self._kernel.model.load(w)
+        losses = self._kernel.losses(self._x, self._y)
+        return float(((losses <= bound).double() - 0.5).sum()) / self._expected + 0.5
+
+
+class Kernel(Protocol):
+    """What every kernel has: a model, and the losses [B] of records at its weights."""
+
+    @property
+    def model(self) -> FlatModel:
+        """The model, whose weights are set by `load`."""
+        ...
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the losses [B] of the records x, y [B, ...]."""
+        ...
+
+
+Gaussian = Callable[[int, Tensor, str], Tensor]
+"""(size, like, channel) -> that many standard normal numbers of this batch."""
+
+
+class NoisyBatch(Channels):
+    """What private batches share. A channel answers once: a second answer would be a release."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        x: Tensor,
+        y: Tensor,
+        terms: Terms,
+        gaussian: Gaussian,
+        channels: tuple[str, ...],
+    ) -> None:
+        self._x, self._y, self._terms = x, y, terms
+        self._losses_of, self._gaussian = kernel, gaussian
+        super().__init__(channels)
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        self.use("loss")
+        positive(bound=bound)
+        total = self._losses(w).clamp(0, bound).sum().reshape(1)
+        return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        self.use("below")
+        votes = (self._losses(w) <= positive(bound=bound)).double() - 0.5
+        total = self.noisy(votes.sum().reshape(1), "below", 0.5)
+        return float(total) / self._terms.batch_size + 0.5
+
+    def noisy(self, total: Tensor, channel: str, bound: float) -> Tensor:
+        """Return total [k] plus N(0, σ_c² bound²) in every entry."""
+        sigma = self._terms.sigmas[channel]
+        if sigma == 0:
+            return total
+        return total.add(self._gaussian(total.numel(), total, channel), alpha=sigma * bound)
+
+    def _losses(self, w: Tensor) -> Tensor:
+        self._losses_of.model.load(w)
+        losses = self._losses_of.losses(self._x, self._y).double()
+        return losses[torch.isfinite(losses)]
+
+
+class PerSampleBatch(NoisyBatch):
+    """See Batch. The sum of gradients that are clipped one by one, over the expected batch size."""
+
+    def __init__(
+        self,
+        kernel: PerSampleKernel,
+        x: Tensor,
+        y: Tensor,
+        terms: Terms,
+        gaussian: Gaussian,
+        channels: tuple[str, ...],
+    ) -> None:
+        super().__init__(kernel, x, y, terms, gaussian, channels)
+        self._kernel = kernel
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """See Batch."""
+        self.use("gradient")
+        self._kernel.model.load(w)
+        clip = self._terms.clip * (1 - _SLACK)
+        weights = None if isinstance(weighting, Uniform) else weighting
+        total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
+        return self.noisy(total, "gradient", self._terms.clip) / self._terms.batch_size
