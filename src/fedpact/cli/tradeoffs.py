@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +105,7 @@ def _cells(point: Point) -> list[str]:
 def draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
     """Draw σ², utility and rate against ε for both T: the paper's Figure 1, with exact curves.
 
-    Thin and dotted where a bound's own conditions fail.
+    Thin and dotted where a bound's own conditions fail. Raises InputError.
     """
     import matplotlib
 
@@ -113,30 +113,9 @@ def draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(3, 2, figsize=(10, 10), sharex=True, layout="constrained")
-    quantities: list[tuple[str, Callable[[Point], float | None]]] = [
-        ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
-        ("utility bound U(T)", lambda p: p.utility),
-        ("rate bound, nats a round", lambda p: p.rate),
-    ]
-    grid = [float(e) for e in np.geomspace(min(EPSILONS), max(EPSILONS), 40)]
     for column, steps in enumerate(STEPS):
-        curves = {b: [old_point(problem, b, e, steps, paper) for e in grid] for b in OLD_BOUNDS}
-        exact = {b: [p for p in points if (p.curve, p.steps) == (b, steps)] for b in EXACT}
-        for row, (title, value) in enumerate(quantities):
-            axis = axes[row][column]
-            for number, bound in enumerate(OLD_BOUNDS):
-                _line(axis, curves[bound], value, bound, f"C{number}")
-            for by in EXACT:
-                xs = [p.epsilon for p in exact[by]]
-                axis.plot(
-                    xs, [value(p) for p in exact[by]], STYLES[by], ms=4, lw=2, label=LABELS[by]
-                )
-            axis.set(xscale="log", yscale="log" if row < 2 else "linear", ylabel=title)
-            axis.grid(alpha=0.3)
-        axes[0][column].set_title(f"T = {steps:,}")
-        axes[2][column].set_xlabel("ε")
-        axes[2][column].set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
-        axes[2][column].minorticks_off()
+        exact = {by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT}
+        _column(axes[:, column], problem, steps, exact, paper)
     axes[0][0].legend(fontsize="small")
     figure.suptitle(
         f"record-level (ε, δ = {problem.delta:g}), add/remove one record; q = {problem.q:g}, "
@@ -150,6 +129,32 @@ def draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
         raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
     finally:
         pyplot.close(figure)
+
+
+def _column(
+    axes: Any, problem: Problem, steps: int, exact: Mapping[str, list[Point]], paper: bool
+) -> None:
+    """Fill the three panels of one T."""
+    grid = [float(e) for e in np.geomspace(min(EPSILONS), max(EPSILONS), 40)]
+    curves = {b: [old_point(problem, b, e, steps, paper) for e in grid] for b in OLD_BOUNDS}
+    quantities: list[tuple[str, Callable[[Point], float | None]]] = [
+        ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
+        ("utility bound U(T)", lambda p: p.utility),
+        ("rate bound, nats a round", lambda p: p.rate),
+    ]
+    for axis, (title, value) in zip(axes, quantities, strict=True):
+        for number, (bound, points) in enumerate(curves.items()):
+            _line(axis, points, value, bound, f"C{number}")
+        for by, points in exact.items():
+            xs, ys = [p.epsilon for p in points], [value(p) for p in points]
+            axis.plot(xs, ys, STYLES[by], ms=4, lw=2, label=LABELS[by])
+        axis.set(xscale="log", yscale="log", ylabel=title)
+        axis.grid(alpha=0.3)
+    axes[0].set_title(f"T = {steps:,}")
+    axes[2].set_yscale("linear")
+    axes[2].set_xlabel("ε")
+    axes[2].set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
+    axes[2].minorticks_off()
 
 
 def _line(

@@ -33,9 +33,10 @@ ORDERS: Final[tuple[float, ...]] = (
     *(float(2**k) for k in range(11, 15)),
 )
 
-# Terms of each fractional series. Once k > α the terms alternate in sign and fall, so what is cut
-# off is smaller than the first term left out; that term is added.
+# Terms of each fractional series. Once k > α the terms alternate in sign and fall, about like
+# k^(-1-α), so what is cut off is smaller than the first term left out; that term is added.
 _TERMS: Final = 256
+_TERMS_OF_SMALL_ORDERS: Final = 1024  # α < 3
 _EPS: Final = 2.0**-52
 _SLACK: Final = 1e-10  # above the rounding of gammaln at the largest order
 
@@ -109,18 +110,21 @@ def _fractional(q: float, sigma: float, orders: Array) -> Array:
     at = [np.array([known[int(n) + i] for n in first]) for i in range(3)]
     above = at[0] + (orders - first) * (at[1] - at[0])
     below = at[1] - (first + 1 - orders) * (at[2] - at[1])
-    values = _two_series(q, sigma, orders)
+    values = np.empty_like(orders)
+    for part, terms in ((orders < 3, _TERMS_OF_SMALL_ORDERS), (orders >= 3, _TERMS)):
+        if part.any():
+            values[part] = _two_series(q, sigma, orders[part], terms)
     # A value below its lower bound has lost its digits to cancellation.
     return np.where(values >= np.maximum(below, 0.0), np.minimum(values, above), above)
 
 
-def _two_series(q: float, sigma: float, orders: Array) -> Array:
+def _two_series(q: float, sigma: float, orders: Array, count: int) -> Array:
     """Σ_k C(α,k) [q^k (1-q)^(α-k) e^{..} Φ(..) + q^(α-k) (1-q)^k e^{..} Φ(..)], rounded up.
 
     Section 3.3; the two sums are the integrals below and above z0, where 1-q and q exp(..) meet.
     """
     a = orders[:, None]
-    k, log_binomial, sign = _series(tuple(orders))
+    k, log_binomial, sign = _series(tuple(orders), count)
     z0 = sigma**2 * math.log(1 / q - 1) + 0.5
     # [2, orders, terms]: the first series has the powers q^k, the second q^(α-k).
     power = np.stack([np.broadcast_to(k, log_binomial.shape), a - k])
@@ -137,8 +141,8 @@ def _two_series(q: float, sigma: float, orders: Array) -> Array:
 
 
 @lru_cache(maxsize=16)
-def _series(orders: tuple[float, ...]) -> tuple[Array, Array, Array]:
-    k = np.arange(_TERMS + 1, dtype=np.float64)
+def _series(orders: tuple[float, ...], count: int) -> tuple[Array, Array, Array]:
+    k = np.arange(count + 1, dtype=np.float64)
     a = np.asarray(orders)[:, None]
     return k, special.log_binomial(a, k), special.binomial_sign(a, k)
 
