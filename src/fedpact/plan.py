@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedpact import algorithms
+from fedpact.algorithms import BaseSettings
 from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.privacy.settings import Privacy
@@ -90,11 +91,17 @@ class Plan(BaseModel):
                 f"sampling_rate = {self.sampling_rate} and batch_size = {self.batch_size}: they "
                 "set the same thing; leave one out"
             )
-        _ = self.algorithm_settings
+        settings = self.algorithm_settings
+        if self.privacy.mode == "batch_clipped" and settings.weighs_records:
+            raise ValueError(
+                f"algorithm = {self.algorithm!r} with these settings weights each record in its "
+                'own clip, and under privacy.mode = "batch_clipped" records have none: use '
+                'privacy.mode = "per_sample"'
+            )
         return self
 
     @cached_property
-    def algorithm_settings(self) -> BaseModel:
+    def algorithm_settings(self) -> BaseSettings:
         """The [settings] table as the algorithm's own Settings."""
         module = algorithms.load(self.algorithm)
         try:
@@ -126,7 +133,7 @@ class Plan(BaseModel):
 
         Raises PlanError: sigma is given and a site's budget does not allow a single step.
         """
-        if not self.private:
+        if self.privacy.mode == "none":
             return {}
         channels = algorithms.load(self.algorithm).channels(self.algorithm_settings)
         names = tuple(sorted(sizes))
@@ -142,6 +149,7 @@ class Plan(BaseModel):
                 "steps": self.steps,
                 "budget": self.privacy.budget(name, names),
                 "accountant": self.privacy.accountant,
+                "mechanism": self.privacy.mode,
             }
             sigma = self.privacy.noise(name, names)
             result[name] = (

@@ -29,6 +29,11 @@ class BaseSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @property
+    def weighs_records(self) -> bool:
+        """Whether records of a batch get unlike weights, which batch clipping has no place for."""
+        return False
+
 
 @dataclass(frozen=True)
 class Neutral:

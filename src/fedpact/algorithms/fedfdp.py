@@ -73,6 +73,11 @@ class Settings(BaseSettings):
             )
         return self
 
+    @property
+    def weighs_records(self) -> bool:
+        """See BaseSettings."""
+        return self.fairness_weight > 0
+
 
 def channels(settings: Settings) -> dict[str, float]:
     """See Algorithm."""

@@ -17,6 +17,7 @@ import torch
 
 from fedpact.client import Client
 from fedpact.messages import Refusal, Reply, Task
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 
 
@@ -24,12 +25,12 @@ from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 class Bench:
     """What a worker computes with: a kernel over a model of its own, of the kind the run needs."""
 
-    kernel: PerSampleKernel | PlainKernel
+    kernel: PerSampleKernel | BatchClippedKernel | PlainKernel
 
     @property
-    def private(self) -> PerSampleKernel:
+    def private(self) -> PerSampleKernel | BatchClippedKernel:
         """The clipping kernel of a private run."""
-        if not isinstance(self.kernel, PerSampleKernel):
+        if isinstance(self.kernel, PlainKernel):
             raise TypeError("a plain run's worker was asked for a private release")
         return self.kernel
 

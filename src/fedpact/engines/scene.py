@@ -14,6 +14,7 @@ from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
 from fedpact.privacy.policy import Policy
@@ -54,9 +55,11 @@ class Scene:
     def bench(self, *, check: bool = False) -> Bench:
         """Return a worker's kernel; `check` tries the model on made-up records first."""
         model = FlatModel(self.module())
-        if not self.plan.private:
+        mode = self.plan.privacy.mode
+        if mode == "none":
             return Bench(PlainKernel(model, cross_entropy))
-        kernel = PerSampleKernel(model, cross_entropy)
+        kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
+        kernel = kind(model, cross_entropy)
         if check:
             kernel.verify(*self._made_up())
         return Bench(kernel)

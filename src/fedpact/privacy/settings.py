@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from fedpact.errors import PlanError
+from fedpact.privacy.terms import Mechanism
 from fedpact.theory.accounting import Accountant, Budget
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,16 +43,18 @@ def _read_grants(value: Any) -> Any:
 class Privacy(BaseModel):
     """What each site grants the run: (ε, δ) per record, under add/remove of one record.
 
-    mode: "none" trains without any protection, and the report says so.
+    mode: "per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
+    which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without any
+    protection, and the report says so.
     epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
-    clip: C, the longest contribution of one record to a gradient sum.
-    sigma: noise multiplier of the gradient; left out, it is calibrated to spend ε exactly.
+    clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
+    sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
     accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
     model_config = _FROZEN
-    mode: Literal["per_sample", "none"] = "per_sample"
+    mode: Mechanism | Literal["none"] = "per_sample"
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)
