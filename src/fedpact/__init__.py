@@ -1,9 +1,37 @@
-"""fedpact: train one model across data owners who keep their records."""
+"""fedpact: train one model across data owners who keep their records.
 
-from fedpact.api import run
-from fedpact.data.datasets import from_arrays
-from fedpact.engines.simulation import Result
-from fedpact.errors import FedpactError
-from fedpact.plan import Plan
+    import fedpact
+    result = fedpact.run(fedpact.Plan(data="digits", rounds=60))
+
+The public names are loaded when they are first used, so that fedpact.theory works without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedpact.api import run
+    from fedpact.data.datasets import from_arrays
+    from fedpact.engines.simulation import Result
+    from fedpact.errors import FedpactError
+    from fedpact.plan import Plan
 
 __all__ = ["FedpactError", "Plan", "Result", "from_arrays", "run"]
+
+_HOMES = {
+    "FedpactError": "fedpact.errors",
+    "Plan": "fedpact.plan",
+    "Result": "fedpact.engines.simulation",
+    "from_arrays": "fedpact.data.datasets",
+    "run": "fedpact.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedpact' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

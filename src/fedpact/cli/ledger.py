@@ -13,6 +13,7 @@ from fedpact.cli.run import AsJson
 from fedpact.errors import LedgerError
 from fedpact.folder import write_whole
 from fedpact.privacy.receipt import receipt
+from fedpact.report.text import upper
 
 app = typer.Typer(help="What sites have promised and spent.", no_args_is_help=True)
 
@@ -78,7 +79,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 site,
                 run,
                 f"{spend['epsilon_reserved']:g}",
-                f"{spend['epsilon_spent']:.4f}",
+                upper(spend["epsilon_spent"]),
                 f"{spend['delta']:g}",
                 str(sum(event["spent"] for event in spend["events"])),
                 str(sum(event["reserved"] for event in spend["events"])),

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from fedpact import algorithms
 from fedpact.cli.console import show
-from fedpact.cli.run import AsJson, Config, Overrides, size
+from fedpact.cli.run import AsJson, Config, Overrides
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import site_terms
 from fedpact.errors import PlanError
@@ -16,6 +16,7 @@ from fedpact.messages import Reply, Task, to_bytes
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY, Terms
+from fedpact.report.text import size, upper
 from fedpact.theory.accounting import Budget
 from fedpact.theory.planner import Choice, best
 
@@ -139,8 +140,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             f"{terms['rate']:.4g}",
             f"{terms['sigma_joint']:.4f}",
             f"{terms['steps']}",
-            f"{terms['epsilon_by_round'][0]:.4f}",
-            f"{terms['epsilon_by_round'][-1]:.4f} of {terms['epsilon']:g}",
+            upper(terms["epsilon_by_round"][0]),
+            f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
         )
     out.print(table)
@@ -171,6 +172,6 @@ def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
     out.print(table)
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
-        f"The choice has {gains} times the signal to noise at the same (ε, δ) and rounds. Set it by "
-        "sampling_rate, settings.local_steps and the same rounds."
+        f"The choice has {gains} times the signal to noise at the same (ε, δ) and rounds. "
+        "Set it by sampling_rate, settings.local_steps and the same rounds."
     )

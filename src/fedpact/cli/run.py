@@ -18,6 +18,7 @@ from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.report.text import size, upper
 
 Config = Annotated[
     Path | None,
@@ -124,7 +125,7 @@ class _Live:
             return "NOT PRIVATE"
         epsilon = self._plan.privacy.epsilon
         allowed = f"up to {max(epsilon):g}" if isinstance(epsilon, list) else f"{epsilon:g}"
-        return f"ε {max(record.epsilon.values()):.3f} of {allowed}"
+        return f"ε {upper(max(record.epsilon.values()))} of {allowed}"
 
     def _left(self, done: int) -> str:
         if record_is_old := done <= self._first or self._first == 0:
@@ -133,20 +134,6 @@ class _Live:
             return ""
         each = (time.perf_counter() - self._began) / (done - self._first)
         return f"  {each * (self._plan.rounds - done):.0f} s left"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes as people write it.
-
-    >>> size(1_500_000)
-    '1.5 MB'
-    """
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def _print_outcome(plan: Plan, result: Result) -> None:
@@ -168,8 +155,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
     if plan.private:
         out.print(
-            f"privacy    ε <= {max(summary['epsilon'].values()):.4f} at δ = "
-            f"{max(summary['delta'].values()):g} for each site, {summary['adjacency']}, "
+            f"privacy    ε <= {upper(max(summary['epsilon'].values()))} at δ = "
+            f"{upper(max(summary['delta'].values()))} for each site, {summary['adjacency']}, "
             f"accountant {summary['accountant']}; covers every release of the run"
         )
     else:

@@ -21,7 +21,7 @@ _FREE_SECONDS = 1.0
 
 
 class Evaluator:
-    """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the run's time, or a second."""
+    """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or a second."""
 
     def __init__(self, scene: Scene, run: str, ledgers: dict[str, Ledger]) -> None:
         self._scene, self._run, self._ledgers = scene, run, ledgers

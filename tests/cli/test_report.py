@@ -1,0 +1,83 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fedpact.cli.console import show
+from fedpact.cli.main import app
+from fedpact.engines.simulation import simulate
+from fedpact.errors import DataError
+from fedpact.messages import RoundRecord
+from fedpact.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run, so that the report is held to what runs write."""
+    plan = Plan.parse(
+        {
+            "rounds": 2,
+            "sites": 3,
+            "privacy": {"epsilon": 1.5},
+            "run": {"workers": 1, "evaluate_every": 1},
+        }
+    )
+    return simulate(plan, tmp_path_factory.mktemp("runs") / "run").folder
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["report", *arguments], env={"COLUMNS": "200"})
+
+
+def no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def test_json_is_one_document_with_what_each_site_spent(folder: Path) -> None:
+    result = command(str(folder), "--json")
+    document = json.loads(result.stdout, parse_constant=no_constant)
+    assert document["summary"] == json.loads((folder / "summary.json").read_text())
+    assert document["privacy"]["adjacency"] == "add/remove one record"
+    assert document["privacy"]["accountant"] == "best"
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    spent = RoundRecord.from_json(lines[-1]).epsilon
+    assert len(spent) == 3
+    assert {n: s["epsilon_spent"] for n, s in document["sites"].items()} == spent
+    assert {s["epsilon_allowed"] for s in document["sites"].values()} == {1.5}
+    assert {s["delta"] for s in document["sites"].values()} == {1e-5}
+    assert Path(document["report"]) == folder / "report.html"
+
+
+def test_makes_the_page_anew_and_prints_where_it_is(folder: Path) -> None:
+    page = folder / "report.html"
+    page.write_text("old")
+    result = command(str(folder))
+    assert result.exit_code == 0
+    assert str(page) in result.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    for part in ("accuracy", "Ψ", "worst site", "of 1.5", "1e-05", "add/remove one record"):
+        assert part in result.stdout
+
+
+def test_a_folder_without_a_run_is_a_data_error(tmp_path: Path) -> None:
+    result = command(str(tmp_path))
+    assert isinstance(result.exception, DataError)
+    assert "plan.json" in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_json_has_null_for_what_json_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
+    def text() -> None:
+        raise AssertionError("text was asked for")
+
+    values = {"bad": [math.nan, (math.inf, -math.inf)], "good": {1: 2.5, "é": Path("a")}}
+    show(values, True, text)
+    printed = json.loads(capsys.readouterr().out, parse_constant=no_constant)
+    assert printed == {"bad": [None, [None, None]], "good": {"1": 2.5, "é": "a"}}
+
+
+def test_text_is_left_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    show({"a": 1}, False, lambda: print("for a reader"))
+    assert capsys.readouterr().out == "for a reader\n"

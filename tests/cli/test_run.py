@@ -1,0 +1,151 @@
+"""The command line as a user meets it: its exit code and its two streams.
+
+Most calls go through main() in this process; the interrupt needs a process of its own.
+"""
+
+import contextlib
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fedpact as package
+from fedpact.cli.main import main
+
+MAIN = "from fedpact.cli.main import main; main()"
+QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
+
+
+@pytest.fixture(autouse=True)
+def _keep_interrupt_handler():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def fedpact(*arguments, cwd):
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(cwd)
+        patched.setattr(sys, "argv", ["fedpact", *arguments])
+        patched.setattr(sys, "path", list(sys.path))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code or 0
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
+    done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "add/remove one record" in done.stdout
+    assert "δ = 1e-05" in done.stdout
+    assert "r/report.html" in done.stdout
+    assert (tmp_path / "r" / "report.html").stat().st_size > 10_000
+    # Not a terminal: a plain line for every round, on the other stream.
+    assert [line for line in done.stderr.splitlines() if line.startswith("round 3/3")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", *QUICK, "--out", "r"),
+        ("plan", *QUICK),
+        ("account", "--q", "0.1", "--sigma", "1", "--steps", "10", "--delta", "1e-5"),
+        ("data", "list"),
+    ],
+)
+def test_json_is_one_document_and_nothing_else(tmp_path, arguments):
+    done = fedpact(*arguments, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout), dict | list)
+
+
+def test_a_run_reports_again_and_a_plan_foretells_what_it_spends(tmp_path):
+    run = json.loads(fedpact("run", *QUICK, "--out", "r", "--json", cwd=tmp_path).stdout)
+    again = json.loads(fedpact("report", "r", "--json", cwd=tmp_path).stdout)
+    foretold = json.loads(fedpact("plan", *QUICK, "--json", cwd=tmp_path).stdout)
+    for site, spent in run["epsilon"].items():
+        assert again["summary"]["epsilon"][site] == spent
+        assert foretold["sites"][site]["epsilon_by_round"][-1] == pytest.approx(spent)
+    sent = run["bytes_up"] + run["bytes_down"]
+    assert foretold["bytes"] == pytest.approx(sent, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("run", "--set", "nonsense=1"), "nonsense"),
+        (("run", "--set", "rounds=abc"), "rounds"),
+        (("run", "--set", "privacy.epsilon=-1"), "privacy.epsilon"),
+        (("run", "--set", "data=nan.csv", "--set", "label=y"), "nan.csv"),
+        (("run", "--set", "data=range.npz"), "range.npz"),
+        (("run", "--set", "data=digits", "--set", "sites=4000"), "site"),
+        (("run", "--set", "data=missing.csv", "--set", "label=y"), "missing.csv"),
+        (("run", "missing.toml"), "missing.toml"),
+        (("run", "--set", "model=own:wide"), "own:wide"),
+        (("run", "--set", "model=cnn"), "cnn"),
+        (("report", "nowhere"), "nowhere"),
+        (("resume", "nowhere"), "nowhere"),
+        (("plan", "--set", "privacy.delta=2"), "privacy.delta"),
+    ],
+)
+def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, arguments, told):
+    (tmp_path / "nan.csv").write_text("a,b,y\n1,2,0\n3,nan,1\n" + "5,6,1\n7,8,0\n" * 20)
+    np.savez(tmp_path / "range.npz", x=np.zeros((40, 3), np.float32), y=np.full(40, -1))
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\ndef wide(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))\n"
+    )
+    sys.dont_write_bytecode, before = True, {path.name for path in tmp_path.iterdir()}
+    done = fedpact(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("fedpact: ")
+    assert done.stderr.strip().count("\n") == 0
+    assert told in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path):
+    many = ["--set", "rounds=150", "--set", "run.workers=1", "--set", "run.evaluate_every=100"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "run", *many, "--out", "r", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    records = tmp_path / "r" / "rounds.jsonl"
+    deadline = time.monotonic() + 60
+    while not (records.exists() and records.read_text().count("\n") > 5):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stopped = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 0
+    assert stopped["status"] == "stopped"
+    assert 5 < stopped["rounds"] < 150
+    resumed = json.loads(fedpact("resume", "r", "--json", cwd=tmp_path).stdout)
+    assert (resumed["status"], resumed["rounds"]) == ("finished", 150)
+    whole = fedpact("run", *many, "--out", "whole", "--json", cwd=tmp_path)
+    assert json.loads(whole.stdout)["epsilon"] == resumed["epsilon"]
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("r", "whole")]
+    assert models[0] == models[1]
+
+
+def test_the_public_names_are_there_and_theory_needs_no_torch():
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    assert package.__all__ == sorted(package.__all__)
+    code = "import sys, fedpact.theory.accounting; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
