@@ -48,13 +48,15 @@ def epsilon(run: RunFolder) -> Drawing | None:
             _spending(axes, records, run.site_privacy, BLUE, relative=True)
             axes.axhline(1, color=INK, lw=1.2, ls="--", label="budget")
         else:
-            for colour, ((allowed, delta), sites) in zip(_COLOURS, groups.items(), strict=False):
+            # All lines before all budgets: the legend has one column of each.
+            for colour, sites in zip(_COLOURS, groups.values(), strict=False):
                 _spending(axes, records, sites, colour)
+            for colour, (allowed, delta) in zip(_COLOURS, groups, strict=False):
                 budget = f"budget (ε = {upper(allowed)}, δ = {upper(delta)})"
                 axes.axhline(allowed, color=colour, lw=1.2, ls="--", label=budget)
         axes.set_ylim(bottom=0)
         rounds_axis(axes)
-        legend_above(axes)
+        legend_above(axes, columns=3 if len(groups) == 1 or shares else 2)
         svg = sheet.svg(title)
     return Drawing(title, svg, _caption(run, groups, shares))
 

@@ -109,12 +109,9 @@ def percent_axis(axes: Axes, which: str = "y") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
 
 
-def legend_above(axes: Axes) -> None:
-    """Put the legend above the plot, in one row."""
-    handles, _ = axes.get_legend_handles_labels()
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=max(1, len(handles)), borderaxespad=0.2
-    )
+def legend_above(axes: Axes, columns: int = 3) -> None:
+    """Put the legend above the plot."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
 
 
 def marker(points: int) -> str:

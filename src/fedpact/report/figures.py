@@ -173,7 +173,10 @@ def labels(run: RunFolder) -> Drawing | None:
         order = np.lexsort((-counts.max(1), counts.argmax(1)))
         counts = counts[order]
     sizes = counts.sum(1)
-    with Sheet(min(6.0, 2.3 + 0.2 * min(len(table.labels), MANY))) as sheet:
+    names = [] if many else [shorten(name, 16) for name in table.sites]
+    upright = sum(map(len, names)) > 60
+    height = 2.3 + 0.2 * min(len(table.labels), MANY) + (1.0 if upright else 0.0)
+    with Sheet(height) as sheet:
         top, below = sheet.figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
         top.set_ylabel("records")
@@ -184,7 +187,12 @@ def labels(run: RunFolder) -> Drawing | None:
         bar = sheet.figure.colorbar(image, ax=below, label="share of the site")
         percent_axis(bar.ax)
         below.grid(visible=False)
-        _label_ticks(below, table, many)
+        _name_labels(below, table)
+        if many:
+            below.set_xlabel(f"{len(table.sites):,} sites")
+            below.set_xticks([])
+        else:
+            below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
         if not many and len(table.labels) <= MANY:
             _write_counts(below, counts, shares)
         svg = sheet.svg(title)
@@ -198,18 +206,11 @@ def labels(run: RunFolder) -> Drawing | None:
     return Drawing(title, svg, caption, simulator_only=True)
 
 
-def _label_ticks(axes: Axes, table: LabelTable, many: bool) -> None:
+def _name_labels(axes: Axes, table: LabelTable) -> None:
     # With hundreds of labels every n-th is named.
-    step = math.ceil(len(table.labels) / MANY)
-    at = range(0, len(table.labels), step)
+    at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
     axes.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
     axes.set_ylabel("label")
-    if many:
-        axes.set_xlabel(f"{len(table.sites):,} sites")
-        axes.set_xticks([])
-    else:
-        names = [shorten(name, 16) for name in table.sites]
-        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
 
 
 def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:

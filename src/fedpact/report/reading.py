@@ -22,8 +22,8 @@ Document = dict[str, Any]
 class SitePrivacy:
     """One site's guarantee in a private run, and what of it is spent.
 
-    epsilon_spent: everything released so far, an upper bound at this δ; NaN where it is not recorded.
-    epsilon_allowed: the budget's. epsilon_reserved: of all `steps` that the run may take.
+    epsilon_spent: of everything released so far, an upper bound at delta; NaN if not recorded.
+    epsilon_allowed: of the budget. epsilon_reserved: of all `steps` that the run may take.
     """
 
     epsilon_spent: float

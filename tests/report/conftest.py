@@ -1,0 +1,104 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpact.messages import RoundRecord, SiteScore
+
+Build = Callable[..., Path]
+
+
+def record(number: int, sites: list[str], private: bool) -> RoundRecord:
+    scored = number % 2 == 0
+    scores = {s: SiteScore(0.5 + 0.4 * i / len(sites), 1.0, 10) for i, s in enumerate(sites)}
+    return RoundRecord(
+        round=number,
+        accuracy=0.7 if scored else None,
+        loss=1.25 if scored else None,
+        psi=0.0125 if scored else None,
+        scores=scores if scored else {},
+        steps=3,
+        epsilon=dict.fromkeys(sites, 0.3004 * number) if private else {},
+        bytes_down=1000 * len(sites),
+        bytes_up=2000 * len(sites),
+        seconds=0.5,
+    )
+
+
+def terms(epsilon: float) -> dict[str, Any]:
+    return {
+        "size": 120.0,
+        "rate": 0.25,
+        "clip": 1.5,
+        "sigmas": {"gradient": 2.5},
+        "sigma_joint": 2.5,
+        "steps": 12,
+        "epsilon": epsilon,
+        "delta": 1e-5,
+        "epsilon_reserved": epsilon - 0.0003,
+    }
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """Write a run's folder by hand: `build(sites, private=..., rounds=..., budgets=...)`."""
+
+    def write(
+        sites: list[str],
+        *,
+        private: bool = True,
+        rounds: int = 4,
+        budgets: list[float] | None = None,
+        labels: tuple[str, ...] = ("cat", "dog"),
+        **changes: Any,
+    ) -> Path:
+        budgets = budgets or [2.0] * len(sites)
+        records = [record(number, sites, private) for number in range(rounds + 1)]
+        records[-1] = replace(records[-1], **changes)
+        documents = {
+            "plan": {
+                "algorithm": "fedavg",
+                "data": "digits",
+                "model": "logistic",
+                "rounds": rounds,
+                "settings": {"learning_rate": 0.125},
+                "budget": {"bytes": 10**9},
+            },
+            "privacy": {
+                "private": private,
+                "unit": "record",
+                "adjacency": "add/remove one record",
+                "accountant": "pld" if private else "none",
+                "randomness": "seeded simulation",
+                "sizes": "public",
+                "simulator_only": ["what only a simulator sees"],
+                "covers": ["all that a site sends"] if private else [],
+                "does_not_cover": ["how long a site takes"] if private else [],
+                "sites": {s: terms(e) for s, e in zip(sites, budgets, strict=True)}
+                if private
+                else {},
+            },
+            "summary": {
+                "status": "finished",
+                "epsilon": dict(records[-1].epsilon),
+                "model_parameters": 650,
+            },
+            "environment": {"torch": "9.8.7"},
+            "partition": {
+                "train": {s: [0] for s in sites},
+                "classes": labels,
+                "label_counts": [
+                    [10 * i + j for j in range(len(labels))] for i in range(len(sites))
+                ],
+            },
+        }
+        for name, document in documents.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        lines = "".join(r.to_json() + "\n" for r in records)
+        (tmp_path / "rounds.jsonl").write_text(lines)
+        return tmp_path
+
+    return write

@@ -1,0 +1,232 @@
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedpact.messages import SiteScore
+from fedpact.report.page import write_report
+
+Build = Callable[..., Path]
+FIVE = [f"clinic-{i}" for i in range(5)]
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """A page taken apart: its text, its attributes; tags that are not closed in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: list[str] = []
+        self.crossed: list[str] = []
+        self._open: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.crossed += self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.crossed.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def titles(self) -> list[str]:
+        return [value for tag, key, value in self.attributes if (tag, key) == ("svg", "aria-label")]
+
+
+def page(folder: Path) -> Page:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return Page(path)
+
+
+def test_fetches_nothing_and_refers_to_nothing_that_is_missing(build: Build) -> None:
+    found = page(build(FIVE))
+    for tag, key, value in found.attributes:
+        if key in {"src", "href", "xlink:href", "srcset", "data", "action", "poster"}:
+            assert value.startswith(("#", "data:")), (tag, key, value)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(found.tags)
+    assert "@import" not in found.source
+    without_names = re.sub(r'xmlns(:\w+)?="[^"]*"', "", found.source)
+    assert not re.search(r"https?:|//\w", without_names)
+    ids = [value for _, key, value in found.attributes if key == "id"]
+    assert len(ids) == len(set(ids)), "two figures share an id: one draws with the other's shapes"
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', found.source)
+    assert used
+    assert {a or b for a, b in used} <= set(ids)
+
+
+def test_is_well_formed(build: Build) -> None:
+    assert page(build(FIVE)).crossed == []
+
+
+def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
+    text = page(build(FIVE, budgets=[1.5, 2, 2, 2, 8.25])).text
+    for name in FIVE:
+        assert name in text
+    for number in ("1.5", "8.25", "1e-05"):
+        assert number in text
+    for part in (
+        "add/remove one record",
+        "pessimistic estimate",
+        "all that a site sends",
+        "how long a site takes",
+        "what only a simulator sees",
+        "protects nobody",
+        "70.0 %",
+        "0.0125",
+        "0.125",
+        "9.8.7",
+    ):
+        assert part in text
+
+
+def test_epsilon_is_printed_rounded_up(build: Build) -> None:
+    # 4 rounds at 0.3004 spend 1.2016; a 1.20161 written anywhere must not be printed as 1.2016.
+    text = page(build(FIVE, epsilon=dict.fromkeys(FIVE, 1.20161))).text
+    assert "1.202 of 2" in text
+    assert "1.2016" not in text
+
+
+def test_the_largest_epsilon_on_record_counts(build: Build) -> None:
+    folder = build(FIVE, epsilon={})
+    (folder / "summary.json").unlink()
+    # What earlier rounds recorded stays spent: 3 rounds at 0.3004.
+    assert "0.9012 of 2" in page(folder).text
+
+
+def test_an_epsilon_that_nobody_recorded_is_not_called_small(build: Build) -> None:
+    spent = dict.fromkeys(FIVE, 1.0) | {"clinic-3": math.nan}
+    text = page(build(FIVE, epsilon=spent)).text
+    assert "not recorded of 2" in text
+    assert "(clinic-3)" in text
+
+
+def test_an_overspent_site_is_shown_in_red(build: Build) -> None:
+    assert "OVER BUDGET: clinic-2" in page(build(FIVE, epsilon={"clinic-2": 2.5})).text
+    assert "OVER BUDGET" not in page(build(FIVE)).text
+
+
+def test_a_plain_run_is_marked_and_shows_no_epsilon(build: Build) -> None:
+    private, plain = page(build(FIVE)), page(build(FIVE, private=False))
+    assert "NOT PRIVATE" in plain.text
+    assert "NOT PRIVATE" not in private.text
+    assert "ε spent over rounds" in private.titles()
+    assert "ε spent over rounds" not in plain.titles()
+    assert "ε spent" not in plain.text
+    # Marked before anything else is claimed.
+    assert plain.source.index("NOT PRIVATE") < plain.source.index('class="cards"')
+
+
+def test_seeded_randomness_is_marked_and_a_deployment_is_not(build: Build) -> None:
+    folder = build(FIVE)
+    assert "SIMULATION" in page(folder).text
+    privacy = folder / "privacy.json"
+    privacy.write_text(privacy.read_text().replace("seeded simulation", "operating system"))
+    text = page(folder).text
+    assert "SIMULATION" not in text
+    assert "protects nobody" not in text
+
+
+def test_what_no_site_releases_is_marked(build: Build) -> None:
+    source = page(build(FIVE)).source
+    for title in ("Ψ over rounds", "Accuracy of the sites", "Who holds what"):
+        assert re.search(re.escape(title) + r' <span class="tag">simulator only', source)
+
+
+@pytest.mark.parametrize("name", ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院"])
+def test_names_are_text_and_nothing_else(build: Build, name: str) -> None:
+    found = page(build([name, "other"], labels=(name, "$x$"), refused={name: "policy"}))
+    assert found.crossed == []
+    assert "script" not in found.tags
+    assert "b" not in found.tags
+    assert name in found.text
+
+
+def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
+    names = [f"ward-{i:04}" for i in range(1000)]
+    folder = build(names, rounds=30, budgets=[1 + i / 1000 for i in range(1000)])
+    found = page(folder)
+    assert len(found.source.encode()) < 5_000_000
+    table = set(re.findall(r'<th class="wrap">(ward-\d{4})</th>', found.source))
+    assert table == set(names)
+    drawn = " ".join(re.findall(r"<svg.*?</svg>", found.source, re.DOTALL))
+    assert "ward-" not in drawn
+    assert "1000 different budgets" in found.text
+
+
+@pytest.mark.parametrize(("sites", "labels"), [(1, 1), (20, 2), (20, 100), (21, 3)])
+@pytest.mark.parametrize("budgets", [1, 2, 3, 4])
+def test_figures_have_room_for_long_names(
+    build: Build, sites: int, labels: int, budgets: int
+) -> None:
+    # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.
+    names = [f"a-very-long-name-of-a-hospital-{i}" for i in range(sites)]
+    classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(labels))
+    allowed = [1.23456 + i % budgets for i in range(sites)]
+    found = page(build(names, labels=classes, budgets=allowed))
+    assert len(found.titles()) == 6
+
+
+def test_a_few_sites_are_drawn_by_name_worst_first(build: Build) -> None:
+    source = page(build(FIVE)).source
+    bars = next(s for s in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if "of the sites" in s)
+    names = re.findall(r">(clinic-\d)</text>", bars)
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>clinic-', bars)]
+    assert sorted(names) == FIVE
+    # In the fixture clinic-0 is worst; an SVG counts y from the top.
+    assert [name for _, name in sorted(zip(heights, names, strict=True))] == FIVE
+
+
+def test_refusals_say_who_why_and_when(build: Build) -> None:
+    text = page(build(FIVE, refused={"clinic-4": "budget"})).text
+    assert "clinic-4 budget: its privacy budget is spent 1 4 4" in text
+    assert "No site refused" in page(build(FIVE)).text
+
+
+def test_a_diverged_run_is_reported(build: Build) -> None:
+    lost = {name: SiteScore(0.1, math.inf, 10) for name in FIVE}
+    lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
+    text = page(build(FIVE, accuracy=0.1, loss=math.nan, psi=math.inf, scores=lost)).text
+    assert "mean loss not a number" in text
+    assert "In 1 rounds Ψ was not finite" in text
+    assert "clinic-1; the worst 10 % have not a number" in text
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
+    folder = build(FIVE, rounds=rounds, bytes_down=0, bytes_up=0)
+    for name in ("summary", "environment", "partition"):
+        (folder / f"{name}.json").unlink()
+    found = page(folder)
+    assert "not ended" in found.text
+    assert "Who holds what" not in found.titles()
+
+
+def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
+    folder = build(FIVE, rounds=0, accuracy=None, loss=None, psi=None, scores={})
+    assert "No round was evaluated" in page(folder).text
+
+
+def test_the_page_of_a_run_is_always_the_same(build: Build) -> None:
+    folder = build(FIVE)
+    assert page(folder).source == page(folder).source
