@@ -23,6 +23,11 @@ class Quadratic:
     a: float
     b: Tensor
     size: float
+    noise_variance = 0.0
+
+    @property
+    def batch_size(self):
+        return self.size
 
     def batches(self, count, *channels):
         for _ in range(count):
@@ -95,6 +100,19 @@ def test_fedavg(steps):
 def test_fedavg_reaches_the_optimum_at_one_step_only():
     torch.testing.assert_close(fedavgs_fixed_point(0.1, 1), OPTIMUM, rtol=0, atol=1e-14)
     assert float((fedavgs_fixed_point(0.1, 10) - OPTIMUM).norm()) > 0.1
+
+
+@pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
+def test_ldp_fedsgd(aggregation):
+    """With step η_1/t what is left of w - w* is Π (1 - η_1 a/t), a = Σ p_i a_i; without noise the
+    two aggregations are one."""
+    a = weighted({n: s.a for n, s in SITES.items()})
+    settings = make("ldp_fedsgd", learning_rate=0.3, aggregation=aggregation)
+    left = 1.0
+    for number in range(1, 8):
+        left *= 1 - 0.3 * a / number
+        w = run("ldp_fedsgd", settings, number).vectors["w"]
+        torch.testing.assert_close(w, OPTIMUM + left * (START - OPTIMUM), rtol=0, atol=1e-12)
 
 
 def test_fedfdp_without_fairness_reaches_the_optimum():

@@ -95,6 +95,14 @@ class Spy:
     def __init__(self, inner, queries):
         self.inner, self.queries = inner, queries
 
+    @property
+    def batch_size(self):
+        return self.inner.batch_size
+
+    @property
+    def noise_variance(self):
+        return self.inner.noise_variance
+
     def batches(self, count, *channels):
         for batch in self.inner.batches(count, *channels):
             yield Spy(batch, self.queries)

@@ -135,9 +135,12 @@ def test_little_or_no_data(case, private, setting, federation):
 def test_an_empty_site_still_adds_noise(case, federation):
     """Else its reply would tell that it is empty."""
     name, settings = case
-    bed, state = first(federation, case, private=True, counts={"a": 0}, sizes={"a": 10.0})
+    empty = {"private": True, "counts": {"a": 0}, "sizes": {"a": 10.0}}
+    bed, state = first(federation, case, **empty)
     (reply,) = bed.replies(name, settings, state)
-    assert not torch.equal(reply.vectors["w"], bed.w)
+    (silent,) = federation(**empty, sigma=0.0).replies(name, settings, state)
+    for key, vector in reply.vectors.items():
+        assert not torch.equal(vector, silent.vectors[key])
     assert set(bed.drawn["a"]) == {"batch", *algorithms.load(name).channels(settings)}
 
 
@@ -220,9 +223,10 @@ def test_two_seeds_draw_differently_at_every_site(case, federation):
     drawn = []
     for seed in (0, 1):
         bed, state = first(federation, case, private=True, seed=seed)
-        drawn.append([reply.vectors["w"] for reply in bed.replies(name, settings, state)])
+        drawn.append([reply.vectors for reply in bed.replies(name, settings, state)])
     for one, other in zip(*drawn, strict=True):
-        assert not torch.equal(one, other)
+        for key, vector in one.items():
+            assert not torch.equal(vector, other[key])
 
 
 def test_two_sites_and_two_rounds_draw_differently(case, federation):
@@ -231,8 +235,9 @@ def test_two_sites_and_two_rounds_draw_differently(case, federation):
     bed, state = first(federation, case, private=True, counts=counts, sizes={"a": 9.0, "b": 9.0})
     for number in (1, 2):
         bed.memories.clear()
-        noise += [r.vectors["w"] for r in bed.replies(name, settings, state, number)]
-    assert len({tuple(w.tolist()) for w in noise}) == 4
+        noise += [r.vectors for r in bed.replies(name, settings, state, number)]
+    for key in noise[0]:
+        assert len({tuple(vectors[key].tolist()) for vectors in noise}) == 4
 
 
 def test_the_first_state_holds_the_model(case, federation):

@@ -1,0 +1,145 @@
+"""LDP FedSGD. Kim, Günlü, Schaefer. Federated learning with local differential privacy: trade-offs
+between privacy, utility, and communication. arXiv 2102.04737.
+
+Symbols   paper    code           meaning, unit or range                       who chooses it
+          η_t      learning_rate  η_1 > 0: constant, or η_1/t under "inverse"  plan
+          G/(Cλ)   learning_rate  the paper's η_1 for λ-strongly convex loss   plan
+          |J_k|    batch_size     expected batch size q_k N_k                  the sites
+          C²σ_k²   noise_variance of site k's gradient, a coordinate           the sites
+          κ d      bias_penalty   squared length > 0, see theory.aggregation   plan
+Client    g_k = clip(mean gradient at w over one Poisson batch, C) + N(0, C²σ_k² I)
+Server    w ← w - η_t Σ ω_k g_k
+          ω_k = J_k/J                           aggregation "batch_size", the paper's
+          ω_k = (κ J_k/J + ν)/(v_k + κ)         aggregation "least_noise", Σ ω_k = 1
+Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
+          sensitivity 2C; per-sample clipping works as well
+Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
+          averages w - η g_k
+Differs   σ_k comes from PLD or RDP, never from the paper's bounds: they are unsound.
+          |J_k| is the batch's expected size, as the realised one is private. Where the q_k differ
+          the objective is therefore Σ q_k N_k F_k, not Σ N_k F_k; the same in the paper.
+          "least_noise" is ours. It weights sites by their noise, so quiet sites count more: use it
+          where sites' budgets differ more than their data.
+
+bias_penalty stands for D = Σ ‖g_k - ḡ‖² <= K C² of K sites, one round. Noise averages out over T
+rounds and a bias does not: for the mean of T steps it is T D. Where all v_k are equal,
+"least_noise" draws the weights together, as equal ones have the least noise. J_k and v_k are public
+numbers that follow from a site's terms.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.check import non_negative, positive
+from fedpact.local import weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+from fedpact.theory.aggregation import least_noise, multiplier
+
+NEUTRAL: Neutral | None = Neutral(
+    parent="fedavg",
+    settings={"step_schedule": "constant"},
+    parent_settings={"local_steps": 1},
+    tolerance=1e-12,
+)
+
+
+class Settings(BaseSettings):
+    """See Symbols."""
+
+    learning_rate: float = Field(default=1.0, gt=0)
+    step_schedule: Literal["inverse", "constant"] = "inverse"
+    aggregation: Literal["batch_size", "least_noise"] = "batch_size"
+    bias_penalty: float = Field(default=1.0, gt=0)
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    del settings
+    return {"gradient": 1.0}
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """See Algorithm."""
+    del settings, state
+    return 1
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": w}, {"round": 0})
+
+
+def task(state: State, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": state.vectors["w"]})
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    del memory, settings
+    gradient = next(oracle.batches(1, "gradient")).gradient(task.vectors["w"])
+    told = {"batch_size": oracle.batch_size, "noise_variance": oracle.noise_variance}
+    return Local({"gradient": gradient}, told)
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm. The state's "noise_variance" is the aggregate's, a coordinate."""
+    w, number = state.vectors["w"], int(state.numbers["round"]) + 1
+    rate = settings.learning_rate / (number if settings.step_schedule == "inverse" else 1)
+    public = _Public()
+    if settings.aggregation == "batch_size":
+        gradient = public.mean_by_size(replies)
+        weights = [size / math.fsum(public.sizes) for size in public.sizes]
+    else:
+        penalty = settings.bias_penalty / len(w)
+        gradient = public.mean_of_least_noise(replies, penalty)
+        weights = least_noise(public.sizes, public.variances, penalty)
+    noise = math.fsum(a * a * v for a, v in zip(weights, public.variances, strict=True))
+    return State({"w": w.add(gradient, alpha=-rate)}, {"round": number, "noise_variance": noise})
+
+
+class _Public:
+    """The sites' public numbers, J_k and v_k, picked up while their gradients are folded."""
+
+    def __init__(self) -> None:
+        self.sizes: list[float] = []
+        self.variances: list[float] = []
+
+    def mean_by_size(self, replies: Iterable[Reply]) -> Tensor:
+        """Return Σ J_k/J g_k [d]."""
+        weighted = (replace(r, weight=r.numbers["batch_size"]) for r in self._noted(replies))
+        return weighted_mean(weighted, vectors=("gradient",)).vectors["gradient"]
+
+    def mean_of_least_noise(self, replies: Iterable[Reply], penalty: float) -> Tensor:
+        """Return Σ ω_k g_k [d] by one pass, though the ω_k are known at its end only.
+
+        With s_k = 1/(v_k + κ) it is (κ/J) Σ s_k J_k g_k + ν Σ s_k g_k.
+        """
+        folded = weighted_mean(
+            (_shared(reply, penalty) for reply in self._noted(replies)), vectors=("sized", "even")
+        ).vectors
+        shares = math.fsum(1 / (v + penalty) for v in self.variances)
+        nu = multiplier(self.sizes, self.variances, penalty)
+        sized = folded["sized"].mul_(penalty * shares / math.fsum(self.sizes))
+        return sized.add_(folded["even"], alpha=nu * shares)
+
+    def _noted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        for reply in replies:
+            self.sizes.append(positive(batch_size=reply.numbers["batch_size"]))
+            self.variances.append(non_negative(noise_variance=reply.numbers["noise_variance"]))
+            yield reply
+
+
+def _shared(reply: Reply, penalty: float) -> Reply:
+    gradient, size = reply.vectors["gradient"], reply.numbers["batch_size"]
+    share = 1 / (reply.numbers["noise_variance"] + penalty)
+    return replace(reply, weight=share, vectors={"sized": gradient * size, "even": gradient})
