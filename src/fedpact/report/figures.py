@@ -133,7 +133,6 @@ def site_accuracy(run: RunFolder) -> Drawing | None:
 def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
     at = np.linspace(0, 1, 201)
     curve = np.quantile(values, at)
-    axes.fill_between(at, curve, curve.min(), color=BLUE, alpha=0.15, lw=0)
     axes.plot(at, curve, color=BLUE)
     tenth = at <= 0.1
     axes.plot(at[tenth], curve[tenth], color=RED, lw=3, label="worst 10 % of the sites")
@@ -170,7 +169,8 @@ def labels(run: RunFolder) -> Drawing | None:
     many = len(table.sites) > MANY
     if many:
         # Side by side by their commonest label, a thousand sites still show how uneven they are.
-        order = np.lexsort((-counts.max(1), counts.argmax(1)))
+        purity = counts.max(1) / np.maximum(counts.sum(1), 1)
+        order = np.lexsort((-purity, counts.argmax(1)))
         counts = counts[order]
     sizes = counts.sum(1)
     names = [] if many else [shorten(name, 16) for name in table.sites]
@@ -180,6 +180,9 @@ def labels(run: RunFolder) -> Drawing | None:
         top, below = sheet.figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
         top.set_ylabel("records")
+        if sizes.max() > 30 * max(sizes.min(), 1):
+            top.set_yscale("log")
+        top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         shares = counts / np.maximum(sizes[:, None], 1)
         image = below.imshow(
             shares.T, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
