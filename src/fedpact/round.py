@@ -62,6 +62,9 @@ class Rounds:
                 outcome = self._round(at)
                 if outcome is None:
                     self.status = "budget"
+                elif not _finite(outcome[0]):
+                    # The last finite model stays the run's; what was sent for it is spent.
+                    self.status = "diverged"
                 else:
                     at, record = outcome
                     if "budget" in record.refused.values() and limits.when_spent == "stop":
@@ -119,6 +122,10 @@ class Rounds:
         # Messages of one run differ in length by a few digits only; the first round is let pass.
         allowed = self.plan.budget.bytes
         return allowed is not None and at.round > 0 and at.sent * (1 + 1 / at.round) > allowed
+
+
+def _finite(at: Checkpoint) -> bool:
+    return all(bool(vector.isfinite().all()) for vector in at.state.vectors.values())
 
 
 class _Tally:

@@ -236,3 +236,11 @@ def test_a_spent_site_leaves_and_the_others_go_on_or_the_run_stops(tmp_path):
     )
     stopped = simulate(stopping, tmp_path / "stop")
     assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)
+
+
+def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
+    wild = plan(settings={"learning_rate": 1e38}, privacy={"mode": "none"}, rounds=50)
+    result = simulate(wild, tmp_path / "run")
+    assert result.summary["status"] == "diverged"
+    assert result.summary["rounds"] < 50
+    assert torch.isfinite(FlatModel(result.model).vector).all()

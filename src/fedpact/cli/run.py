@@ -143,6 +143,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         "stopped": "stopped; `fedpact resume` goes on",
         "budget": "ended: no site has budget left",
         "bytes": "ended: the next round would exceed budget.bytes",
+        "diverged": "ended: the next model was not finite; lower the learning rate",
     }
     out.print(
         f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ends[summary['status']]}"

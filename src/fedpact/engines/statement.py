@@ -42,6 +42,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         "randomness": "seeded simulation",
         "sizes": "public",
+        "accuracy_pooled": scene.dataset.x_test is None,
         "simulator_only": simulator_only,
         "covers": _COVERS if scene.plan.private else [],
         "does_not_cover": _DOES_NOT_COVER if scene.plan.private else [],

@@ -19,6 +19,7 @@ _STATUS = {
     "stopped": "stopped on request; it can be resumed",
     "budget": "ended early: the sites' budgets of ε did not allow the next round",
     "bytes": "ended early: the next round would exceed the budget of bytes",
+    "diverged": "ended early: the next model was not finite",
 }
 _CODES = {
     "budget": "its privacy budget is spent",
@@ -116,7 +117,10 @@ def _learning_cards(run: RunFolder) -> list[Card]:
     if run.evaluated:
         last = run.evaluated[-1]
         loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
-        cards.append(Card("accuracy", percent(last.accuracy), loss))
+        pooled = bool(run.privacy.get("accuracy_pooled"))
+        if pooled:
+            loss += ", on the sites' own held-out records: there is no public test set"
+        cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
     known = [record for record in run.records if record.psi is not None]
     if known:
         note = f"spread of the sites' losses after round {known[-1].round}; 0 is even"
