@@ -1,9 +1,12 @@
 """`fedpact audit`: attack a configuration, and set what comes out beside what it claims."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -50,8 +53,9 @@ def audit(
     scene = Scene.of(Plan.read(config, overrides))
     target = Target.of(scene)
     document, findings = _document(target), dict[Method, Finding]()
-    for chosen in _methods(method, target):
-        findings[chosen] = _carry_out(chosen, scene, target, canaries)
+    with _one_thread():
+        for chosen in _methods(method, target):
+            findings[chosen] = _carry_out(chosen, scene, target, canaries)
     document["methods"] = {
         m.value: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()
     }
@@ -64,6 +68,17 @@ def audit(
             f"{CONFIDENCE:.0%} confidence the mechanism is not what its accountant was told; do "
             "not run it on data"
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Thousands of tiny steps: threads would cost more than they bring.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _methods(method: Method, target: Target) -> list[Method]:

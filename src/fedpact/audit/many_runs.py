@@ -1,0 +1,251 @@
+"""The audit from many short runs: are the site's releases those with one more record, or without?
+
+The attacker is the one that (ε, δ) speaks of. It knows all other records, chooses them and the
+model, and puts the questions that the algorithm puts, with the worst reference loss it can think
+of. Each run asks the oracle `events` times. Pilot runs choose the attack, its weights and its
+thresholds; the runs that count are others, so Clopper and Pearson's bounds hold.
+
+A statistic of a release:   <release, u>, u the canary's own direction    its contribution
+                            log ‖release‖                                what scales with the batch
+                            the number itself, where it is one           loss, count
+
+ε is bounded from below at the plan's δ and at larger ones: a mechanism that is (ε(δ), δ)-private by
+its accountant is so for every δ, and wrong noise shows at a large δ with the fewest runs.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from fedpact.audit.bounds import Counts, many_runs_epsilon
+from fedpact.audit.noise_level import NoiseLevel, noise_levels
+from fedpact.audit.target import Asked, Target, mislabelled, play
+from fedpact.check import count
+from fedpact.losses import cross_entropy
+from fedpact.privacy.kernel import PlainKernel
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.weighting import UNIFORM, Fair
+
+_DELTAS = (0.05, 0.1)
+_PILOT = 100
+_RUNS = 500
+_EVENTS = 40
+# Of C: so long a canary's gradient is before it is clipped, if its record can be made so.
+_LENGTH = 10.0
+_SCALES = (1.0, 10.0, 100.0, 1000.0)
+# A weight 1 + λ (ℓ - F) of plus or minus so much, by choice of F.
+_WEIGHT = 20.0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """ε at one δ: the lower bound, what the accountant states, and the counts it comes from."""
+
+    delta: float
+    epsilon: float
+    claimed: float
+    counts: Counts
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stands."""
+        return self.epsilon <= self.claimed
+
+
+@dataclass(frozen=True)
+class ManyRuns:
+    """What the runs show: `events` joint events each, by the attack that the pilot chose."""
+
+    attack: str
+    events: int
+    bounds: tuple[Bound, ...]
+    noise: tuple[NoiseLevel, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every claim stands."""
+        return all(part.passed for part in (*self.bounds, *self.noise))
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Records to hide one more in, and what to ask. query, direction: by channel."""
+
+    name: str
+    records: Records
+    canary: Records
+    queries: dict[str, tuple[Any, ...]]
+    directions: dict[str, Tensor]
+
+    def play(self, target: Target, present: bool, events: int, key: tuple[str | int, ...]) -> Any:
+        """Return one run's statistics, means over its events."""
+        records = self.records
+        if present:
+            records = Records(
+                torch.cat([records.x, self.canary.x]), torch.cat([records.y, self.canary.y])
+            )
+        draws = SeededDraws(target.plan.seed, "audit", self.name, present, *key)
+        oracle, rows = target.oracle(records, draws), list[list[float]]()
+        for batch in oracle.batches(events, *self.queries):
+            row = list[float]()
+            for channel, query in self.queries.items():
+                answer = torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1).double()
+                row.append(float(answer @ self.directions[channel]))
+                if len(answer) > 1:
+                    row.append(math.log(max(float(answer.norm()), 1e-300)))
+            rows.append(row)
+        return np.mean(rows, axis=0)
+
+
+def many_runs(
+    target: Target, runs: int = _RUNS, confidence: float = 0.95, events: int = _EVENTS
+) -> ManyRuns:
+    """Audit with `runs` runs with the canary and as many without, of at most `events` events."""
+    count(runs=runs)
+    events = min(events, target.terms.steps)
+    pilots = [(attack, _Rule.learn(target, attack, events)) for attack in attacks(target)]
+    attack, rule = max(pilots, key=lambda pilot: pilot[1].separation)
+    with_it, without = (
+        np.array([rule.score(attack.play(target, p, events, ("run", r))) for r in range(runs)])
+        for p in (True, False)
+    )
+    deltas = (target.terms.budget.delta, *_DELTAS)
+    each = 1 - (1 - confidence) / len(deltas)
+    bounds = list[Bound]()
+    for delta in deltas:
+        at = rule.threshold(runs, delta, each)
+        counts = Counts(int((with_it > at).sum()), runs, int((without > at).sum()), runs)
+        found = many_runs_epsilon(counts, delta, each)
+        bounds.append(Bound(delta, found, target.claimed(events, delta), counts))
+    noise = noise_levels(target, attack.queries)
+    return ManyRuns(attack.name, events, tuple(bounds), noise)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How to score a run, from pilot runs: weights, and mean and deviation with and without."""
+
+    weights: Any
+    mean_with: float
+    mean_without: float
+    deviation_with: float
+    deviation_without: float
+
+    @staticmethod
+    def learn(target: Target, attack: Attack, events: int) -> "_Rule":
+        with_it, without = (
+            np.array([attack.play(target, p, events, ("pilot", r)) for r in range(_PILOT)])
+            for p in (True, False)
+        )
+        apart = with_it.mean(0) - without.mean(0)
+        spread = with_it.var(0) + without.var(0)
+        # What may differ by chance alone is left out, as it would only add noise. The first, the
+        # canary's own direction, is what should differ.
+        clear = apart**2 > 16 * spread / _PILOT
+        weights = np.where(clear, apart / (spread + 1e-300), 0.0)
+        if not clear.any():
+            weights[0] = 1.0
+        a, b = with_it @ weights, without @ weights
+        return _Rule(weights, a.mean(), b.mean(), a.std() + 1e-12, b.std() + 1e-12)
+
+    @property
+    def separation(self) -> float:
+        """How many standard deviations lie between the two kinds of runs."""
+        apart = self.mean_with - self.mean_without
+        return apart / math.hypot(self.deviation_with, self.deviation_without)
+
+    def score(self, statistics: Any) -> float:
+        """Return a number that is larger with the canary."""
+        return float(statistics @ self.weights)
+
+    def threshold(self, runs: int, delta: float, confidence: float) -> float:
+        """Return the score above which the bound should be largest, were the scores normal."""
+        low = min(self.mean_without, self.mean_with) - 2 * self.deviation_without
+        high = max(self.mean_without, self.mean_with) + 4 * self.deviation_without
+
+        def expected(at: float) -> float:
+            p1 = float(stats.norm.sf(at, self.mean_with, self.deviation_with))
+            p0 = float(stats.norm.sf(at, self.mean_without, self.deviation_without))
+            counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
+            # Where no bound is to be had, the place where the two differ most.
+            return many_runs_epsilon(counts, delta, confidence) or p1 - p0 - 1
+
+        return max(np.linspace(low, high, 61).tolist(), key=expected)
+
+
+def attacks(target: Target) -> list[Attack]:
+    """Return the attacks to try: the canary among all the site's records, and beside one alone.
+
+    Each with the algorithm's own questions; with a fair weighting also at references that would
+    make the canary's weight very large, or negative.
+    """
+    *_, asked = play(target, target.records, min(2, target.rounds), "questions")
+    first = [a for a in asked if a.batch == asked[0].batch]
+    one = Records(target.records.x[:1], target.records.y[:1])
+    made = list[Attack]()
+    for records, where in ((target.records, "all records"), (one, "one record")):
+        for queries, how in _questions(target, first):
+            canary, directions = _canary(target, queries)
+            made.append(Attack(f"{where}, {how}", records, canary, queries, directions))
+    return made
+
+
+def _questions(
+    target: Target, asked: Sequence[Asked]
+) -> Iterable[tuple[dict[str, tuple[Any, ...]], str]]:
+    yield {a.channel: a.query for a in asked}, "as asked"
+    lam = float(getattr(target.plan.algorithm_settings, "fairness_weight", 0.0))
+    if lam > 0:
+        w = next(a.query[0] for a in asked if a.channel == "gradient")
+        target.kernel.model.load(w)
+        canary = _worst_record(target, w)
+        loss = float(target.kernel.losses(canary.x, canary.y))
+        for weight in (_WEIGHT, -_WEIGHT):
+            fair = Fair(lam, loss - (weight - 1) / lam)
+            queries = {a.channel: a.query for a in asked}
+            yield {**queries, "gradient": (w, fair)}, f"weight {weight:+g} by the reference"
+
+
+def _canary(
+    target: Target, queries: dict[str, tuple[Any, ...]]
+) -> tuple[Records, dict[str, Tensor]]:
+    """A crafted record with a long gradient, and its unit direction by channel."""
+    w = next(q for query in queries.values() for q in query if isinstance(q, Tensor))
+    canary = _worst_record(target, w)
+    directions = dict[str, Tensor]()
+    for channel, query in queries.items():
+        # A weight of 0 has no direction: the unweighted one is as good.
+        plain = tuple(UNIFORM if isinstance(q, Fair) else q for q in query)
+        answer = target.answer(canary, channel, plain).double()
+        directions[channel] = answer / answer.norm() if len(answer) > 1 else torch.ones_like(answer)
+    return canary, directions
+
+
+def _worst_record(target: Target, w: Tensor) -> Records:
+    """The site's first record turned over and scaled up until its gradient is far longer than C.
+
+    With its own label it pulls against the record itself, where that leaves it a gradient, and else
+    with the label that the model thinks least likely. Tokens cannot be scaled: mislabelled as is.
+    """
+    if not target.records.x.is_floating_point():
+        return mislabelled(target, 1)
+    x, y, model = target.records.x[:1], target.records.y[:1], target.kernel.model
+    model.load(w)
+    found = list[tuple[float, Records]]()
+    for scale in _SCALES:
+        with torch.no_grad():
+            least = model.module(-scale * x).reshape(1, -1).argmin(1)
+        for label in (y, least):
+            made = Records(-scale * x, label)
+            length = float(PlainKernel(model, cross_entropy).weighted_sum(made.x, made.y).norm())
+            if length >= _LENGTH * target.terms.clip:
+                return made
+            found.append((length, made))
+    return max(found, key=lambda pair: pair[0])[1]

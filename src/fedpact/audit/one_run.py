@@ -1,0 +1,139 @@
+"""The audit from one run: many canaries at once, each in or out by a fair coin.
+
+Steinke, Nasr, Jagielski 2023, arXiv 2305.08846. The site's records stay, canaries are added; the
+attacker sees every release and knows every record, but not the coins. It guesses those it is
+surest of. If it is right too often for (ε, δ), the claim is wrong.
+
+The scores are the mean of what the coins can have been, given the releases, in the Gaussian model
+(one release: R = q S + (q/2) Σ_j s_j c_j g_j + noise, s_j = ±1, S the sum over what is known):
+
+    scores = (I + Σ_t (a²/v) G Gᵀ)^-1 Σ_t (a/v) G (R - q S),   a = q/2,   rows c_j g_j of G,
+    v = ‖R - q S‖²/d, the noise as it is found
+
+They are made of releases alone, so how they are made needs no proof (under batch clipping the model
+is a rough one). Adding canaries to an
+unchanged public size is what add/remove adjacency is about.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from fedpact.audit.bounds import one_run_epsilon
+from fedpact.audit.target import Asked, Target, mislabelled, play
+from fedpact.check import count
+from fedpact.errors import ModelError
+from fedpact.losses import cross_entropy
+from fedpact.privacy.noise import stream
+from fedpact.privacy.oracle import Records
+
+# Guesses, as shares of the canaries; the largest of the bounds counts, each at its share of error.
+_SHARES = (0.05, 0.2, 1.0)
+# Numbers that the canaries' gradients may take: half a gigabyte.
+_MOST_NUMBERS = 1 << 27
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """What one run shows. Of m canaries `correct` of `guesses` were right, where ε is largest.
+
+    epsilon: the lower bound. claimed: what the accountant states at delta for the run's events.
+    """
+
+    canaries: int
+    guesses: int
+    correct: int
+    events: int
+    delta: float
+    epsilon: float
+    claimed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stands."""
+        return self.epsilon <= self.claimed
+
+
+def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
+    """Audit the whole run of one site with m canaries, fewer where the model is very large."""
+    m = min(count(canaries=canaries), max(1, _MOST_NUMBERS // target.w.numel()))
+    made = mislabelled(target, m)
+    coins = torch.randint(2, (m,), generator=stream(target.plan.seed, "audit", "coins")).bool()
+    records = Records(
+        torch.cat([target.records.x, made.x[coins]]), torch.cat([target.records.y, made.y[coins]])
+    )
+    scores, events = _scores(target, records, made)
+    bounds = [_bound(scores, coins, share, target, confidence) for share in _SHARES]
+    best, guesses, correct = max(bounds)
+    delta = target.terms.budget.delta
+    return OneRun(m, guesses, correct, events, delta, best, target.claimed(events, delta))
+
+
+def _bound(
+    scores: Tensor, coins: Tensor, share: float, target: Target, confidence: float
+) -> tuple[float, int, int]:
+    """ε, guesses, right guesses, where the highest and the lowest scores are guessed."""
+    half = max(1, round(share * len(scores) / 2))
+    order = torch.argsort(scores)
+    right = int(coins[order[-half:]].sum())
+    lowest = order[: min(half, len(scores) - half)]
+    right += int((~coins[lowest]).sum())
+    guesses = half + len(lowest)
+    each = 1 - (1 - confidence) / len(_SHARES)
+    found = one_run_epsilon(len(scores), guesses, right, target.terms.budget.delta, each)
+    return found, guesses, right
+
+
+def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int]:
+    """The canaries' scores [m] after a run on the records, and the run's joint events."""
+    terms, m = target.terms, len(canaries.y)
+    if terms.mechanism == "batch_clipped":
+        whole, known, half = 1.0, 1.0, 0.5 / len(target.records.y)
+    else:
+        whole, known, half = terms.batch_size, terms.rate, terms.rate / 2
+    precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+    events = 0
+    for asked in play(target, records, target.rounds, "one run"):
+        events += 1 + max(a.batch for a in asked)
+        for a in asked:
+            if a.channel == "gradient":
+                shares = _shares(target, canaries, a)
+                rest = a.answer * whole - half * shares.sum(0)
+                rest -= known * target.answer(target.records, "gradient", a.query)
+                # As loud as it is, not as it is claimed to be: batches add to the noise.
+                variance = float(rest.square().mean())
+                evidence += (half / variance) * (shares @ rest).double()
+                precision += (half**2 / variance) * (shares @ shares.T).double()
+    return torch.linalg.solve(precision, evidence), events
+
+
+def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
+    """What each canary adds to the sum when it is in the batch: rows c_j g_j [m, d]."""
+    target.kernel.model.load(asked.query[0])
+    rows, losses = _gradients(target, canaries)
+    weights = asked.weighting(losses).clamp_min(0)
+    c = torch.minimum(weights, target.terms.clip / rows.norm(dim=1))
+    return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _gradients(target: Target, records: Records) -> tuple[Tensor, Tensor]:
+    """The per-sample gradients [m, d] and losses [m] at the model's weights."""
+    model = target.kernel.model
+    weights = {name: view.detach() for name, view in model.views(model.vector)}
+
+    def loss(w: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
+        value = cross_entropy(functional_call(model.module, w, (x[None],)), y[None])[0]
+        return value, value
+
+    each = vmap(grad(loss, has_aux=True), (None, 0, 0), chunk_size=32, randomness="different")
+    try:
+        rows, losses = each(weights, records.x, records.y)
+    except RuntimeError as error:
+        raise ModelError(
+            f"model {type(model.module).__name__} has a layer that torch.func.vmap cannot batch "
+            f"({error}): audit it with --method membership"
+        ) from error
+    return torch.cat([rows[name].flatten(1) for name in weights], 1), losses.detach()

@@ -1,0 +1,177 @@
+"""What is audited: one site of a configuration, with the oracle, kernel and terms of a real run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpact import algorithms
+from fedpact.engines.scene import Scene
+from fedpact.errors import InputError, PlanError
+from fedpact.messages import Reply, State, Task
+from fedpact.plan import Plan
+from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.privacy.noise import Draws, SeededDraws, stream
+from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
+from fedpact.privacy.terms import Terms
+from fedpact.privacy.weighting import UNIFORM, Fair, Weighting
+from fedpact.theory.accounting import epsilon
+
+Kernel = PerSampleKernel | BatchClippedKernel
+MakeOracle = Callable[[Records, Kernel, Terms, Draws], Oracle]
+
+
+def _uncharged(*_: object) -> None:
+    """An audit plays on made-up copies of a site: nothing is released, and no ledger charged."""
+
+
+def private_oracle(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> PrivateOracle:
+    """Return the oracle that a run would give the algorithm."""
+    return PrivateOracle(records, kernel, terms, draws, _uncharged)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One site as a run would set it up; `make` is what a test replaces by a broken one.
+
+    records: the site's. spare: others of the data set, to make canaries of. w: the initial model.
+    """
+
+    plan: Plan
+    terms: Terms
+    records: Records
+    spare: Records
+    classes: int
+    kernel: Kernel
+    w: Tensor
+    make: MakeOracle = private_oracle
+
+    @staticmethod
+    def of(scene: Scene, site: str | None = None) -> "Target":
+        """Return the named site of a scene, or the first. Raises InputError: none, not private."""
+        if not scene.plan.private:
+            raise PlanError('privacy.mode is "none": it claims no ε that an audit could contradict')
+        sites = {s.name: s for s in scene.sites}
+        name = next(iter(sites)) if site is None else site
+        if name not in sites:
+            raise InputError(f"site is {name!r}: expected one of {', '.join(sites)}")
+        others = [s for s in scene.sites if s.name != name] or scene.sites
+        spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
+        kernel = scene.bench().private
+        return Target(
+            plan=scene.plan,
+            terms=scene.terms[name],
+            records=Records(sites[name].x, sites[name].y),
+            spare=spare,
+            classes=len(scene.dataset.classes),
+            kernel=kernel,
+            w=kernel.model.vector.clone(),
+        )
+
+    def oracle(self, records: Records, draws: Draws) -> Oracle:
+        """Return the oracle under audit, over these records."""
+        return self.make(records, self.kernel, self.terms, draws)
+
+    def answer(self, records: Records, channel: str, query: tuple[Any, ...]) -> Tensor:
+        """Return what these records add to a channel's sum, without noise or sampling: [d] or [1].
+
+        This is the attacker's own arithmetic, so it is never the oracle under audit.
+        """
+        silent = replace(self.terms, rate=1.0, size=1.0, sigmas=dict.fromkeys(self.terms.sigmas, 0))
+        oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
+        batch = next(iter(oracle.batches(1, channel)))
+        return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
+
+    def claimed(self, events: int, delta: float) -> float:
+        """Return the ε at δ that the accountant states for so many of this site's joint events."""
+        return epsilon({self.terms.event: events}, delta, self.terms.accountant)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that the plan's events allow."""
+        each = algorithms.load(self.plan.algorithm).steps(self.plan.algorithm_settings)
+        return max(1, min(self.plan.rounds, self.terms.steps // each))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question that the algorithm put to its oracle. batch: which of the request's batches."""
+
+    batch: int
+    channel: str
+    query: tuple[Any, ...]
+    answer: Tensor
+
+    @property
+    def weighting(self) -> Weighting:
+        """Of a gradient: by which weights."""
+        return next((part for part in self.query if isinstance(part, Fair)), UNIFORM)
+
+
+class Recorder:
+    """An oracle that writes down what it is asked and what it answers."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self._inner, self.asked = inner, list[Asked]()
+        self.batches_opened = 0
+        self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
+
+    def batches(self, count: int, *channels: str) -> Iterator[Any]:
+        """See Oracle."""
+        for batch in self._inner.batches(count, *channels):
+            yield _RecordingBatch(batch, self.batches_opened, self.asked)
+            self.batches_opened += 1
+
+
+class _RecordingBatch:
+    def __init__(self, inner: Any, number: int, asked: list[Asked]) -> None:
+        self._inner, self._number, self._asked = inner, number, asked
+
+    def __getattr__(self, channel: str) -> Callable[..., Any]:
+        def ask(*query: Any) -> Any:
+            # Algorithms write on over their vectors: keep them as they were.
+            kept = tuple(q.clone() if isinstance(q, Tensor) else q for q in query)
+            answer = getattr(self._inner, channel)(*query)
+            flat = torch.as_tensor(answer).reshape(-1).clone()
+            self._asked.append(Asked(self._number, channel, kept, flat))
+            return answer
+
+        return ask
+
+
+def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iterator[list[Asked]]:
+    """Yield what the algorithm asks in each round of a federation of this one site.
+
+    key: whatever tells this play's draws from those of others.
+    """
+    plan, algorithm = target.plan, algorithms.load(target.plan.algorithm)
+    settings, name = plan.algorithm_settings, target.terms.site
+    state, memory = algorithm.init(target.w.clone(), settings), State()
+    for number in range(1, rounds + 1):
+        told = algorithm.task(state, settings)
+        task = Task("audit", number, plan.algorithm, told.vectors, told.numbers, number - 1)
+        draws = SeededDraws(plan.seed, "audit", *key, number)
+        recorder = Recorder(target.oracle(records, draws))
+        local = algorithm.local(task, recorder, memory, settings)
+        memory = local.memory
+        reply = Reply("audit", number, name, target.terms.size, local.vectors, local.numbers)
+        state = algorithm.update(state, iter([reply]), settings)
+        yield recorder.asked
+
+
+def mislabelled(target: Target, count: int) -> Records:
+    """Return canaries from the data's own law: spare records, each with another label than its own.
+
+    Drawn with replacement where there are fewer spare ones. Deterministic in the plan's seed.
+    """
+    generator = stream(target.plan.seed, "audit", "canaries")
+    spare = target.spare
+    if count <= len(spare.y):
+        chosen = torch.randperm(len(spare.y), generator=generator)[:count]
+    else:
+        chosen = torch.randint(len(spare.y), (count,), generator=generator)
+    shift = torch.randint(1, max(2, target.classes), spare.y[chosen].shape, generator=generator)
+    return Records(spare.x[chosen], (spare.y[chosen] + shift) % target.classes)

@@ -1,0 +1,83 @@
+"""`fedpact audit` as a user meets it."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedpact.audit.target import Target
+from fedpact.cli.main import app
+from fedpact.errors import PrivacyError
+
+QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["audit", *QUICK, *arguments])
+
+
+def test_one_json_document_with_everything_an_epsilon_needs():
+    result = invoke("--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["epsilon"], document["delta"]) == (2.0, 1e-5)
+    assert document["adjacency"] == "add/remove one record"
+    assert document["confidence"] == 0.95
+    assert document["accountant"] == "best"
+    assert set(document["methods"]) == {"one-run", "many-runs", "membership"}
+    assert document["passed"]
+    one = document["methods"]["one-run"]
+    assert (one["canaries"], one["events"]) == (60, 2)
+    for bound in [one, *document["methods"]["many-runs"]["bounds"]]:
+        assert 0 <= bound["epsilon"] <= bound["claimed"]
+
+
+def test_text():
+    result = invoke("--method", "one-run")
+    assert result.exit_code == 0, result.output
+    assert "claimed ε = 2 at δ = 1e-05, add/remove one record, accountant best" in result.stdout
+    assert "95% confidence" in result.stdout
+    assert "no attack contradicts the claim" in result.stdout
+    assert "membership" not in result.stdout
+
+
+def test_many_runs_are_left_out_for_a_large_model():
+    result = invoke("--set", "model=mlp", "--json", "--canaries", "10")
+    small = json.loads(result.stdout)
+    assert small["model_parameters"] == 64 * 128 + 128 + 1290
+    assert "many-runs" in small["methods"]
+    # 37,510 weights: one run and membership only.
+    result = invoke("--set", "data=digits", "--set", "model=models_of_audits:wide")
+    assert result.exit_code == 0, result.output
+    assert "many-runs   left out" in result.stdout
+
+
+@pytest.fixture(autouse=True)
+def _own_models(monkeypatch, tmp_path):
+    (tmp_path / "models_of_audits.py").write_text(
+        "import math\nfrom torch import nn\n"
+        "def wide(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 500), nn.ReLU(),\n"
+        "                         nn.Linear(500, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_wrong_claim_ends_with_an_error(monkeypatch, audited):
+    """The document still stands on standard output, whole."""
+    honest = Target.of
+
+    def broken(scene):
+        return dataclasses.replace(honest(scene), make=audited.broken["noise halved"])
+
+    monkeypatch.setattr(Target, "of", broken)
+    result = invoke("--method", "many-runs", "--json")
+    assert isinstance(result.exception, PrivacyError)
+    assert "site 'site-00'" in str(result.exception)
+    assert not json.loads(result.stdout)["passed"]
+
+
+@pytest.mark.parametrize("arguments", [("--method", "magic"), ("--canaries", "0")])
+def test_bad_options(arguments):
+    assert invoke("--method", "one-run", *arguments).exit_code != 0
