@@ -9,11 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from torch import nn
 
 from fedpact.errors import InputError
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.grid import noisy, spacing
+from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.secure import SecureDraws
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
 
 FAIL = 1e-6
 finite = st.floats(-1e3, 1e3, width=32)
@@ -133,3 +141,22 @@ def test_the_attack_works_on_plain_addition_and_not_on_the_grid():
             np.bincount((r / step).long().numpy() % modulus, minlength=modulus) for r in releases
         ]
         assert stats.chi2_contingency(np.stack(tables)).pvalue > FAIL
+
+
+@pytest.mark.parametrize("mechanism", ["per_sample", "batch_clipped"])
+def test_a_deployments_oracle_releases_on_the_grid(mechanism):
+    """Whole multiples of Λ, with batch sizes a power of 2 so that the division is exact, too."""
+    model = FlatModel(nn.Linear(3, 2))
+    kind = PerSampleKernel if mechanism == "per_sample" else BatchClippedKernel
+    sigmas = {"gradient": 2.0, "loss": 2.0}
+    terms = Terms("a", 16.0, 0.5, 1.0, sigmas, 9, Budget(1, 1e-5), "best", mechanism)
+    records = Records(torch.randn(16, 3), torch.randint(2, (16,)))
+    oracle = PrivateOracle(
+        records, kind(model, cross_entropy), terms, SecureDraws(), lambda *_: None
+    )
+    for batch in oracle.batches(9, "gradient", "loss"):
+        divisor = 8 if mechanism == "per_sample" else 1
+        gradient = batch.gradient(model.vector.clone()).double() * divisor / spacing(1.0, 8)
+        loss = batch.loss(model.vector.clone(), 2.0) * 8 / spacing(2.0, 1)
+        assert torch.equal(gradient, gradient.round())
+        assert loss == round(loss)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedpact.errors import PolicyRefused
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.batches import Gaussian, NoisyBatch
+from fedpact.privacy.batches import AddNoise, NoisyBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, check_precision
 from fedpact.privacy.terms import Terms
 from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
@@ -67,10 +67,10 @@ class BatchClippedBatch(NoisyBatch):
         x: Tensor,
         y: Tensor,
         terms: Terms,
-        gaussian: Gaussian,
+        add_noise: AddNoise,
         channels: tuple[str, ...],
     ) -> None:
-        super().__init__(kernel, x, y, terms, gaussian, channels)
+        super().__init__(kernel, x, y, terms, add_noise, channels)
         self._kernel = kernel
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:

@@ -106,8 +106,8 @@ class Kernel(Protocol):
         ...
 
 
-Gaussian = Callable[[int, Tensor, str], Tensor]
-"""(size, like, channel) -> that many standard normal numbers of this batch."""
+AddNoise = Callable[[Tensor, float, float, str], Tensor]
+"""(total [k], σ_c, bound, channel) -> total plus N(0, σ_c² bound²) in every entry."""
 
 
 class NoisyBatch(Channels):
@@ -119,11 +119,11 @@ class NoisyBatch(Channels):
         x: Tensor,
         y: Tensor,
         terms: Terms,
-        gaussian: Gaussian,
+        add_noise: AddNoise,
         channels: tuple[str, ...],
     ) -> None:
         self._x, self._y, self._terms = x, y, terms
-        self._losses_of, self._gaussian = kernel, gaussian
+        self._losses_of, self._add_noise = kernel, add_noise
         super().__init__(channels)
 
     def loss(self, w: Tensor, bound: float) -> float:
@@ -145,7 +145,7 @@ class NoisyBatch(Channels):
         sigma = self._terms.sigmas[channel]
         if sigma == 0:
             return total
-        return total.add(self._gaussian(total.numel(), total, channel), alpha=sigma * bound)
+        return self._add_noise(total, sigma, bound, channel)
 
     def _losses(self, w: Tensor) -> Tensor:
         self._losses_of.model.load(w)
@@ -162,10 +162,10 @@ class PerSampleBatch(NoisyBatch):
         x: Tensor,
         y: Tensor,
         terms: Terms,
-        gaussian: Gaussian,
+        add_noise: AddNoise,
         channels: tuple[str, ...],
     ) -> None:
-        super().__init__(kernel, x, y, terms, gaussian, channels)
+        super().__init__(kernel, x, y, terms, add_noise, channels)
         self._kernel = kernel
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import PolicyRefused
+from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -183,14 +184,20 @@ class PrivateOracle:
             batch.close()
 
     def _batch(self, step: int, channels: tuple[str, ...]) -> PerSampleBatch | BatchClippedBatch:
-        def gaussian(size: int, like: Tensor, channel: str) -> Tensor:
-            return self._draws.gaussian(size, like, step, channel)
+        def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
+            def gaussian(size: int, like: Tensor) -> Tensor:
+                return self._draws.gaussian(size, like, step, channel)
+
+            # Whoever can foretell the draws needs no floating-point attack: a simulation is faster.
+            if not self._draws.repeats:
+                return grid.noisy(total, sigma, bound, gaussian)
+            return total.add(gaussian(total.numel(), total), alpha=sigma * bound)
 
         chosen = self._draws.batch(len(self._records.y), self._terms.rate, step)
         x, y, terms = self._records.x[chosen], self._records.y[chosen], self._terms
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         if terms.mechanism == "batch_clipped":
             kernel = cast(BatchClippedKernel, self._kernel)
-            return BatchClippedBatch(kernel, x, y, terms, gaussian, channels)
+            return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
         kernel = cast(PerSampleKernel, self._kernel)
-        return PerSampleBatch(kernel, x, y, terms, gaussian, channels)
+        return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
