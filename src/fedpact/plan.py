@@ -91,6 +91,12 @@ class Plan(BaseModel):
                 f"sampling_rate = {self.sampling_rate} and batch_size = {self.batch_size}: they "
                 "set the same thing; leave one out"
             )
+        if self.privacy.sizes == "noisy" and self.batch_size is not None:
+            raise ValueError(
+                f'batch_size = {self.batch_size:g} with privacy.sizes = "noisy": q = B / N and the '
+                "noise for it would be chosen from a release, which no fixed accounting covers; "
+                "give sampling_rate instead"
+            )
         settings = self.algorithm_settings
         if self.privacy.mode == "batch_clipped" and settings.weighs_records:
             raise ValueError(
@@ -115,6 +121,11 @@ class Plan(BaseModel):
         return self.privacy.mode != "none"
 
     @property
+    def noisy_sizes(self) -> bool:
+        """Whether sites release their sizes with noise, instead of declaring them."""
+        return self.private and self.privacy.sizes == "noisy"
+
+    @property
     def steps(self) -> int:
         """Joint events (or plain batches) that each site's run consists of: τ times the rounds."""
         return self.rounds * algorithms.load(self.algorithm).steps(self.algorithm_settings)
@@ -129,7 +140,7 @@ class Plan(BaseModel):
         return round_rate_up(min(1.0, self.batch_size / size))
 
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
-        """Return each site's terms for these nominal sizes; empty in a plain run.
+        """Return each site's terms for these sizes, declared or released; empty in a plain run.
 
         Raises PlanError: sigma is given and a site's budget does not allow a single step.
         """
@@ -150,6 +161,7 @@ class Plan(BaseModel):
                 "budget": self.privacy.budget(name, names),
                 "accountant": self.privacy.accountant,
                 "mechanism": self.privacy.mode,
+                "size_noise": self.privacy.size_noise if self.noisy_sizes else None,
             }
             sigma = self.privacy.noise(name, names)
             result[name] = (

@@ -57,7 +57,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
         if key not in cases:
             rounds = scene.plan.rounds
             now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
-            best_one = best(terms.budget, rounds, passes or now.passes)
+            best_one = best(terms.budget, rounds, passes or now.passes, terms.history(0))
             cases[key] = {
                 "epsilon": terms.budget.epsilon,
                 "delta": terms.budget.delta,
@@ -96,7 +96,12 @@ def forecast(scene: Scene) -> dict[str, Any]:
         "adjacency": ADJACENCY if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
         "sites": {
-            name: {**terms, "epsilon_by_round": _by_round(scene.terms[name], plan, per_round)}
+            name: {
+                **terms,
+                # Nothing is charged yet, so a noisy size is not known yet.
+                "size": None if plan.noisy_sizes else terms["size"],
+                "epsilon_by_round": _by_round(scene.terms[name], plan, per_round),
+            }
             for name, terms in site_terms(scene).items()
         },
     }
@@ -105,7 +110,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
 def _by_round(terms: Terms, plan: Plan, per_round: int) -> list[float]:
     """ε after round 1, 2, ...; a site whose events are used up stays where it is."""
     return [
-        terms.epsilon_after({terms.event: min(terms.steps, done * per_round)})
+        terms.epsilon_after(terms.history(min(terms.steps, done * per_round)))
         for done in range(1, plan.rounds + 1)
     ]
 
@@ -136,7 +141,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     for name, terms in document["sites"].items():
         table.add_row(
             name,
-            f"{terms['size']:g}",
+            "noisy" if terms["size"] is None else f"{terms['size']:g}",
             f"{terms['rate']:.4g}",
             f"{terms['sigma_joint']:.4f}",
             f"{terms['steps']}",

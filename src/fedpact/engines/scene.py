@@ -16,8 +16,9 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
-from fedpact.privacy.noise import stream
+from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.policy import Policy
+from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
 
 
@@ -39,7 +40,7 @@ class Scene:
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
-        terms = plan.terms({site.name: float(len(site.y)) for site in sites})
+        terms = plan.terms({site.name: _size(plan, site) for site in sites})
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
         if policy:
             for site in sites:
@@ -73,3 +74,11 @@ class Scene:
             x = torch.randint(2, shape, generator=generator, dtype=self.dataset.x.dtype)
         y = torch.randint(len(self.dataset.classes), (4,), generator=generator)
         return x, y
+
+
+def _size(plan: Plan, site: Site) -> float:
+    """Return N_i: the count, or what the site releases of it, the same whenever it is asked."""
+    count = len(site.y)
+    if not plan.noisy_sizes:
+        return float(count)
+    return noisy_size(count, plan.privacy.size_noise, SeededDraws(plan.seed, site.name, 0))

@@ -32,6 +32,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds
 
 OnRound = Callable[[RoundRecord], None]
@@ -73,6 +74,9 @@ def simulate(
     run = folder.read_json("environment.json")["run"]
     with ExitStack() as stack:
         ledgers = _open_ledgers(scene, folder, run, stack)
+        if not known:
+            # It states the released sizes, so it is written after they were charged.
+            folder.write_json("privacy.json", privacy_statement(scene))
         clients = {site.name: _client(scene, site, folder, run, ledgers) for site in scene.sites}
         workers = plan.run.workers or available_cores()
         transport = stack.enter_context(InProcess(clients, workers, scene.bench))
@@ -115,7 +119,6 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
     folder.path.mkdir(parents=True, exist_ok=True)
     scene.partition.save(folder.partition)
     folder.write_json("environment.json", environment)
-    folder.write_json("privacy.json", privacy_statement(scene))
     folder.write_json("plan.json", scene.plan.model_dump(mode="json"))
 
 
@@ -127,7 +130,8 @@ def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> d
         ledger = stack.enter_context(Ledger(path, name, hypothetical=True))
         if scene.policy and not ledger.has_reserved(run):
             scene.policy.check_run(scene.plan.algorithm, terms, ledger.total())
-        ledger.reserve(run, terms.budget, {terms.event: terms.steps})
+        ledger.reserve(run, terms.budget, terms.history(terms.steps))
+        charge_size(ledger, run, terms)
         ledgers[name] = ledger
     return ledgers
 
@@ -135,9 +139,9 @@ def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> d
 def _client(
     scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
 ) -> Client[Bench]:
-    size = float(len(site.y))
     records, plan = Records(site.x, site.y), scene.plan
     terms, ledger = scene.terms.get(site.name), ledgers.get(site.name)
+    size = terms.size if terms else float(len(site.y))
 
     def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
         draws = SeededDraws(plan.seed, site.name, task.round)

@@ -6,6 +6,7 @@ from typing import Any
 from fedpact.engines.scene import Scene
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
+from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import epsilon
 
@@ -17,12 +18,13 @@ _COVERS = [
 ]
 _DOES_NOT_COVER = [
     "How long a site takes to answer.",
-    "The sites' declared sizes, sampling rates and label names, which are public.",
     "What a record's owner could be harmed by even if the record were left out.",
     "Several records of one person: the unit is one record.",
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
+_PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
+_NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _SIMULATOR_ONLY = [
     "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
     "The table of labels per site.",
@@ -35,19 +37,33 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
     simulator_only = list(_SIMULATOR_ONLY)
     if scene.dataset.x_test is None:
         simulator_only.append(pooled + "held-out records stand in for one.")
+    covers, uncovered = _scope(scene.plan)
     return {
         "private": scene.plan.private,
         "unit": "record",
         "adjacency": ADJACENCY,
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         "randomness": "seeded simulation",
-        "sizes": "public",
+        "sizes": "noisy" if scene.plan.noisy_sizes else "public",
         "accuracy_pooled": scene.dataset.x_test is None,
         "simulator_only": simulator_only,
-        "covers": _COVERS if scene.plan.private else [],
-        "does_not_cover": _DOES_NOT_COVER if scene.plan.private else [],
+        "covers": covers,
+        "does_not_cover": uncovered,
         "sites": site_terms(scene),
     }
+
+
+def _scope(plan: Plan) -> tuple[list[str], list[str]]:
+    """Return what the guarantee covers, and what it does not."""
+    if not plan.private:
+        return [], []
+    if not plan.noisy_sizes:
+        return _COVERS, [*_DOES_NOT_COVER, _PUBLIC_SIZES]
+    released = (
+        "Each site's size: a count with noise of standard deviation "
+        f"{plan.privacy.size_noise:g}, released once, before training, as an event of its own."
+    )
+    return [*_COVERS, released], [*_DOES_NOT_COVER, _NOISY_SIZES]
 
 
 def site_terms(scene: Scene) -> dict[str, Any]:
@@ -55,6 +71,7 @@ def site_terms(scene: Scene) -> dict[str, Any]:
     return {
         name: {
             "size": terms.size,
+            "size_noise": terms.size_noise,
             "rate": terms.rate,
             "clip": terms.clip,
             "sigmas": dict(terms.sigmas),
@@ -63,7 +80,7 @@ def site_terms(scene: Scene) -> dict[str, Any]:
             "epsilon": terms.budget.epsilon,
             "delta": terms.budget.delta,
             "epsilon_reserved": epsilon(
-                {terms.event: terms.steps}, terms.budget.delta, terms.accountant
+                terms.history(terms.steps), terms.budget.delta, terms.accountant
             ),
         }
         for name, terms in scene.terms.items()

@@ -17,10 +17,11 @@ from fedpact.privacy.terms import Terms
 class Policy(BaseModel):
     """What a site's owner allows. Nothing is allowed by leaving it out.
 
-    algorithms: names of algorithms. releases: channels (gradient, loss, below).
+    algorithms: names of algorithms. releases: channels (gradient, loss, below), and
+    "size" for a noisy count of records.
     epsilon_per_run, delta_per_run: the most that one run may reserve.
     epsilon_ever, delta_ever: the most that all runs on this data set may reserve together, by basic
-    composition. smallest_sigma: the least noise multiplier of any channel.
+    composition. smallest_sigma: the least noise multiplier of any release.
     All (ε, δ) are for one record, under add/remove of one record.
     """
 
@@ -75,13 +76,13 @@ class Policy(BaseModel):
                 "a run without privacy is not allowed here: a site with a policy takes part in "
                 "private runs only"
             )
-        unnamed = sorted(set(terms.sigmas) - set(self.releases))
+        unnamed = sorted(set(terms.releases) - set(self.releases))
         if unnamed:
             raise PolicyRefused(
                 f"releases {', '.join(unnamed)} are not allowed here: the site's policy names "
                 f"{', '.join(self.releases) or 'none'}"
             )
-        least = min(terms.multipliers.values())
+        least = min(terms.releases.values())
         _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)

@@ -50,6 +50,10 @@ class Privacy(BaseModel):
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
     sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
     accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
+    sizes: "public", N_i is declared; or "noisy", each site releases one noisy count of its records
+    before training, which its budget pays for. A plain run has exact ones.
+    size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation
+    in records.
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
@@ -60,6 +64,8 @@ class Privacy(BaseModel):
     clip: float = Field(default=1.0, gt=0)
     sigma: _Epsilon | list[_Epsilon] | None = None
     accountant: Accountant = "best"
+    sizes: Literal["public", "noisy"] = "public"
+    size_noise: float = Field(default=10.0, gt=0)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from fedpact import check
-from fedpact.theory.accounting import Accountant, Budget
+from fedpact.theory.accounting import Accountant, Budget, History
 from fedpact.theory.calibration import smallest_sigma
 
 # Plans whose snr differs by less than this are alike; then less computing decides.
@@ -48,20 +48,30 @@ class Choice:
 
 
 def choice(
-    budget: Budget, rate: float, rounds: int, local_steps: int, accountant: Accountant = "best"
+    budget: Budget,
+    rate: float,
+    rounds: int,
+    local_steps: int,
+    accountant: Accountant = "best",
+    spent: History | None = None,
 ) -> Choice:
-    """Return the choice with the smallest σ at which T = τ rounds iterations fit the budget."""
+    """Return the choice with the smallest σ at which T = τ rounds iterations fit the budget.
+
+    spent: what the budget bears besides.
+    """
     check.count(rounds=rounds)
     check.count(local_steps=local_steps)
-    sigma = smallest_sigma(budget, rate, rounds * local_steps, accountant)
+    sigma = smallest_sigma(budget, rate, rounds * local_steps, accountant, spent=spent)
     return Choice(rate, sigma, rounds, local_steps)
 
 
-def candidates(budget: Budget, rounds: int, passes: float) -> list[Choice]:
+def candidates(
+    budget: Budget, rounds: int, passes: float, spent: History | None = None
+) -> list[Choice]:
     """Return the plans within the budgets, cheapest first, with σ by RDP: enough to rank them.
 
     rounds: >= 1, all of them used. passes: most passes over each site's data, > 0; where even one
-    record a round is more than that, rates go down to passes / rounds.
+    record a round is more than that, rates go down to passes / rounds. spent: see `choice`.
     """
     check.count(rounds=rounds)
     check.positive(passes=passes)
@@ -73,13 +83,14 @@ def candidates(budget: Budget, rounds: int, passes: float) -> list[Choice]:
         if local_steps > 1 and most < 0.01:
             break
         for halvings in range(_HALVINGS):
-            found.append(choice(budget, most * 0.5**halvings, rounds, local_steps, "rdp"))
+            rate = most * 0.5**halvings
+            found.append(choice(budget, rate, rounds, local_steps, "rdp", spent))
     return sorted(found, key=lambda c: c.passes)
 
 
-def best(budget: Budget, rounds: int, passes: float) -> Choice:
+def best(budget: Budget, rounds: int, passes: float, spent: History | None = None) -> Choice:
     """Return the candidate with the largest snr, the cheapest of those alike, with its exact σ."""
-    found = candidates(budget, rounds, passes)
+    found = candidates(budget, rounds, passes, spent)
     top = max(c.snr for c in found)
     chosen = next(c for c in found if c.snr >= (1 - _ALIKE) * top)
-    return choice(budget, chosen.rate, chosen.rounds, chosen.local_steps)
+    return choice(budget, chosen.rate, chosen.rounds, chosen.local_steps, spent=spent)
