@@ -15,6 +15,8 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.receipt import receipt
+from fedpact.report.page import write_report
 
 SMALL = {
     "rounds": 5,
@@ -244,3 +246,18 @@ def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
     assert result.summary["status"] == "diverged"
     assert result.summary["rounds"] < 50
     assert torch.isfinite(FlatModel(result.model).vector).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "used"), [("per_sample", "fixed sequence"), ("none", "none")], ids=["private", "plain"]
+)
+def test_the_statement_says_by_which_accounting_and_the_ledger_used_it(tmp_path, mode, used):
+    result = simulate(plan(rounds=1, privacy={"mode": mode}), tmp_path / "run")
+    told = json.loads((result.folder / "privacy.json").read_text())
+    assert told["accounting"] == used
+    assert bool(told["accounting_reason"]) == (mode != "none")
+    for path in result.folder.rglob("ledger.jsonl"):
+        (run,) = receipt(path)["runs"].values()
+        assert run["accounting"] == used
+    shown = write_report(result.folder).read_text()
+    assert ("fixed before the run, so PLD composition is a proof" in shown) == (mode != "none")

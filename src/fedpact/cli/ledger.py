@@ -13,6 +13,7 @@ from fedpact.cli.run import AsJson
 from fedpact.errors import LedgerError
 from fedpact.folder import write_whole
 from fedpact.privacy.receipt import receipt
+from fedpact.privacy.reservations import FILTER
 from fedpact.report.text import upper
 
 app = typer.Typer(help="What sites have promised and spent.", no_args_is_help=True)
@@ -82,7 +83,9 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 upper(spend["epsilon_spent"]),
                 f"{spend['delta']:g}",
                 str(sum(event["spent"] for event in spend["events"])),
-                str(sum(event["reserved"] for event in spend["events"])),
+                "filter"
+                if spend["accounting"] == FILTER
+                else str(sum(event["reserved"] for event in spend["events"])),
             )
     out.print(table)
     first = next(iter(receipts.values()))

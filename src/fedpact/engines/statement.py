@@ -7,6 +7,7 @@ from fedpact.engines.scene import Scene
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.reservations import FIXED, WHY
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import epsilon
 
@@ -43,6 +44,9 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "unit": "record",
         "adjacency": ADJACENCY,
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
+        # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
+        "accounting": FIXED if scene.plan.private else "none",
+        "accounting_reason": WHY[FIXED] if scene.plan.private else "",
         "randomness": "seeded simulation",
         "sizes": "noisy" if scene.plan.noisy_sizes else "public",
         "accuracy_pooled": scene.dataset.x_test is None,

@@ -4,12 +4,15 @@ One file per site, for all runs on the same data; `chain` keeps it. Kinds of ent
 
     open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
     reserve   a run may make these events; all of them together cost at most (ε, δ)
+    filter    a run may make whatever events a Rényi filter of these orders admits for (ε, δ)
     charge    `count` joint events of one kind, for one request, about to be released
-    torn      a line that a crash left unreadable, and the events that it is counted as
+    torn      a line that a crash left unreadable, and what it is counted as: the dearest events
+              that runs have left, and all that a filter has left
 
 `charge` returns only after the entry is on the disk. A crash between the two costs budget, never
 privacy. The events of a reservation may be used in any order and number up to the reserved counts:
-what is left unused only lowers the cost. Reservations of several runs add up (`total`).
+what is left unused only lowers the cost. `reserve_filter` is for a run that chooses σ, q or unlike
+events from its releases (see reservations). Reservations of several runs add up (`total`).
 """
 
 import math
@@ -22,8 +25,15 @@ from types import TracebackType
 from typing import Self
 
 from fedpact.check import count as at_least_one
-from fedpact.errors import BudgetExhausted, LedgerError, PolicyRefused
+from fedpact.errors import LedgerError, PolicyRefused
 from fedpact.privacy.chain import Chain, Entry, read_entries
+from fedpact.privacy.reservations import (
+    Filtered,
+    FixedSequence,
+    Reservation,
+    from_entry,
+    not_reserved,
+)
 from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
 
 __all__ = ["Ledger", "read_entries"]
@@ -43,9 +53,7 @@ class Ledger:
     def __init__(self, path: Path, site: str, *, hypothetical: bool) -> None:
         self.path, self.site, self.hypothetical = path, site, hypothetical
         self._lock = threading.Lock()
-        self._reserved: dict[str, tuple[Budget, Counter[SampledGaussian]]] = {}
-        self._spent: dict[str, Counter[SampledGaussian]] = {}
-        self._largest: Counter[str] = Counter()
+        self._reserved: dict[str, Reservation] = {}
         self._requests: dict[_Request, int] = {}
         self._chain = Chain(path)
         try:
@@ -86,13 +94,9 @@ class Ledger:
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
+        promise = FixedSequence(budget, asked)
         with self._lock:
-            if run in self._reserved:
-                if self._reserved[run] != (budget, asked):
-                    raise PolicyRefused(
-                        f"run {run!r} has a reservation with other terms in {self.path}: a run's "
-                        "mechanisms are fixed at its start; use a new run name"
-                    )
+            if self._is_promised(run, promise):
                 return
             cost = epsilon(asked, budget.delta)
             if not cost <= budget.epsilon:
@@ -101,15 +105,31 @@ class Ledger:
                     f"{budget.delta:g} (add/remove one record), more than the ε = "
                     f"{budget.epsilon:g} they were promised for"
                 )
-            self._append(
-                {
-                    "kind": "reserve",
-                    "run": run,
-                    "epsilon": budget.epsilon,
-                    "delta": budget.delta,
-                    "events": [[e.q, e.sigma, n] for e, n in sorted(asked.items())],
-                }
+            self._append({"run": run, **promise.entry})
+
+    def reserve_filter(
+        self, run: str, budget: Budget, orders: tuple[float, ...] | None = None
+    ) -> None:
+        """Promise a run whatever events a Rényi filter admits, each chosen as the run goes.
+
+        orders: see RenyiFilter; fixed before the first release. The same promise twice is one.
+        Raises PolicyRefused: the run has other terms. InputError: orders without any room.
+        LedgerError: the promise cannot be written down.
+        """
+        promise = Filtered(budget, orders)
+        with self._lock:
+            if not self._is_promised(run, promise):
+                self._append({"run": run, **promise.entry})
+
+    def _is_promised(self, run: str, promise: Reservation) -> bool:
+        if run not in self._reserved:
+            return False
+        if self._reserved[run].entry != promise.entry:
+            raise PolicyRefused(
+                f"run {run!r} has a reservation with other terms in {self.path}: a run's "
+                "mechanisms are fixed at its start; use a new run name"
             )
+        return True
 
     def charge(
         self,
@@ -127,26 +147,19 @@ class Ledger:
         request: identifies what is released (task and place in it). purpose: the channels. In a
         hypothetical ledger a request that was charged before, with the same event and purpose, is
         the same release: only what it asks for beyond the count charged then is charged.
-        Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many.
+        Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many, or
+        more than the run's filter admits.
         LedgerError: the charge cannot be written down.
         """
         at_least_one(count=count)
         key = (run, request, tuple(sorted(purpose)), event)
         with self._lock:
-            if run not in self._reserved or event not in self._reserved[run][1]:
-                raise PolicyRefused(
-                    f"run {run!r} asks for {event}, which its reservation in {self.path} does not "
-                    "name: reserve it at the run's start"
-                )
+            if run not in self._reserved:
+                raise not_reserved(run, event)
             new = count - (self._requests.get(key, 0) if self.hypothetical else 0)
             if new <= 0:
                 return
-            allowed, spent = self._reserved[run][1][event], self._spent[run][event]
-            if spent + new > allowed:
-                raise BudgetExhausted(
-                    f"run {run!r} asks for {new} more of {event}: {spent} of {allowed} reserved "
-                    "events are spent"
-                )
+            self._reserved[run].check(run, event, new)
             self._append(
                 {
                     "kind": "charge",
@@ -165,7 +178,7 @@ class Ledger:
     def spent(self, run: str) -> Mapping[SampledGaussian, int]:
         """Return the events charged to a run so far."""
         with self._lock:
-            return dict(self._spent.get(run, Counter()))
+            return dict(self._reserved[run].spent) if run in self._reserved else {}
 
     def has_reserved(self, run: str) -> bool:
         """Whether the run has a reservation."""
@@ -178,7 +191,7 @@ class Ledger:
         What every run together can cost, add/remove one record; (0, 0) where none is reserved.
         """
         with self._lock:
-            budgets = [budget for budget, _ in self._reserved.values()]
+            budgets = [reservation.budget for reservation in self._reserved.values()]
         return math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
 
     def _restore(self) -> None:
@@ -202,47 +215,44 @@ class Ledger:
                 f"{error}): it was not written by this version of fedpact; use the one that did"
             ) from error
         if self._chain.torn is not None:
-            self._append({"kind": "torn", "charges": self._cost_of_torn(self._chain.torn)})
+            self._append(self._cost_of_torn(self._chain.torn))
 
-    def _cost_of_torn(self, line: bytes) -> list[list[str | float]]:
-        """Return what an unreadable line is counted as: [run, q, σ, count], for every open run.
+    def _cost_of_torn(self, line: bytes) -> Entry:
+        """Return what an unreadable line is counted as, in every open run.
 
-        The dearest events that the run has left: as many as its largest charge so far, or as the
-        line's remains say, should that be more. The line's own release never left the site.
+        Of fixed events the dearest that are left (see FixedSequence); a filter is closed. The
+        line's own release never left the site.
         """
         named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
         charges: list[list[str | float]] = []
-        for run, (budget, reserved) in self._reserved.items():
-            missing = max(1, named, self._largest[run])
-            costs = {event: epsilon({event: 1}, budget.delta, "rdp") for event in reserved}
-            for event in sorted(reserved, key=lambda e: costs[e], reverse=True):
-                taken = min(missing, reserved[event] - self._spent[run][event])
-                if taken > 0:
-                    charges.append([run, event.q, event.sigma, taken])
-                    missing -= taken
-        return charges
+        closed: list[str] = []
+        for run, reservation in self._reserved.items():
+            if isinstance(reservation, Filtered):
+                closed.append(run)
+            else:
+                taken = reservation.dearest_left(named)
+                charges += [[run, event.q, event.sigma, count] for event, count in taken]
+        return {"kind": "torn", "charges": charges, "closed": closed}
 
     def _append(self, body: Entry) -> None:
         self._apply(self._chain.append(body))
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
-            case "reserve":
-                events = {SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]}
-                budget = Budget(entry["epsilon"], entry["delta"])
-                self._reserved[entry["run"]] = (budget, Counter(events))
-                self._spent[entry["run"]] = Counter()
+            case "reserve" | "filter":
+                self._reserved[entry["run"]] = from_entry(entry)
             case "charge":
                 run, count = entry["run"], entry["count"]
                 event = SampledGaussian(entry["q"], entry["sigma"])
-                self._spent[run][event] += count
-                self._largest[run] = max(self._largest[run], count)
-                self._requests[run, entry["request"], tuple(entry["purpose"]), event] = (
-                    self._requests.get((run, entry["request"], tuple(entry["purpose"]), event), 0)
-                    + count
-                )
+                self._reserved[run].charge(event, count)
+                key = (run, entry["request"], tuple(entry["purpose"]), event)
+                self._requests[key] = self._requests.get(key, 0) + count
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
-                    self._spent[run][SampledGaussian(q, sigma)] += count
+                    self._reserved[run].spent[SampledGaussian(q, sigma)] += count
+                for run in entry.get("closed", ()):
+                    reservation = self._reserved[run]
+                    if isinstance(reservation, Filtered):
+                        reservation.close()
             case _:
                 pass

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedpact.errors import LedgerError
 from fedpact.privacy.chain import Entry, read_entries
+from fedpact.privacy.reservations import FILTER, FIXED
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
@@ -24,7 +25,7 @@ def receipt(path: Path) -> dict[str, Any]:
     entries = read_entries(path)
     if not entries or entries[0].get("kind") != "open":
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
-    runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] == "reserve"}
+    runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] in ("reserve", "filter")}
     return {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
@@ -40,21 +41,38 @@ def receipt(path: Path) -> dict[str, Any]:
 
 
 def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
-    run, delta = reservation["run"], reservation["delta"]
-    spent = Counter[SampledGaussian]()
+    run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
+    spent, closed = _spent(run, entries)
+    cost = epsilon(spent, delta)
+    if reservation["kind"] == "filter":
+        accounting = FILTER
+        # A progress figure, as if the events had been fixed in advance; see theory.filters.
+        cost = budget if closed else min(budget, cost)
+        reserved: dict[SampledGaussian, int | None] = dict.fromkeys(sorted(spent))
+    else:
+        accounting = FIXED
+        reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
+    return {
+        "accounting": accounting,
+        "epsilon_reserved": budget,
+        "delta": delta,
+        "epsilon_spent": cost,
+        "events": [
+            {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
+            for event, n in reserved.items()
+        ],
+    }
+
+
+def _spent(run: str, entries: list[Entry]) -> tuple[Counter[SampledGaussian], bool]:
+    """Return the events charged to a run, and whether its filter was closed by a torn line."""
+    spent, closed = Counter[SampledGaussian](), False
     for entry in entries:
         if entry["kind"] == "charge" and entry["run"] == run:
             spent[SampledGaussian(entry["q"], entry["sigma"])] += entry["count"]
         elif entry["kind"] == "torn":
+            closed = closed or run in entry.get("closed", ())
             for name, q, sigma, count in entry["charges"]:
                 if name == run:
                     spent[SampledGaussian(q, sigma)] += count
-    return {
-        "epsilon_reserved": reservation["epsilon"],
-        "delta": delta,
-        "epsilon_spent": epsilon(spent, delta),
-        "events": [
-            {"q": q, "sigma": sigma, "reserved": n, "spent": spent[SampledGaussian(q, sigma)]}
-            for q, sigma, n in reservation["events"]
-        ],
-    }
+    return spent, closed

@@ -88,11 +88,11 @@ class RenyiFilter:
         self._history: dict[SampledGaussian, int] = {}
         self._spent = np.zeros(len(self.orders))
         for event, count in (charged or {}).items():
-            self._add(event, check.natural(count=count))
+            self.record(event, count)
 
-    def admits(self, event: SampledGaussian) -> bool:
-        """Return whether one more release of this event keeps the budget."""
-        cost = rdp.renyi(event.q, event.sigma, self.orders)
+    def admits(self, event: SampledGaussian, count: int = 1) -> bool:
+        """Return whether `count` more releases of this event keep the budget."""
+        cost = check.count(count=count) * rdp.renyi(event.q, event.sigma, self.orders)
         return bool(np.any(self._spent + cost <= self._limits))
 
     def charge(self, event: SampledGaussian) -> None:
@@ -103,7 +103,14 @@ class RenyiFilter:
                 f"left of (ε = {self.budget.epsilon:g}, δ = {self.budget.delta:g}), add/remove "
                 "one record, by the Rényi filter: stop, or ask for one with more noise"
             )
-        self._add(event, 1)
+        self.record(event, 1)
+
+    def record(self, event: SampledGaussian, count: int) -> None:
+        """Count `count` >= 0 releases that were admitted before, as a ledger that is read again."""
+        self._spent = self._spent + check.natural(count=count) * rdp.renyi(
+            event.q, event.sigma, self.orders
+        )
+        self._history[event] = self._history.get(event, 0) + count
 
     def spent(self) -> float:
         """Return the ε of the charged events at δ, as if fixed in advance; at most budget.epsilon.
@@ -116,7 +123,3 @@ class RenyiFilter:
     def history(self) -> History:
         """The events charged so far and how often."""
         return dict(self._history)
-
-    def _add(self, event: SampledGaussian, count: int) -> None:
-        self._spent = self._spent + count * rdp.renyi(event.q, event.sigma, self.orders)
-        self._history[event] = self._history.get(event, 0) + count
