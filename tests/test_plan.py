@@ -22,6 +22,12 @@ BAD = [
     ("partition.kind=sharded", ["partition.kind", "sharded", "dirichlet"]),
     ("partition.nonsense=1", ["partition.nonsense", "beta"]),
     ("algorithm=fedxx", ["algorithm", "fedxx", "fedavg"]),
+    ("rounds=true", ["rounds is True", "integer"]),
+    ("rounds='5'", ["rounds is '5'", "integer"]),
+    ("privacy.epsilon=true", ["privacy.epsilon is True", "number"]),
+    ("privacy.epsilon=[1.0, -2.0]", ["privacy.epsilon.1 is -2.0", "greater than 0"]),
+    ("privacy.per_site.site-00.bogus=1", ["per_site.site-00.bogus", "sampling_rate"]),
+    ("seed=99999999999999999999", ["seed", "less than"]),
     ("sites", ["sites", "key=value"]),
     ("data.x=1", ["data.x", "not a table"]),
 ]
@@ -33,6 +39,8 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
         Plan.read(None, [override])
     for words in told:
         assert words in str(refused.value)
+    assert "constrained" not in str(refused.value)
+    assert "list[" not in str(refused.value)
 
 
 def test_both_ways_to_set_the_batch_are_one_too_many():

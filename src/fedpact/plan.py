@@ -7,11 +7,12 @@ data = "digits"              top level: what to train on what, how long
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,8 +25,9 @@ from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
 
 _DEFAULT = Path(__file__).with_name("default.toml")
+_FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Limits(BaseModel):
@@ -74,7 +76,7 @@ class Plan(BaseModel):
     algorithm: str = "fedavg"
     rounds: int = Field(default=30, ge=1)
     sites: int = Field(default=5, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
     batch_size: float | None = Field(default=None, gt=0)
     partition: PartitionSettings = PartitionSettings()
@@ -224,18 +226,41 @@ def _override(raw: dict[str, Any], override: str) -> None:
 def _plan_error(
     error: ValidationError, prefix: tuple[str, ...], model: type[BaseModel]
 ) -> PlanError:
-    return PlanError("; ".join(_explain(entry, prefix, model) for entry in error.errors()))
+    entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
+    told = [_explain(entry, prefix, model) for entry in entries or error.errors()]
+    return PlanError("; ".join(dict.fromkeys(told)))
+
+
+def _is_other_branch(entry: Any) -> bool:
+    """Whether it only says that a value is not of the other form: a number or a list of them."""
+    if len(entry["loc"]) < 2:
+        return False
+    a_list = isinstance(entry["input"], list)
+    return (entry["type"] == "list_type" and not a_list) or (
+        entry["type"] == "float_type" and a_list
+    )
 
 
 def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str:
-    key = ".".join(map(str, (*prefix, *entry["loc"]))) or "configuration"
+    # A value of several forms is reported under each form's name, which is no key.
+    place = [part for part in entry["loc"] if not _FORM.match(str(part))]
+    key = ".".join(map(str, (*prefix, *place))) or "configuration"
     if entry["type"] == "extra_forbidden":
-        for part in entry["loc"][:-1]:
-            model = model.model_fields[part].annotation  # pyright: ignore[reportAssignmentType]
-        return f"{key} is no known key: expected one of {', '.join(sorted(model.model_fields))}"
+        known = sorted(_table_at(model, place[:-1]).model_fields)
+        return f"{key} is no known key: expected one of {', '.join(known)}"
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "value_error":
-        return f"{key}: {message}" if entry["loc"] else message
+        return f"{key}: {message}" if place else message
     return (
         f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"
     )
+
+
+def _table_at(model: type[BaseModel], place: list[Any]) -> type[BaseModel]:
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            forms = (field.annotation, *get_args(field.annotation))
+            tables = (f for f in forms if isinstance(f, type) and issubclass(f, BaseModel))
+            model = next(tables, model)
+    return model

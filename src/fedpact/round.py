@@ -119,9 +119,14 @@ class Rounds:
         return {site: distinct[last] for site, last in included.items()}
 
     def _next_would_exceed_bytes(self, at: Checkpoint) -> bool:
-        # Messages of one run differ in length by a few digits only; the first round is let pass.
         allowed = self.plan.budget.bytes
-        return allowed is not None and at.round > 0 and at.sent * (1 + 1 / at.round) > allowed
+        if allowed is None:
+            return False
+        # Messages of one run differ in length by a few digits only. Before the first round a reply
+        # is taken to be as long as its task.
+        tasks = self._tasks(at).values() if at.round == 0 else ()
+        expected = at.sent / at.round if at.round else 2 * sum(task.wire_bytes for task in tasks)
+        return at.sent + expected > allowed
 
 
 def _finite(at: Checkpoint) -> bool:

@@ -18,3 +18,22 @@ class _Centre(nn.Module):
 
 def centred(shape, classes):
     return nn.Sequential(nn.Flatten(), _Centre(), nn.Linear(math.prod(shape), classes))
+
+
+def dropping(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(math.prod(shape), classes))
+
+
+class _Tied(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x.flatten(1)).relu()).relu())
+
+
+def tied(shape, classes):
+    return _Tied(math.prod(shape), classes)

@@ -261,3 +261,31 @@ def test_the_statement_says_by_which_accounting_and_the_ledger_used_it(tmp_path,
         assert run["accounting"] == used
     shown = write_report(result.folder).read_text()
     assert ("fixed before the run, so PLD composition is a proof" in shown) == (mode != "none")
+
+
+def test_a_model_that_draws_random_numbers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match=r"Dropout at '1'"):
+        simulate(plan(model="models_of_users:dropping"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    result = simulate(plan(model="models_of_users:tied", rounds=2), tmp_path / "run")
+    stored = load_file(result.folder / "model.safetensors")
+    assert torch.equal(stored["first.weight"], stored["second.weight"])
+    result.model.load_state_dict(stored)
+
+
+def test_a_run_goes_on_with_other_workers(tmp_path):
+    short = simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
+    assert short.summary["status"] == "stopped"
+    more = plan(run={"evaluate_every": 1, "workers": 2})
+    assert simulate(more, tmp_path / "run").summary["status"] == "finished"
+
+
+def test_a_byte_budget_too_small_for_a_round_sends_nothing(tmp_path):
+    result = simulate(plan(budget={"bytes": 1}), tmp_path / "run")
+    assert (result.summary["status"], result.summary["rounds"]) == ("bytes", 0)
+    assert all(not charges(result.folder, site) for site in result.summary["epsilon"])

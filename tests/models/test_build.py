@@ -56,6 +56,8 @@ def test_a_users_own_factory_is_found(monkeypatch):
     [
         ("resnet", "expected one of cnn, cnn_padded, logistic, mlp"),
         ("nowhere:make", "nowhere"),
+        (":make", "package.module:factory"),
+        ("..a:make", "package.module:factory"),
         ("test_build:nothing", "nothing"),
         ("test_build:wide", r"expected \(2, 3\)"),
         ("test_build:broken", "no weights today"),

@@ -147,6 +147,12 @@ def _class_names(labels: list[np.ndarray]) -> tuple[str, ...]:
     if labels[0].dtype.kind == "U":
         return _sorted_names([str(v) for part in labels for v in part.reshape(-1)])
     largest = max((int(part.max()) for part in labels if part.size), default=0)
+    records = sum(part.size for part in labels)
+    if largest >= max(records, 2):
+        raise DataError(
+            f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
+            f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
+        )
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 

@@ -50,7 +50,7 @@ class PartitionSettings(BaseModel):
     A setting that the kind does not use is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: Literal["iid", "dirichlet", "labels", "shards", "power_law", "natural"] = "iid"
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)

@@ -98,7 +98,9 @@ def _is_known(folder: Folder, plan: Plan) -> bool:
     if not folder.path.exists() or not any(folder.path.iterdir()):
         return False
     found = folder.read_json("plan.json")
-    if Plan.parse(found) != plan:
+    # How it is carried out may change from session to session, what is trained may not.
+    same = {"run": plan.run}
+    if Plan.parse(found).model_copy(update=same) != plan:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: choose another folder with "
             "--out, or remove that one"
@@ -184,7 +186,7 @@ def _finish(
     write_whole(folder.path / "rounds.jsonl", lines.encode())
     module = scene.module()
     FlatModel(module).load(at.state.vectors["w"])
-    tensors = {name: value.contiguous() for name, value in module.state_dict().items()}
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
     write_whole(folder.path / "model.safetensors", save_tensors(tensors))
     summary = summarise(scene, records, status)
     folder.write_json("summary.json", summary)

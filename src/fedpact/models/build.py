@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.models import papers
 
+_DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _PAPERS = {f.__name__: f for f in (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)}
 
 
@@ -38,6 +39,7 @@ def build(name: str, example: Tensor, classes: int, seed: int) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
     _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes)
+    _refuse_chance(name, module)
     return module
 
 
@@ -53,11 +55,29 @@ def _own(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(package), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ModelError(
-            f"model is {name!r}: {error}; expected 'package.module:factory' where the module can "
-            "be imported from the working directory or the environment"
+            f"model is {name!r}: {type(error).__name__}: {error}; expected "
+            "'package.module:factory' where the module can be imported from the working directory or the environment"
         ) from error
+
+
+def _refuse_chance(name: str, module: nn.Module) -> None:
+    """Refuse layers that draw numbers of their own, from a generator that all threads share.
+
+    Neither could a run be repeated bit for bit, nor a request that comes again be the same release.
+    """
+    for path, layer in module.named_modules():
+        rate = getattr(layer, "p", getattr(layer, "dropout", 0.0))
+        draws = isinstance(
+            layer, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
+        )
+        if isinstance(layer, nn.RReLU) or (draws and rate > 0):
+            raise ModelError(
+                f"model {name!r} has {type(layer).__name__} at {path!r}, which draws random numbers "
+                "in training: expected a model whose gradients follow from weights and records "
+                "alone; set its rate to 0 (clipping and noise regularise a private run already)"
+            )
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int) -> None:
@@ -69,7 +89,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int) -> None:
     except Exception as error:
         raise ModelError(
             f"model {name!r} fails on records of shape {tuple(x.shape[1:])} with "
-            f"{type(error).__name__}: {error}; choose a model that takes this data set"
+            f"{type(error).__name__}: {error}; choose a model that takes this data set, and "
+            "store measurements as float32 where the records are integers, which mean tokens"
         ) from error
     finally:
         module.train(training)

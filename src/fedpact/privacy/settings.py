@@ -10,7 +10,7 @@ from fedpact.errors import PlanError
 from fedpact.privacy.terms import Mechanism
 from fedpact.theory.accounting import Accountant, Budget
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 _Epsilon = Annotated[float, Field(gt=0)]
 _Delta = Annotated[float, Field(gt=0, lt=1)]
