@@ -58,7 +58,8 @@ def _own(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
     except Exception as error:
         raise ModelError(
             f"model is {name!r}: {type(error).__name__}: {error}; expected "
-            "'package.module:factory' where the module can be imported from the working directory or the environment"
+            "'package.module:factory' where the module can be imported from the working directory "
+            "or the environment"
         ) from error
 
 
@@ -69,14 +70,12 @@ def _refuse_chance(name: str, module: nn.Module) -> None:
     """
     for path, layer in module.named_modules():
         rate = getattr(layer, "p", getattr(layer, "dropout", 0.0))
-        draws = isinstance(
-            layer, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention
-        )
+        draws = isinstance(layer, _DRAWING)
         if isinstance(layer, nn.RReLU) or (draws and rate > 0):
             raise ModelError(
-                f"model {name!r} has {type(layer).__name__} at {path!r}, which draws random numbers "
-                "in training: expected a model whose gradients follow from weights and records "
-                "alone; set its rate to 0 (clipping and noise regularise a private run already)"
+                f"model {name!r} has {type(layer).__name__} at {path!r}, which draws random "
+                "numbers in training: expected a model whose gradients follow from weights and "
+                "records alone; set its rate to 0 (clipping and noise regularise already)"
             )
 
 
