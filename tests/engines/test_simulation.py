@@ -289,3 +289,14 @@ def test_a_byte_budget_too_small_for_a_round_sends_nothing(tmp_path):
     result = simulate(plan(budget={"bytes": 1}), tmp_path / "run")
     assert (result.summary["status"], result.summary["rounds"]) == ("bytes", 0)
     assert all(not charges(result.folder, site) for site in result.summary["epsilon"])
+
+
+def test_a_start_cut_off_before_its_first_state_leaves_no_record_behind(tmp_path):
+    simulate(plan(), tmp_path / "run", stop=lambda: True)
+    # As if killed between the record of round 0 and the state that counts it as done.
+    (tmp_path / "run" / "state.safetensors").unlink()
+    simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
+    result = simulate(plan(), tmp_path / "run")
+    assert [record.round for record in result.records] == [0, 1, 2, 3, 4, 5]
+    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3, 4, 5]

@@ -175,6 +175,8 @@ def _start(
     state: State = algorithm.init(w, scene.plan.algorithm_settings)
     at = Checkpoint(state, 0, {}, 0)
     record = evaluator(at, RoundRecord(round=0))
+    # A start that was cut off before its state was written may have left its record.
+    (folder.path / "rounds.jsonl").unlink(missing_ok=True)
     folder.commit(at, record)
     return at, [record]
 
