@@ -14,9 +14,8 @@ from torch import Tensor
 from fedpact.errors import PolicyRefused
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.batches import AddNoise, NoisyBatch
+from fedpact.privacy.batches import NoisyBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, check_precision
-from fedpact.privacy.terms import Terms
 from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
 
 # Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
@@ -58,20 +57,8 @@ class BatchClippedKernel:
         PerSampleKernel(self.model, self._loss).verify(x, y)
 
 
-class BatchClippedBatch(NoisyBatch):
+class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
     """See Batch. The mean gradient, clipped as a whole."""
-
-    def __init__(
-        self,
-        kernel: BatchClippedKernel,
-        x: Tensor,
-        y: Tensor,
-        terms: Terms,
-        add_noise: AddNoise,
-        channels: tuple[str, ...],
-    ) -> None:
-        super().__init__(kernel, x, y, terms, add_noise, channels)
-        self._kernel = kernel
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch. Raises PolicyRefused: a weighting, which is part of a per-record clip."""

@@ -4,7 +4,7 @@ See oracle for the channels. A batch draws nothing and charges nothing itself: i
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,12 +110,15 @@ AddNoise = Callable[[Tensor, float, float, str], Tensor]
 """(total [k], σ_c, bound, channel) -> total plus N(0, σ_c² bound²) in every entry."""
 
 
-class NoisyBatch(Channels):
+K = TypeVar("K", bound=Kernel)
+
+
+class NoisyBatch(Channels, Generic[K]):
     """What private batches share. A channel answers once: a second answer would be a release."""
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: K,
         x: Tensor,
         y: Tensor,
         terms: Terms,
@@ -123,7 +126,7 @@ class NoisyBatch(Channels):
         channels: tuple[str, ...],
     ) -> None:
         self._x, self._y, self._terms = x, y, terms
-        self._losses_of, self._add_noise = kernel, add_noise
+        self._kernel, self._add_noise = kernel, add_noise
         super().__init__(channels)
 
     def loss(self, w: Tensor, bound: float) -> float:
@@ -148,25 +151,13 @@ class NoisyBatch(Channels):
         return self._add_noise(total, sigma, bound, channel)
 
     def _losses(self, w: Tensor) -> Tensor:
-        self._losses_of.model.load(w)
-        losses = self._losses_of.losses(self._x, self._y).double()
+        self._kernel.model.load(w)
+        losses = self._kernel.losses(self._x, self._y).double()
         return losses[torch.isfinite(losses)]
 
 
-class PerSampleBatch(NoisyBatch):
+class PerSampleBatch(NoisyBatch[PerSampleKernel]):
     """See Batch. The sum of gradients that are clipped one by one, over the expected batch size."""
-
-    def __init__(
-        self,
-        kernel: PerSampleKernel,
-        x: Tensor,
-        y: Tensor,
-        terms: Terms,
-        add_noise: AddNoise,
-        channels: tuple[str, ...],
-    ) -> None:
-        super().__init__(kernel, x, y, terms, add_noise, channels)
-        self._kernel = kernel
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
