@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.messages import SiteScore
-from fedpact.metrics import evaluate, fairness, psi, ranking
+from fedpact.metrics import entropy, evaluate, fairness, psi, ranking
 
 losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
 
@@ -151,6 +152,57 @@ def test_psi_refuses_what_is_no_weighting(f: list[float], weights: list[float]) 
         psi(f, weights)
 
 
+@given(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=20), st.data())
+def test_entropy_obeys_the_chain_rule(values: list[float], data: st.DataObject) -> None:
+    # H(all) = H(shares of the two groups) + Σ share · H(within the group).
+    cut = data.draw(st.integers(0, len(values)))
+    groups = [group for group in (values[:cut], values[cut:]) if sum(group) > 1e-6]
+    if not groups or sum(map(len, groups)) < len(values):
+        return
+    total = sum(values)
+    shares = [sum(group) / total for group in groups]
+    within = sum(s * entropy(group) for s, group in zip(shares, groups, strict=True))
+    between = -sum(s * math.log(s) for s in shares)
+    assert entropy(values) == pytest.approx(between + within, abs=1e-9)
+
+
+@given(st.lists(st.floats(1e-9, 1), min_size=1, max_size=20), st.floats(1e-6, 1e6))
+def test_entropy_sees_shares_alone_and_is_highest_where_they_are_equal(
+    values: list[float], scale: float
+) -> None:
+    found = entropy(values)
+    assert entropy([scale * value for value in values]) == pytest.approx(found, abs=1e-9)
+    assert entropy([*values, 0.0]) == pytest.approx(found, abs=1e-12)
+    assert -1e-12 <= found <= math.log(len(values)) + 1e-12
+
+
+def test_entropy_of_geometric_shares_is_their_series() -> None:
+    # Shares 2^-k, k >= 1: H = Σ k 2^-k log 2 = 2 log 2.
+    assert entropy([2.0**-k for k in range(1, 60)]) == pytest.approx(2 * math.log(2), rel=1e-12)
+
+
+def test_entropy_of_equal_values_is_exactly_log_n() -> None:
+    assert entropy([0.0] * 7) == entropy([0.3] * 7) == entropy([1.7e308] * 7) == math.log(7)
+    assert entropy([0.0, 0.25, 0.0]) == 0.0
+    assert math.isnan(entropy([0.5, math.nan]))
+
+
+@pytest.mark.parametrize("values", [[], [-0.1, 0.5], [math.inf, 0.5]])
+def test_entropy_refuses_what_has_no_shares(values: list[float]) -> None:
+    with pytest.raises(InputError, match="the entropy of"):
+        entropy(values)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_fairness_is_of_the_accuracies_whatever_the_sizes(accuracies: list[float]) -> None:
+    scores = {f"s{i:02}": SiteScore(a, 0.0, 10**i % 97 + 1) for i, a in enumerate(accuracies)}
+    found = fairness(scores)
+    mean = math.fsum(accuracies) / len(accuracies)
+    second = math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)
+    assert found["variance"] == pytest.approx(second, abs=1e-12)
+    assert found["entropy"] == entropy(np.sort(accuracies).tolist())
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
 def test_fairness_orders_its_figures(accuracies: list[float]) -> None:
     scores = {f"s{i:02}": score(a) for i, a in enumerate(accuracies)}
@@ -177,6 +229,7 @@ def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
     assert ranking(scores) == ["lost", "a", "b"]
     assert fairness(scores)["worst_site"] == "lost"
     assert math.isnan(fairness(scores)["variance"])
+    assert math.isnan(fairness(scores)["entropy"])
 
 
 def test_fairness_refuses_no_sites() -> None:

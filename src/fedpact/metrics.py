@@ -1,4 +1,4 @@
-"""How good a model is, and how evenly: accuracy, mean loss, Ψ, and the sites it serves worst.
+"""How good a model is, and how evenly: accuracy, mean loss, Ψ, entropy, the sites it serves worst.
 
 Nothing in here is private. What it computes from a site's records is for a simulator's eyes, or
 comes from public test data.
@@ -22,11 +22,13 @@ from fedpact.messages import SiteScore
 class Fairness(TypedDict):
     """How accuracy is spread over sites, each site counting once.
 
+    variance: of the sites' accuracies, divided by their number. entropy: see `entropy`, in nats.
     worst_tenth: mean accuracy of the worst ceil(10 %) of the sites. worst_site: its name.
     """
 
     mean: float
     variance: float
+    entropy: float
     worst_tenth: float
     worst_site: str
     worst_accuracy: float
@@ -112,6 +114,35 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
         return float(np.sum(p * (f - mean) ** 2)) if math.isfinite(mean) else math.inf
 
 
+def entropy(values: Sequence[float]) -> float:
+    """Return -Σ s_i log s_i with s_i = value_i / Σ values, in nats: how evenly values >= 0 lie.
+
+    At most log n, where all n are equal (all zero included), and 0 where one has everything. Of the
+    sites' accuracies it is a measure of fairness (Li, Sanjabi, Beirami, Smith, Fair resource
+    allocation in federated learning, ICLR 2020). A NaN gives NaN.
+    Raises InputError: no values, or one that is negative or infinite.
+
+    >>> entropy([0.5, 0.5]) == math.log(2), entropy([0.9, 0.0])
+    (True, 0.0)
+    """
+    held = np.asarray(values, dtype=np.float64)
+    if not held.size or (held < 0).any() or np.isinf(held).any():
+        raise InputError(
+            f"the entropy of {held.size} values"
+            + (f" from {held.min()} to {held.max()}" if held.size else "")
+            + ": expected at least one, each finite and >= 0; give the sites' accuracies"
+        )
+    if np.isnan(held).any():
+        return math.nan
+    if held.min() == held.max():
+        return math.log(held.size)
+    # Divided by the largest first, no sum overflows and none is 0.
+    share = held / held.max()
+    share = share / share.sum()
+    share = share[share > 0]
+    return float(-np.sum(share * np.log(share))) + 0.0
+
+
 def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
     """Return how accuracy is spread over the sites, each counting once whatever its size.
 
@@ -130,6 +161,7 @@ def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
     return {
         "mean": float(accuracies.mean()),
         "variance": float(accuracies.var()),
+        "entropy": entropy(accuracies.tolist()),
         "worst_tenth": float(accuracies[:tenth].mean()),
         "worst_site": ranked[0],
         "worst_accuracy": float(accuracies[0]),
