@@ -71,3 +71,11 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         self._kernel.model.load(w)
         mean = self._kernel.clipped_mean(self._x, self._y, self._terms.clip)
         return self.noisy(mean, "gradient", self._terms.clip)
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """See Batch. Raises PolicyRefused: a batch's mean difference has no proof here."""
+        del w, anchor, bound
+        raise PolicyRefused(
+            "a gradient difference was asked for under batch clipping, which has no sensitivity "
+            'for it; use privacy.mode = "per_sample"'
+        )

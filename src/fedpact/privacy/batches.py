@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fedpact.check import positive
+from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -26,6 +26,13 @@ class Batch(Protocol):
 
     def gradient(self, w: Tensor, weighting: Weighting = ...) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d]."""
+        ...
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
+
+        bound: >= 0. 0 is for w = anchor: the answer is 0 without noise, as nothing is released.
+        """
         ...
 
     def loss(self, w: Tensor, bound: float) -> float:
@@ -77,6 +84,12 @@ class PlainBatch(Channels):
         self._kernel.model.load(w)
         weights = None if isinstance(weighting, Uniform) else weighting
         return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """See Batch; here the differences are not clipped."""
+        self.use("difference")
+        del bound
+        return self._kernel.difference(self._x, self._y, w, anchor) / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch; here the losses are not clipped."""
@@ -167,3 +180,11 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         weights = None if isinstance(weighting, Uniform) else weighting
         total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
         return self.noisy(total, "gradient", self._terms.clip) / self._terms.batch_size
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """See Batch."""
+        self.use("difference")
+        if non_negative(bound=bound) == 0:
+            return torch.zeros_like(w)
+        total = self._kernel.clipped_difference(self._x, self._y, w, anchor, bound * (1 - _SLACK))
+        return self.noisy(total, "difference", bound) / self._terms.batch_size

@@ -7,19 +7,24 @@ answers with exact numbers. The algorithm cannot tell the two apart.
     for batch in oracle.batches(3, "gradient", "loss"):     three joint events, charged at once
         w = w - eta * batch.gradient(w)                     any w; each channel once a batch
         loss = batch.loss(w, bound=2.0)
-
+    g = oracle.anchor("gradient").gradient(w)               the event that opens a round: its own
+                                                            rate and noise (terms.Anchor)
     channel    release                                       sensitivity      divided by
     gradient   Σ c_j g_j,  c_j = clamp(w_j, 0, C/‖g_j‖)      C                q N
     gradient   ḡ min(1, C/‖ḡ‖), ḡ the batch's mean gradient  2C               (batch clipping)
+    difference Σ d_j min(1, bound/‖d_j‖), d_j = ∇ℓ_j(w) - ∇ℓ_j(w')
+                                                             bound            q N
     loss       Σ clamp(ℓ_j, 0, bound)                        bound            q N
     below      Σ (1[ℓ_j <= bound] - 1/2)                     1/2              q N, then + 1/2
 
-Each release adds N(0, σ_c² b²) in every coordinate, b the bound: C, bound, 1/2. With m_c = σ_c b
-over the sensitivity, all channels of a batch, which see the same records, are one joint event with
-σ_joint = (Σ m_c^-2)^(-1/2) (spec: releases that share a batch). The divisor of a sum is the
-expected batch size, as the realised one is itself private. The terms say which clipping it is.
+Each release adds N(0, σ_c² b²) in every coordinate, b the bound: C, bound, 1/2; a bound
+follows from released numbers only. With m_c = σ_c b over the sensitivity, all channels of a batch,
+which see the same records, are one joint event with σ_joint = (Σ m_c^-2)^(-1/2) (spec: releases
+that share a batch). The divisor of a sum is the expected batch size, as the realised one is itself
+private. The terms say which clipping it is.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -34,10 +39,11 @@ from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
-from fedpact.privacy.terms import Terms
+from fedpact.privacy.terms import Anchor, Terms
 from fedpact.privacy.weighting import Fair, Uniform, Weighting
 
 __all__ = [
+    "Anchor",
     "Batch",
     "Charge",
     "Fair",
@@ -63,8 +69,20 @@ class Oracle(Protocol):
         """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         ...
 
+    @property
+    def steps_left(self) -> float:
+        """How many batches the site's reservation still allows, public; inf in a plain run.
+
+        To be asked for at the end of `local`, when this request's batches have been charged.
+        """
+        ...
+
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """Yield `count` batches that answer the channels; each is closed by the next one."""
+        ...
+
+    def anchor(self, *channels: str) -> Batch:
+        """Return the batch that opens a round, of the rate that the algorithm's Anchor names."""
         ...
 
 
@@ -84,23 +102,38 @@ class PlainOracle:
     """
 
     noise_variance = 0.0
+    steps_left = math.inf
 
     def __init__(
-        self, records: Records, kernel: PlainKernel, rate: float, size: float, draws: Draws
+        self,
+        records: Records,
+        kernel: PlainKernel,
+        rate: float,
+        size: float,
+        draws: Draws,
+        anchor_rate: float = 1.0,
     ) -> None:
         self._records, self._kernel, self._draws = records, kernel, draws
-        self._rate, self.batch_size = rate, rate * size
+        self._size, self._rate, self.batch_size = size, rate, rate * size
+        self._anchor_rate = anchor_rate
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
         """See Oracle."""
         for _ in range(at_least_one(count=count)):
-            chosen = self._draws.batch(len(self._records.y), self._rate, self._step)
-            self._step += 1
-            x, y = self._records.x[chosen], self._records.y[chosen]
-            batch = PlainBatch(self._kernel, x, y, self.batch_size, channels)
+            batch = self._batch(self._rate, channels)
             yield batch
             batch.close()
+
+    def anchor(self, *channels: str) -> "PlainBatch":
+        """See Oracle."""
+        return self._batch(self._anchor_rate, channels)
+
+    def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
+        chosen = self._draws.batch(len(self._records.y), rate, self._step)
+        self._step += 1
+        x, y = self._records.x[chosen], self._records.y[chosen]
+        return PlainBatch(self._kernel, x, y, rate * self._size, channels)
 
 
 @dataclass(frozen=True)
@@ -153,6 +186,7 @@ class PrivateOracle:
         terms: Terms,
         draws: Draws,
         charge: Callable[[Terms, int, int, tuple[str, ...]], None],
+        left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         if isinstance(charge, Charge) and charge.ledger.hypothetical != draws.repeats:
             raise PolicyRefused(
@@ -160,7 +194,7 @@ class PrivateOracle:
                 f"draws have repeats = {draws.repeats}: a simulation has both, a deployment neither"
             )
         self._records, self._kernel, self._draws = records, kernel, draws
-        self._terms, self._charge = terms, charge
+        self._terms, self._charge, self._left = terms, charge, left
         self._step = 0
 
     @property
@@ -173,17 +207,36 @@ class PrivateOracle:
         """See Oracle."""
         return self._terms.noise_variance
 
+    @property
+    def steps_left(self) -> float:
+        """See Oracle."""
+        return self._left()
+
     def batches(self, count: int, *channels: str) -> Iterator[PerSampleBatch | BatchClippedBatch]:
         """See Oracle. Raises BudgetExhausted and PolicyRefused, before any record is read."""
         self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
         for step in range(first, first + count):
-            batch = self._batch(step, channels)
+            batch = self._batch(self._terms, step, channels)
             yield batch
             batch.close()
 
-    def _batch(self, step: int, channels: tuple[str, ...]) -> PerSampleBatch | BatchClippedBatch:
+    def anchor(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
+        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no anchor."""
+        if not self._terms.anchors:
+            raise PolicyRefused(
+                f"an opening with {list(channels)} was asked for: this run's terms at the site "
+                "name none"
+            )
+        opening = self._terms.opening
+        self._charge(opening, self._step, 1, channels)
+        self._step += 1
+        return self._batch(opening, self._step - 1, channels)
+
+    def _batch(
+        self, terms: Terms, step: int, channels: tuple[str, ...]
+    ) -> PerSampleBatch | BatchClippedBatch:
         def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
             def gaussian(size: int, like: Tensor) -> Tensor:
                 return self._draws.gaussian(size, like, step, channel)
@@ -193,8 +246,8 @@ class PrivateOracle:
                 return grid.noisy(total, sigma, bound, gaussian)
             return total.add(gaussian(total.numel(), total), alpha=sigma * bound)
 
-        chosen = self._draws.batch(len(self._records.y), self._terms.rate, step)
-        x, y, terms = self._records.x[chosen], self._records.y[chosen], self._terms
+        chosen = self._draws.batch(len(self._records.y), terms.rate, step)
+        x, y = self._records.x[chosen], self._records.y[chosen]
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         if terms.mechanism == "batch_clipped":
             kernel = cast(BatchClippedKernel, self._kernel)

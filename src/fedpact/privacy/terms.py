@@ -6,8 +6,8 @@ Everything here is public. The terms are fixed before the first release, from de
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
@@ -21,7 +21,7 @@ from fedpact.theory.accounting import (
     max_steps,
     running_epsilon,
 )
-from fedpact.theory.calibration import smallest_sigma
+from fedpact.theory.calibration import smallest_scale
 
 ADJACENCY = "add/remove one record"
 
@@ -52,6 +52,22 @@ def sensitivity(mechanism: Mechanism, channel: str) -> float:
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """The joint event that opens a round: one of its own, beside the batches of the local steps.
+
+    rate: each record's chance to be in it, in (0, 1]; 1 takes all of them, without amplification.
+    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError.
+    """
+
+    rate: float
+    channels: Channels
+
+    def __post_init__(self) -> None:
+        check.rate(rate=self.rate)
+        _check_ratios(self.channels)
+
+
+@dataclass(frozen=True)
 class Terms:
     """One site's terms in a private run.
 
@@ -60,7 +76,8 @@ class Terms:
     standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: joint
     events that are reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by
     which the events were counted. mechanism: what is clipped. size_noise: the noise multiplier of
-    the released size; None where it is declared.
+    the released size; None where it is declared. anchor_rate, anchor_sigmas, anchors: the same of
+    the event that opens a round, and how many of them are reserved; no sigmas: there is none.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -75,18 +92,30 @@ class Terms:
     accountant: Accountant
     mechanism: Mechanism = "per_sample"
     size_noise: float | None = None
+    anchor_rate: float = 1.0
+    anchor_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
+    anchors: int = 0
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
         check.rate(rate=self.rate)
+        check.rate(anchor_rate=self.anchor_rate)
         check.natural(steps=self.steps)
-        for name, sigma in self.sigmas.items():
-            check.non_negative(**{f"sigmas[{name!r}]": sigma})
-        noisy = [sigma > 0 for sigma in self.sigmas.values()]
-        if not noisy or any(noisy) != all(noisy):
+        check.natural(anchors=self.anchors)
+        noisy = [
+            check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
+            for name, sigma in (*self.sigmas.items(), *self.anchor_sigmas.items())
+        ]
+        if not self.sigmas or any(noisy) != all(noisy):
             raise InputError(
-                f"sigmas is {dict(self.sigmas)}: expected at least one channel, and noise on all: "
-                "one exact release on a batch leaves its records unprotected"
+                f"sigmas is {dict(self.sigmas)}, anchor_sigmas {dict(self.anchor_sigmas)}: "
+                "expected at least one channel, and noise on all: one exact release leaves its "
+                "records unprotected"
+            )
+        if bool(self.anchors) != bool(self.anchor_sigmas):
+            raise InputError(
+                f"anchors is {self.anchors} with anchor_sigmas {dict(self.anchor_sigmas)}: "
+                "expected both or none"
             )
         if all(noisy) or self.clip != math.inf:
             check.positive(clip=self.clip)
@@ -101,7 +130,22 @@ class Terms:
     def releases(self) -> dict[str, float]:
         """Everything the site releases -> its noise multiplier: the channels, and a noisy size."""
         size = {} if self.size_noise is None else {"size": self.size_noise}
-        return self.multipliers | size
+        opening = {f"anchor {name}": s for name, s in self.opening.multipliers.items()}
+        return self.multipliers | (opening if self.anchors else {}) | size
+
+    @property
+    def opening(self) -> "Terms":
+        """The terms of the event that opens a round, as those of a batch; these without one."""
+        if not self.anchors:
+            return self
+        return replace(
+            self,
+            rate=self.anchor_rate,
+            sigmas=self.anchor_sigmas,
+            steps=self.anchors,
+            anchor_sigmas={},
+            anchors=0,
+        )
 
     @property
     def event(self) -> SampledGaussian:
@@ -117,15 +161,21 @@ class Terms:
     def noise_variance(self) -> float:
         """The variance of a released gradient's noise in each coordinate.
 
-        (σ C)² for a clipped mean, (σ C / (q N))² for a clipped sum over the expected batch size.
+        (σ C)² for a clipped mean, (σ C / (q N))² for a clipped sum over the expected batch size;
+        0 where the batches release no gradient.
         """
-        sigma = self.sigmas["gradient"]
+        sigma = self.sigmas.get("gradient", 0.0)
         divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
-    def history(self, steps: int) -> History:
-        """Return the run's events up to `steps` joint ones: the released size comes before them."""
-        return Counter(_size_event(self.size_noise)) + Counter({self.event: steps})
+    def history(self, steps: int, anchors: int | None = None) -> History:
+        """Return the run's events up to `steps` batches and `anchors`, by default all anchors.
+
+        The released size comes before them. No steps means no anchors either.
+        """
+        opened = min(steps, self.anchors) if anchors is None else anchors
+        opening = Counter({self.opening.event: opened}) if opened else Counter[SampledGaussian]()
+        return Counter(_size_event(self.size_noise)) + opening + Counter({self.event: steps})
 
     def epsilon_after(self, spent: History) -> float:
         """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""
@@ -151,24 +201,49 @@ def calibrated(
     accountant: Accountant,
     mechanism: Mechanism = "per_sample",
     size_noise: float | None = None,
+    anchor: Anchor | None = None,
+    anchors: int = 0,
 ) -> Terms:
-    """Return the terms with the least noise at which `steps` joint events cost at most `budget`.
+    """Return the terms with the least noise at which all that is planned costs at most `budget`.
 
-    With a noisy size, the steps and its release do together.
-
+    Planned are `steps` joint events, `anchors` openings of rounds, and the size where it is noisy.
     With r_c the channels' relative noise and s_c their sensitivities, σ_c = r_c σ and
     σ_joint = σ / sqrt(Σ (s_c / r_c)²). Raises PlanError: the size alone costs more than the budget.
     """
     _check_ratios(channels)
     before = _affordable_size(site, size_noise, budget, accountant)
-    whole = smallest_sigma(budget, rate, steps, accountant, spent=before)
-    needs = (sensitivity(mechanism, name) / ratio for name, ratio in channels.items())
-    sigma = whole * math.sqrt(sum(need**2 for need in needs))
-    sigmas = {name: ratio * sigma for name, ratio in channels.items()}
-    # Rounding in the joint multiplier must not push the reservation past the budget.
-    while joint(rate, _multipliers(mechanism, sigmas).values()).sigma < whole:
-        sigmas = {name: math.nextafter(value, math.inf) for name, value in sigmas.items()}
-    return Terms(site, size, rate, clip, sigmas, steps, budget, accountant, mechanism, size_noise)
+    # The batches' joint multiplier is the unit: a power of σ that the caches share.
+    unit = _relative(mechanism, channels)
+    planned = Counter({SampledGaussian(rate, 1.0): steps})
+    least = 0.0
+    if anchor:
+        least = _relative(mechanism, anchor.channels) / unit
+        planned[SampledGaussian(anchor.rate, least)] += anchors
+    whole = smallest_scale(budget, planned, accountant, spent=before)
+    sigma = whole / unit
+
+    common: dict[str, Any] = {
+        "site": site,
+        "size": size,
+        "rate": rate,
+        "clip": clip,
+        "budget": budget,
+        "accountant": accountant,
+        "mechanism": mechanism,
+        "size_noise": size_noise,
+        "steps": steps,
+        "anchors": anchors,
+    }
+
+    def terms(sigma: float) -> Terms:
+        return _terms(sigma, channels, anchor, **common)
+
+    # Rounding in the joint multipliers must not push the reservation past the budget.
+    found = terms(sigma)
+    while found.event.sigma < whole or (anchor and found.opening.event.sigma < whole * least):
+        sigma = math.nextafter(sigma, math.inf)
+        found = terms(sigma)
+    return found
 
 
 def with_given_noise(
@@ -184,26 +259,62 @@ def with_given_noise(
     accountant: Accountant,
     mechanism: Mechanism = "per_sample",
     size_noise: float | None = None,
+    anchor: Anchor | None = None,
+    anchors: int = 0,
 ) -> Terms:
     """Return terms with gradient noise `sigma`; as many of `steps` events as the budget allows.
 
-    Raises PlanError: the budget does not allow a single one, after the size where that is noisy.
+    All anchors are paid for first, as every round opens with one.
+    Raises PlanError: the budget does not allow a single step after the anchors and a noisy size.
     """
     _check_ratios(channels)
     check.positive(sigma=sigma)
     check.count(steps=steps)
-    sigmas = {name: ratio * sigma for name, ratio in channels.items()}
-    event = joint(rate, _multipliers(mechanism, sigmas).values())
-    before = _affordable_size(site, size_noise, budget, accountant)
-    allowed = max_steps(event, budget, accountant, spent=before)
+    full = _terms(
+        sigma,
+        channels,
+        anchor,
+        site=site,
+        size=size,
+        rate=rate,
+        clip=clip,
+        steps=steps,
+        budget=budget,
+        accountant=accountant,
+        mechanism=mechanism,
+        size_noise=size_noise,
+        anchors=anchors,
+    )
+    _affordable_size(site, size_noise, budget, accountant)
+    allowed = max_steps(full.event, budget, accountant, spent=full.history(0, full.anchors))
     if allowed < 1:
+        opened = f", after the openings of {anchors} rounds," if anchors else ""
         raise PlanError(
-            f"privacy.sigma is {sigma:g}: at q = {rate:g} a single step of site {site!r} costs "
-            f"more than (ε = {budget.epsilon:g}, δ = {budget.delta:g}); raise sigma, or leave it "
-            "out to have it calibrated"
+            f"privacy.sigma is {sigma:g}: at q = {rate:g} a single step of site {site!r}{opened} "
+            f"costs more than (ε = {budget.epsilon:g}, δ = {budget.delta:g}); raise sigma, or "
+            "leave it out to have it calibrated"
         )
-    steps = min(steps, allowed)
-    return Terms(site, size, rate, clip, sigmas, steps, budget, accountant, mechanism, size_noise)
+    return replace(full, steps=min(steps, allowed))
+
+
+def _terms(
+    sigma: float, channels: Channels, anchor: Anchor | None, *, anchors: int, **common: Any
+) -> Terms:
+    """Terms whose channels have their ratios times sigma."""
+    opening: dict[str, Any] = {}
+    if anchor:
+        opening = {
+            "anchor_rate": anchor.rate,
+            "anchor_sigmas": {name: ratio * sigma for name, ratio in anchor.channels.items()},
+            "anchors": anchors,
+        }
+    sigmas = {name: ratio * sigma for name, ratio in channels.items()}
+    return Terms(sigmas=sigmas, **common, **opening)
+
+
+def _relative(mechanism: Mechanism, channels: Channels) -> float:
+    """Return the joint multiplier of channels with σ = 1."""
+    return joint(1.0, _multipliers(mechanism, channels).values()).sigma
 
 
 def _affordable_size(

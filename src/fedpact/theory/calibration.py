@@ -8,11 +8,12 @@ Every answer lies on the safe side: epsilon(answer) <= budget.epsilon has been e
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from fedpact import check
-from fedpact.errors import BudgetExhausted
+from fedpact.errors import BudgetExhausted, InputError
 from fedpact.theory import special
 from fedpact.theory.accounting import (
     Accountant,
@@ -44,9 +45,34 @@ def smallest_sigma(
     """
     check.rate(q=q)
     check.count(steps=steps)
+    planned = {SampledGaussian(q, 1.0): steps}
+    return smallest_scale(budget, planned, accountant, conversion, spent)
 
-    def cost(log_sigma: float, by: Accountant) -> float:
-        return _cost(SampledGaussian(q, math.exp(log_sigma)), steps, budget, by, conversion, spent)
+
+def smallest_scale(
+    budget: Budget,
+    planned: History,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+    spent: History | None = None,
+) -> float:
+    """Return the least factor (within 0.02 %) on every planned σ that keeps the budget.
+
+    planned: events whose σ stand to each other as they are to; their own scale does not matter to
+    what is released. spent: what the budget already bears, not scaled. Raises BudgetExhausted where
+    no noise would do, and InputError for an empty plan.
+    """
+    if not planned or not all(count >= 1 for count in planned.values()):
+        raise InputError(f"planned is {dict(planned)}: expected events, each at least once")
+
+    def cost(log_scale: float, by: Accountant) -> float:
+        return epsilon(history(math.exp(log_scale)), budget.delta, by, conversion)
+
+    def history(scale: float) -> History:
+        total = Counter(spent or {})
+        for event, count in planned.items():
+            total[SampledGaussian(event.q, scale * event.sigma)] += count
+        return total
 
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
     if not cost(high, accountant) <= budget.epsilon:
