@@ -16,11 +16,13 @@ from torch import Tensor
 from fedpact.data.dataset import Dataset
 from fedpact.data.heart import load_heart
 from fedpact.data.images import load_digits, load_images
+from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import Table, read_npz, read_table
 from fedpact.errors import DataError
 
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "heart_disease")
 _SUFFIXES = (".csv", ".parquet", ".npz")
+_WITH_TEST = "+test"
 
 
 def load(
@@ -32,6 +34,9 @@ def load(
 ) -> Dataset:
     """Return a data set by its name (NAMES), or from a .csv, .parquet or .npz file by its path.
 
+    "NAME+test" puts the public test set's records behind the others, and leaves no test set: for
+    papers that split all records inside each site.
+    "synthetic(ALPHA,BETA)" and "synthetic_iid" are made, not read; see data.synthetic.
     label: the column of the labels, required for .csv and .parquet, where every other column but
     `site`, the column of site names, is a numeric feature, taken as it is.
     An .npz holds arrays x, y and optionally x_test, y_test, site.
@@ -40,6 +45,8 @@ def load(
     means the same everywhere.
     Raises DataError: unknown name, missing or damaged file, a missing value, a column not there.
     """
+    if name.endswith(_WITH_TEST):
+        return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
         return _from_table(name, read_table(Path(name), label, site), classes)
@@ -53,7 +60,8 @@ def load(
         pair = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
         x, y, sites = arrays["x"], arrays["y"], arrays.get("site")
         return from_arrays(x, y, name=name, classes=classes, site=sites, test=pair)
-    if classes is not None and name in NAMES:
+    made = Synthetic.parse(name)
+    if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "digits":
         return load_digits()
@@ -61,9 +69,26 @@ def load(
         return load_heart()
     if name in NAMES:
         return load_images(name)
+    if made:
+        return made.dataset(name)
     raise DataError(
-        f"data set {name!r} is unknown: expected one of {', '.join(NAMES)}, or the path of a file "
-        f"ending in {', '.join(_SUFFIXES)}"
+        f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the path "
+        f"of a file ending in {', '.join(_SUFFIXES)}"
+    )
+
+
+def _with_test(data: Dataset) -> Dataset:
+    if data.x_test is None or data.y_test is None or data.site is not None:
+        raise DataError(
+            f"data set {data.name}: {_WITH_TEST} needs a public test set, and records without sites"
+            f" of their own; it has {'sites' if data.site else 'no test set'}: leave it out"
+        )
+    return Dataset(
+        name=data.name + _WITH_TEST,
+        x=torch.cat([data.x, data.x_test]),
+        y=torch.cat([data.y, data.y_test]),
+        classes=data.classes,
+        description=f"{data.description}; the public test set's records among the others",
     )
 
 
