@@ -142,17 +142,20 @@ class Whole:
         named = dict(model.module.named_parameters())
         self._parameters = {name: named[name] for name, _ in model.views(model.vector)}
         size = model.size * model.vector.element_size()
-        self.names = list(self._parameters)
         self.step = max(1, min(CHUNK, parts.KEEP_BYTES // size))
         self._loop = False
 
-    def measure(self, x: Tensor, y: Tensor) -> tuple[Tensor, Part]:
-        """The losses [B] and the model's Part, for at most `step` samples."""
+    def share(self, rows: dict[str, Tensor]) -> tuple[dict[str, str], Part]:
+        """(The model's parameter names, as its own; the Part of per-sample gradients by name)."""
+        return {name: name for name in self._parameters}, kept(rows)
+
+    def rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [B] and per-sample gradients [B, ...] by name, for at most `step` samples."""
         what = _describe("", self._module)
         _announce(
             logging.INFO,
-            f"{what} draws random numbers in a module without a gradient rule: "
-            "vmap differentiates the whole model",
+            f"{what} holds a module without a gradient rule that draws random numbers, or is asked "
+            "for at two points: vmap differentiates the whole model",
         )
         if not self._loop:
             try:
@@ -166,9 +169,9 @@ class Whole:
             for j in range(len(x)):
                 losses.append(self._loss(self._module(x[j : j + 1]), y[j : j + 1]))
                 found.append(gradients(losses[-1].sum(), parameters))
-        return torch.cat(losses).detach(), kept(_stacked(self._parameters, found))
+        return torch.cat(losses).detach(), _stacked(self._parameters, found)
 
-    def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, Part]:
+    def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
             output = cast(Tensor, functional_call(self._module, w, (record.unsqueeze(0),)))
             return self._loss(output, target.unsqueeze(0)).sum()
@@ -177,7 +180,7 @@ class Whole:
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
         with _without_advice():
             found, losses = cast(Any, batched)(weights, x, y)
-        return losses, kept(found)
+        return losses, cast(dict[str, Tensor], found)
 
 
 def _stacked(names: Iterable[str], rows: list[list[Tensor]]) -> dict[str, Tensor]:

@@ -13,22 +13,19 @@ A kernel changes its module's flags while it works, so it serves one thread: giv
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpact import check
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.cover import Cover, NotAUnit
-from fedpact.privacy.fallback import Random, Whole
-from fedpact.privacy.parts import Part
+from fedpact.privacy.generic import Generic, Measured, one_each, trainable
 from fedpact.privacy.separation import Mixers, check_separation
-from fedpact.privacy.tape import Recorded, gradients, record, requiring_grad
+from fedpact.privacy.tape import gradients, requiring_grad
 
 Weights = Callable[[Tensor], Tensor]
 """Losses [B] -> weights [B], each from its own record's loss alone."""
@@ -37,19 +34,8 @@ Weights = Callable[[Tensor], Tensor]
 _Weigh = Callable[[Tensor, slice], Tensor]
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Losses [B] of one pass, and what each module adds: (its parameter names, its Part)."""
-
-    losses: Tensor
-    shares: list[tuple[dict[str, str], Part]]
-
-    def norms(self) -> Tensor:
-        """‖g_j‖ [B]; the layers' shares are summed in float64."""
-        squares = torch.zeros_like(self.losses, dtype=torch.float64)
-        for _, part in self.shares:
-            squares += part.squares
-        return squares.sqrt().to(self.losses.dtype)
+# What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
+_Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
 
 
 class PerSampleKernel:
@@ -64,9 +50,8 @@ class PerSampleKernel:
         check_precision(model)
         self._mixers = Mixers(model.module)
         self._mixers.check()
-        self._cover = Cover(model)
-        self._whole: Whole | None = None
-        self._trainable = _trainable(model)
+        self._generic = Generic(model, loss)
+        self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -88,7 +73,29 @@ class PerSampleKernel:
         def weigh(losses: Tensor, _: slice) -> Tensor:
             return _weights(weights, losses)
 
-        return self._sum(x.detach(), y, clip, weigh)
+        return self._sum(self._generic.gradients, x.detach(), y, clip, weigh)
+
+    def clipped_difference(
+        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, bound: float
+    ) -> Tensor:
+        """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = min(1, bound/‖d_j‖).
+
+        w, anchor: [d]; the model is left at w. bound: > 0, or infinity. Each difference is clipped
+        as a whole, by the norm of the difference itself, so the promises of clipped_sum hold
+        however near w is to the anchor. Dropout layers draw anew at either point.
+        Raises InputError for another bound, and ModelError as clipped_sum does.
+        """
+        if bound != math.inf:
+            check.positive(bound=bound)
+        # The model's own vector changes while the other point is loaded.
+        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+
+        def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
+            return self._generic.differences(x, y, w, anchor)
+
+        total = self._sum(measure, x.detach(), y, bound, lambda losses, _: torch.ones_like(losses))
+        self.model.load(w)
+        return total
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
@@ -103,7 +110,7 @@ class PerSampleKernel:
     def _contributions(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
         one = torch.eye(len(x), dtype=self.model.vector.dtype, device=x.device)
-        rows = [self._sum(x, y, clip, partial(_fixed, row)) for row in one]
+        rows = [self._sum(self._generic.gradients, x, y, clip, partial(_fixed, row)) for row in one]
         return torch.stack(rows)
 
     def _alone(self, x: Tensor, y: Tensor) -> Tensor:
@@ -115,69 +122,20 @@ class PerSampleKernel:
                 rows.append(_flat(gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
-    def _sum(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
-        batch = len(x)
-        if batch == 0:
-            return torch.zeros_like(self.model.vector)
+    def _sum(self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
+        total = torch.zeros_like(self.model.vector)
+        if len(x) == 0:
+            return total
         self._mixers.check()
-        if self._whole is None:
-            try:
-                return self._weighted(self._measure(x, y), x, y, clip, weigh, slice(batch))
-            except Random:
-                self._whole = Whole(self.model, self._loss)
-        total = torch.zeros_like(self.model.vector)
-        for i in range(0, batch, self._whole.step):
-            rows = slice(i, min(i + self._whole.step, batch))
-            losses, part = self._whole.measure(x[rows], y[rows])
-            measured = _Measured(losses, [({n: n for n in self._whole.names}, part)])
-            total += self._weighted(measured, x, y, clip, weigh, rows)
-        return total
-
-    def _measure(self, x: Tensor, y: Tensor) -> _Measured:
-        """One forward and one backward pass, and the modules' squared norms."""
-        while True:
-            owners = self._cover.owners
-            entries = [
-                Recorded(o.module, partial(o.accept, len(x)), fresh=o.layer is not None)
-                for o in owners
-            ]
-            try:
-                with requiring_grad(self._trainable, False):
-                    losses, calls = record(
-                        entries, lambda: _checked(self._loss(self.model.module(x), y), len(x))
-                    )
-                    if losses.requires_grad:
-                        torch.autograd.backward(losses, torch.ones_like(losses))
-                break
-            except NotAUnit as found:
-                self._cover.promote(found.owner)
-        shares: list[tuple[dict[str, str], Part]] = []
-        with torch.no_grad():
-            for owner, made in zip(owners, calls, strict=True):
-                live = [call for call in made if call.grad is not None]
-                for call in live:
-                    call.check(owner.path)
-                if live:
-                    shares.append((owner.names, owner.measure(live)))
-                made.clear()
-        return _Measured(losses.detach(), shares)
-
-    def _weighted(
-        self, measured: _Measured, x: Tensor, y: Tensor, clip: float, weigh: _Weigh, rows: slice
-    ) -> Tensor:
-        """Σ c_j g_j over the samples `rows` of x, y, of which `measured` tells."""
-        norms = measured.norms()
-        w = weigh(measured.losses, rows).clamp_min(0)
-        good = measured.losses.isfinite() & norms.isfinite() & w.isfinite()
-        if not good.all():
-            # 0 times infinity is no number, so the others are summed without the bad ones.
-            return self._sum(x[rows][good], y[rows][good], clip, partial(_fixed, w[good]))
-        c = torch.minimum(w, clip / norms)
-        total = torch.zeros_like(self.model.vector)
-        views = dict(self.model.views(total))
-        with torch.no_grad():
-            for names, part in measured.shares:
-                part.write(c, {local: views[name] for local, name in names.items()})
+        for rows, measured in measure(x, y):
+            w = weigh(measured.losses, rows).clamp_min(0)
+            good = measured.losses.isfinite() & measured.norms.isfinite() & w.isfinite()
+            if good.all():
+                measured.add(torch.minimum(w, clip / measured.norms), total)
+            else:
+                # 0 times infinity is no number, so the others are summed without the bad ones.
+                weigh_good = partial(_fixed, w[good])
+                total += self._sum(measure, x[rows][good], y[rows][good], clip, weigh_good)
         return total
 
 
@@ -191,7 +149,7 @@ class PlainKernel:
         self.model, self._loss = model, loss
         self._mixers = Mixers(model.module)
         self._mixers.check()
-        self._trainable = _trainable(model)
+        self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -206,9 +164,17 @@ class PlainKernel:
             return torch.zeros_like(self.model.vector)
         self._mixers.check()
         with requiring_grad(self._trainable) as parameters:
-            losses = _checked(self._loss(self.model.module(x.detach()), y), len(x))
+            losses = one_each(self._loss(self.model.module(x.detach()), y), len(x))
             w = _weights(weights, losses.detach()).clamp_min(0)
             return _flat(gradients((w * losses).sum(), parameters))
+
+    def difference(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Tensor:
+        """Σ_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
+        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+        self.model.load(anchor)
+        before = self.weighted_sum(x, y)
+        self.model.load(w)
+        return self.weighted_sum(x, y) - before
 
 
 def check_precision(model: FlatModel) -> None:
@@ -220,10 +186,9 @@ def check_precision(model: FlatModel) -> None:
         )
 
 
-def _trainable(model: FlatModel) -> list[nn.Parameter]:
-    """The model's trainable parameters in the order of its vector."""
-    named = dict(model.module.named_parameters())
-    return [named[name] for name, _ in model.views(model.vector)]
+def _apart(v: Tensor, vector: Tensor) -> Tensor:
+    same = v.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    return v.clone() if same else v
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
@@ -249,13 +214,4 @@ def _losses(model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
     if len(x) == 0:
         return model.vector.new_zeros(0)
     with torch.no_grad():
-        return _checked(loss(model.module(x), y), len(x))
-
-
-def _checked(losses: Tensor, batch: int) -> Tensor:
-    if losses.shape != (batch,):
-        raise ModelError(
-            f"the losses of {batch} records have shape {tuple(losses.shape)}: expected ({batch},), "
-            "one a record; use a loss that does not reduce over the batch, as fedpact.losses has"
-        )
-    return losses
+        return one_each(loss(model.module(x), y), len(x))

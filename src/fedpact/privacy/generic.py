@@ -1,0 +1,176 @@
+"""Per-sample gradients of any model that keeps records apart, by autograd and the tape.
+
+One forward and one backward pass of the activations record every layer's input and output gradient
+(tape); the layers' rules turn them into norms and weighted sums (cover, layers, fallback).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.errors import ModelError
+from fedpact.losses import Loss
+from fedpact.params import FlatModel
+from fedpact.privacy.cover import Cover, NotAUnit, Owner
+from fedpact.privacy.difference import difference, held
+from fedpact.privacy.fallback import Random, Whole
+from fedpact.privacy.layers import Layer
+from fedpact.privacy.parts import Part
+from fedpact.privacy.tape import Call, Recorded, record, requiring_grad
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass over n records: losses [n], ‖g_j‖ [n]; add(c [n], total [d]) adds Σ_j c_j g_j."""
+
+    losses: Tensor
+    norms: Tensor
+    add: Callable[[Tensor, Tensor], None]
+
+
+# A module's share of a pass: (its parameter names -> the model's, its Part).
+_Share = tuple[dict[str, str], Part]
+
+
+class Generic:
+    """Measures batches. Raises ModelError where a model or a loss does not keep records apart."""
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        self._model, self._loss = model, loss
+        self.cover = Cover(model)
+        self._whole = Whole(model, loss)
+        self._random = False
+        self._trainable = trainable(model)
+
+    def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
+        """Measure g_j = ∇ℓ_j at the model's weights: the batch at once, or slice by slice."""
+        if not self._random:
+            try:
+                losses, calls = self._pass(x, y)
+                yield slice(len(x)), self._measured(losses, self._shares(calls))
+                return
+            except Random:
+                self._random = True
+        for rows in self._slices(len(x)):
+            losses, found = self._whole.rows(x[rows], y[rows])
+            yield rows, self._measured(losses, [self._whole.share(found)])
+
+    def differences(
+        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
+    ) -> Iterator[tuple[slice, Measured]]:
+        """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
+
+        The losses are those at w, and not finite where one of the two is not.
+        """
+        layers = [(owner, owner.layer) for owner in self.cover.owners if owner.layer]
+        if len(layers) == len(self.cover.owners):
+            yield slice(len(x)), self._apart(layers, x, y, w, anchor)
+            return
+        # A unit is replayed at the weights it was recorded at; two points would take two replays
+        # with two sets of weights, so the model is differentiated as a whole instead.
+        for rows in self._slices(len(x)):
+            self._model.load(anchor)
+            below, before = self._whole.rows(x[rows], y[rows])
+            self._model.load(w)
+            above, after = self._whole.rows(x[rows], y[rows])
+            found = {name: after[name] - before[name] for name in after}
+            yield rows, self._measured(_both(above, below), [self._whole.share(found)])
+
+    def _apart(
+        self, layers: list[tuple[Owner, Layer]], x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
+    ) -> Measured:
+        self._model.load(anchor)
+        below, before = self._pass(x, y)
+        before = [[held(call, self._model.vector) for call in made] for made in before]
+        self._model.load(w)
+        above, after = self._pass(x, y)
+        shares: list[_Share] = []
+        with torch.no_grad():
+            for owner, layer in layers:
+                both = after.pop(0), before.pop(0)
+                if any(both):
+                    part = difference(owner.module, layer.rule, frozenset(owner.names), both)
+                    shares.append((owner.names, part))
+        return self._measured(_both(above, below), shares)
+
+    def _slices(self, batch: int) -> Iterator[slice]:
+        step = self._whole.step
+        return (slice(i, min(i + step, batch)) for i in range(0, batch, step))
+
+    def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
+        """Losses [B], and each owner's calls with their output gradients."""
+        while True:
+            owners = self.cover.owners
+            entries = [
+                Recorded(o.module, partial(o.accept, len(x)), fresh=o.layer is not None)
+                for o in owners
+            ]
+            try:
+                with requiring_grad(self._trainable, False):
+                    losses, calls = record(
+                        entries, lambda: one_each(self._loss(self._model.module(x), y), len(x))
+                    )
+                    if losses.requires_grad:
+                        torch.autograd.backward(losses, torch.ones_like(losses))
+                return losses.detach(), [
+                    _checked(o, made) for o, made in zip(owners, calls, strict=True)
+                ]
+            except NotAUnit as found:
+                self.cover.promote(found.owner)
+
+    def _shares(self, calls: list[list[Call]]) -> list[_Share]:
+        shares: list[_Share] = []
+        with torch.no_grad():
+            for owner in self.cover.owners:
+                # Let go of each layer's calls: a rule holds what it still needs.
+                made = calls.pop(0)
+                if made:
+                    shares.append((owner.names, owner.measure(made)))
+        return shares
+
+    def _measured(self, losses: Tensor, shares: list[_Share]) -> Measured:
+        # The layers' shares of the squared norm are summed in float64.
+        squares = torch.zeros_like(losses, dtype=torch.float64)
+        for _, part in shares:
+            squares += part.squares
+
+        def add(c: Tensor, total: Tensor) -> None:
+            fresh = torch.zeros_like(total)
+            views = dict(self._model.views(fresh))
+            with torch.no_grad():
+                for names, part in shares:
+                    part.write(c, {local: views[name] for local, name in names.items()})
+            total += fresh
+
+        return Measured(losses, squares.sqrt().to(losses.dtype), add)
+
+
+def _checked(owner: Owner, calls: list[Call]) -> list[Call]:
+    """The calls that a loss depends on. Raises ModelError where an input was changed in place."""
+    live = [call for call in calls if call.grad is not None]
+    for call in live:
+        call.check(owner.path)
+    return live
+
+
+def _both(above: Tensor, below: Tensor) -> Tensor:
+    return torch.where(below.isfinite(), above, below)
+
+
+def trainable(model: FlatModel) -> list[nn.Parameter]:
+    """The model's trainable parameters in the order of its vector."""
+    named = dict(model.module.named_parameters())
+    return [named[name] for name, _ in model.views(model.vector)]
+
+
+def one_each(losses: Tensor, batch: int) -> Tensor:
+    """Return losses [batch]. Raises ModelError for another shape."""
+    if losses.shape != (batch,):
+        raise ModelError(
+            f"the losses of {batch} records have shape {tuple(losses.shape)}: expected ({batch},), "
+            "one a record; use a loss that does not reduce over the batch, as fedpact.losses has"
+        )
+    return losses
