@@ -20,11 +20,12 @@ Sources = dict[str, str]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("check",),
-    ("messages", "params", "losses"),  # what may cross the wire; the flat vector; per-record losses
+    ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     ("privacy", "data", "models", "metrics"),
     ("local", "control"),  # what several algorithms share
     ("algorithms",),
+    ("methods",),  # an algorithm with its settings, and what goes around any of them
     ("plan",),
     ("folder",),  # a run's files: both sides of the wire write theirs through it
     ("client", "round"),  # the two sides of the wire: neither knows the other

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from fedpact import algorithms
+from fedpact.algorithms import BaseSettings
 from fedpact.client import Client
 from fedpact.errors import BudgetExhausted, PolicyRefused
 from fedpact.messages import Local, Refusal, Reply, State, Task
-
-
-class NoSettings(BaseModel):
-    pass
+from fedpact.methods import Method
 
 
 class Counting:
@@ -37,7 +34,8 @@ def client(tmp_path, monkeypatch):
     def make(algorithm=Counting):
         monkeypatch.setattr(algorithms, "load", lambda name: algorithm)
         memory = tmp_path / "site" / "memory.safetensors"
-        return Client("a", 10.0, "counting", NoSettings(), lambda t, m, b: None, None, memory)
+        method = Method("counting", BaseSettings())
+        return Client("a", 10.0, method, lambda t, m, b: None, None, memory)
 
     return make
 

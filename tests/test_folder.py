@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from fedpact.costs import Costs
 from fedpact.errors import DataError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.messages import RoundRecord, State
@@ -8,18 +9,19 @@ from fedpact.messages import RoundRecord, State
 
 def checkpoint(number):
     state = State({"w": torch.randn(5)}, {"F": 0.1 + number})
-    return Checkpoint(state, number, {"a": number, "b": -1}, 100 * number)
+    costs = Costs(number, 100 * number, 0.1 * number, 3 * number, 9 * number, 0.3 * number)
+    return Checkpoint(state, number, {"a": number, "b": -1}, costs)
 
 
 def test_a_checkpoint_reads_back_bit_for_bit():
     before = checkpoint(7)
     after = Checkpoint.from_bytes(before.to_bytes())
     assert torch.equal(after.state.vectors["w"], before.state.vectors["w"])
-    assert (after.state.numbers, after.round, after.included, after.sent) == (
+    assert (after.state.numbers, after.round, after.included, after.costs) == (
         before.state.numbers,
         before.round,
         before.included,
-        before.sent,
+        before.costs,
     )
 
 

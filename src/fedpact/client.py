@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel
-
-from fedpact import algorithms
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.folder import write_whole
 from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
@@ -35,24 +33,22 @@ class Client(Generic[Bench]):
         self,
         name: str,
         size: float,
-        algorithm: str,
-        settings: BaseModel,
+        method: Method,
         oracle: Callable[[Task, State, Bench], Oracle],
         ledger: Ledger | None,
         memory: Path,
         policy: Policy | None = None,
     ) -> None:
         self.name, self._size = name, size
-        self._algorithm, self._settings = algorithms.load(algorithm), settings
-        self._algorithm_name = algorithm
+        self._method = method
         self._oracle, self.ledger = oracle, ledger
         self._memory, self._policy = _Memory(memory), policy
 
     def _check(self, task: Task) -> None:
-        if task.algorithm != self._algorithm_name:
+        if task.algorithm != self._method.name:
             raise PolicyRefused(
                 f"a task of {task.algorithm!r} came to a site that takes part in "
-                f"{self._algorithm_name!r}"
+                f"{self._method.name!r}"
             )
         if self._policy:
             self._policy.check_task(task.algorithm)
@@ -62,9 +58,7 @@ class Client(Generic[Bench]):
         try:
             self._check(task)
             memory = self._memory.for_task(task)
-            local = self._algorithm.local(
-                task, self._oracle(task, memory, bench), memory, self._settings
-            )
+            local = self._method.local(task, self._oracle(task, memory, bench), memory)
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:

@@ -15,10 +15,11 @@ sites/NAME/         ledger.jsonl, memory.safetensors: the site's own
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fedpact.costs import Costs
 from fedpact.errors import DataError
 from fedpact.messages import RoundRecord, State, from_bytes, to_bytes
 
@@ -39,17 +40,18 @@ class Checkpoint:
     """The server between two rounds.
 
     round: rounds committed so far. included: site -> last round whose reply entered the state.
-    sent: bytes of all messages so far.
+    costs: bytes and seconds of all rounds so far.
     """
 
     state: State
     round: int
     included: Mapping[str, int]
-    sent: int
+    costs: Costs = field(default_factory=Costs)
 
     def to_bytes(self) -> bytes:
         """Encode for state.safetensors; the progress stands beside the state's numbers."""
-        progress = {"/round": self.round, "/sent": self.sent}
+        costs = {f"/cost/{name}": value for name, value in asdict(self.costs).items()}
+        progress = {"/round": self.round, **costs}
         included = {f"/included/{site}": last for site, last in self.included.items()}
         numbers = {**self.state.numbers, **progress, **included}
         return to_bytes(State(self.state.vectors, numbers))
@@ -61,10 +63,11 @@ class Checkpoint:
         if not isinstance(stored, State):
             raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
         numbers = dict(stored.numbers)
-        sent, done = int(numbers.pop("/sent")), int(numbers.pop("/round"))
+        done = int(numbers.pop("/round"))
+        found: dict[str, Any] = {f.name: numbers.pop(f"/cost/{f.name}") for f in fields(Costs)}
         keys = [key for key in numbers if key.startswith("/included/")]
         included = {key.removeprefix("/included/"): int(numbers.pop(key)) for key in keys}
-        return Checkpoint(State(stored.vectors, numbers), done, included, sent)
+        return Checkpoint(State(stored.vectors, numbers), done, included, Costs(**found))
 
 
 @dataclass(frozen=True)

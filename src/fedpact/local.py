@@ -7,10 +7,21 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from fedpact.check import positive
+from fedpact.check import count, positive
 from fedpact.errors import InputError
-from fedpact.messages import Reply, State
+from fedpact.messages import Reply, State, Task
 from fedpact.privacy.oracle import Oracle
+
+
+def round_steps(task: Task, own: int) -> int:
+    """Return τ of this round: the task's, where a controller chose it, else the settings' own.
+
+    Raises InputError: the task's is no whole number >= 1.
+    """
+    told = task.numbers.get("local_steps", own)
+    if not (isinstance(told, int) or told.is_integer()):
+        raise InputError(f"local_steps is {told!r}: expected an integer >= 1")
+    return count(local_steps=int(told))
 
 
 def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:

@@ -20,6 +20,7 @@ from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
+from fedpact.methods import Method
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
@@ -34,12 +35,15 @@ class Limits(BaseModel):
     """When the run ends before its rounds do.
 
     bytes: what it may send both ways, all sites together; None for no limit.
+    seconds: wall-clock time of its rounds, evaluation aside; the round that passes it is the last.
+    A run that depends on measured time does not repeat itself bit for bit.
     when_spent: where a site has spent its privacy budget, the others "continue" with weights among
     themselves until none is left, or the run is to "stop" after that round.
     """
 
     model_config = _FROZEN
     bytes: int | None = Field(default=None, gt=0)
+    seconds: float | None = Field(default=None, gt=0)
     when_spent: Literal["continue", "stop"] = "continue"
 
 
@@ -99,14 +103,26 @@ class Plan(BaseModel):
                 "noise for it would be chosen from a release, which no fixed accounting covers; "
                 "give sampling_rate instead"
             )
-        settings = self.algorithm_settings
-        if self.privacy.mode == "batch_clipped" and settings.weighs_records:
+        method = self.method
+        if self.privacy.mode == "batch_clipped" and method.weighs_records:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "
                 'own clip, and under privacy.mode = "batch_clipped" records have none: use '
                 'privacy.mode = "per_sample"'
             )
+        calibrates = self.private and self.privacy.sigma is None
+        if method.controlled and calibrates and method.iterations is None:
+            raise ValueError(
+                f"algorithm = {self.algorithm!r} chooses τ as it goes, so σ cannot be calibrated "
+                "before the number of local iterations is known: give it as settings.iterations "
+                "(or control.iterations), or give privacy.sigma"
+            )
         return self
+
+    @cached_property
+    def method(self) -> Method:
+        """The algorithm with its settings, and all that goes around it."""
+        return Method(self.algorithm, self.algorithm_settings)
 
     @cached_property
     def algorithm_settings(self) -> BaseSettings:
@@ -129,8 +145,11 @@ class Plan(BaseModel):
 
     @property
     def steps(self) -> int:
-        """Joint events (or plain batches) that each site's run consists of: τ times the rounds."""
-        return self.rounds * algorithms.load(self.algorithm).steps(self.algorithm_settings)
+        """The most joint events (or plain batches) of a site's run: τ times the rounds.
+
+        Of a controlled τ, its iterations where they are given.
+        """
+        return self.method.iterations or self.rounds * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
@@ -148,7 +167,6 @@ class Plan(BaseModel):
         """
         if self.privacy.mode == "none":
             return {}
-        channels = algorithms.load(self.algorithm).channels(self.algorithm_settings)
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
         result = dict[str, Terms]()
@@ -158,8 +176,10 @@ class Plan(BaseModel):
                 "size": sizes[name],
                 "rate": self.rate(name, sizes[name]),
                 "clip": self.privacy.clip,
-                "channels": channels,
+                "channels": self.method.channels,
                 "steps": self.steps,
+                "anchor": self.method.anchor,
+                "anchors": self.rounds if self.method.anchor else 0,
                 "budget": self.privacy.budget(name, names),
                 "accountant": self.privacy.accountant,
                 "mechanism": self.privacy.mode,

@@ -4,16 +4,22 @@ A round: the algorithm says what every site is told (`task`); the transport carr
 and brings back their replies; the algorithm folds the replies into the next state (`update`); the
 state is evaluated, recorded and committed. Nothing feeds back but through the state, so a run goes
 on from (plan, state, site directories, round).
+
+Where the method lets τ follow the budgets, the state of a round's start also holds what is left:
+
+left/rounds         rounds that plan.rounds and the budget of bytes still allow
+left/seconds        what is left of the budget of seconds, inf without one
+left/round_seconds  seconds of a round beside its steps, as measured; left/step_seconds: of a step
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fedpact import algorithms
 from fedpact.folder import Checkpoint
-from fedpact.messages import Refusal, Reply, RoundRecord, Task, to_bytes
+from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, to_bytes
 from fedpact.plan import Plan
 
 
@@ -56,8 +62,10 @@ class Rounds:
                 self.status = "finished"
             elif self.stop():
                 self.status = "stopped"
-            elif self._next_would_exceed_bytes(at):
+            elif self._rounds_left(at) < 1:
                 self.status = "bytes"
+            elif limits.seconds is not None and at.costs.seconds >= limits.seconds:
+                self.status = "seconds"
             else:
                 outcome = self._round(at)
                 if outcome is None:
@@ -74,25 +82,26 @@ class Rounds:
     def _round(self, at: Checkpoint) -> tuple[Checkpoint, RoundRecord] | None:
         """Carry out one round; None where every site refused."""
         started = time.perf_counter()
-        algorithm, settings = algorithms.load(self.plan.algorithm), self.plan.algorithm_settings
-        tasks = self._tasks(at)
+        began, method, state = self._clock(), self.plan.method, self._begin(at)
+        tasks = self._tasks(at, state)
         tally = _Tally()
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
         if first is None:
             return None
-        state = algorithm.update(at.state, _put_back(first, replies), settings)
+        steps = method.steps(state)
+        state = method.update(state, _put_back(first, replies))
         down = sum(task.wire_bytes for task in tasks.values())
         number = at.round + 1
         after = Checkpoint(
             state,
             number,
             {**at.included, **dict.fromkeys(tally.replied, number)},
-            at.sent + down + tally.bytes,
+            at.costs.after(down + tally.bytes, steps, self._clock() - began),
         )
         record = RoundRecord(
             round=number,
-            steps=algorithm.steps(settings),
+            steps=steps,
             bytes_down=down,
             bytes_up=tally.bytes,
             refused=tally.refused,
@@ -101,8 +110,26 @@ class Rounds:
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
 
-    def _tasks(self, at: Checkpoint) -> dict[str, Task]:
-        told = algorithms.load(self.plan.algorithm).task(at.state, self.plan.algorithm_settings)
+    def _clock(self) -> float:
+        """Seconds, for a run that has a budget of them; else nothing of time enters the state."""
+        return 0.0 if self.plan.budget.seconds is None else time.perf_counter()
+
+    def _begin(self, at: Checkpoint) -> State:
+        """Return the state with what is left of the budgets, for a method that asks for it."""
+        if not self.plan.method.controlled:
+            return at.state
+        per_round, per_step = at.costs.split_seconds()
+        allowed = self.plan.budget.seconds
+        left = {
+            "left/rounds": min(self.plan.rounds - at.round, self._rounds_left(at)),
+            "left/seconds": math.inf if allowed is None else allowed - at.costs.seconds,
+            "left/round_seconds": per_round,
+            "left/step_seconds": per_step,
+        }
+        return State(at.state.vectors, {**at.state.numbers, **left})
+
+    def _tasks(self, at: Checkpoint, state: State) -> dict[str, Task]:
+        told = self.plan.method.task(state)
         included = {site: at.included.get(site, -1) for site in self.transport.sites}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
         distinct = {
@@ -118,15 +145,19 @@ class Rounds:
         }
         return {site: distinct[last] for site, last in included.items()}
 
-    def _next_would_exceed_bytes(self, at: Checkpoint) -> bool:
+    def _rounds_left(self, at: Checkpoint) -> float:
+        """Return how many more rounds the budget of bytes allows."""
         allowed = self.plan.budget.bytes
         if allowed is None:
-            return False
+            return math.inf
         # Messages of one run differ in length by a few digits only. Before the first round a reply
         # is taken to be as long as its task.
-        tasks = self._tasks(at).values() if at.round == 0 else ()
-        expected = at.sent / at.round if at.round else 2 * sum(task.wire_bytes for task in tasks)
-        return at.sent + expected > allowed
+        if at.round:
+            expected = at.costs.sent / at.round
+        else:
+            tasks = self._tasks(at, at.state).values()
+            expected = 2 * sum(task.wire_bytes for task in tasks)
+        return (allowed - at.costs.sent) // expected
 
 
 def _finite(at: Checkpoint) -> bool:

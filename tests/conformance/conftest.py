@@ -1,6 +1,7 @@
 """A federation small enough to check by hand, which every algorithm is run on."""
 
 import itertools
+import math
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from fedpact import algorithms
 from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
+from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws, stream
-from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.oracle import Anchor, Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -46,7 +48,8 @@ class Federation:
     """Three unequal sites, a linear model, and a loop without any engine.
 
     counts: true numbers of records. sizes: declared N_i, the true numbers by default.
-    around: wraps every oracle. ledgers: where given, real ledgers are charged.
+    around: wraps every oracle. ledgers: where given, real ledgers are charged. steps_left: what a
+    site's reservation is said to allow.
     """
 
     private: bool
@@ -60,6 +63,7 @@ class Federation:
     loss: Loss = cross_entropy
     around: Callable[[Oracle], Any] = lambda oracle: oracle
     ledgers: Mapping[str, Ledger] | None = None
+    steps_left: float = 40.0
     drawn: dict[str, Counter[str]] = field(default_factory=dict)
     memories: dict[str, State] = field(default_factory=dict)
 
@@ -82,17 +86,26 @@ class Federation:
         y = torch.multinomial(lean, count, True, generator=generator) if count else torch.empty(0)
         return Records(x.to(self.dtype), y.long())
 
-    def terms(self, site: str, channels: Mapping[str, float]) -> Terms:
+    def terms(self, site: str, channels: Mapping[str, float], anchor: Anchor | None) -> Terms:
         sigmas = {name: ratio * self.sigma for name, ratio in channels.items()}
-        budget = Budget(1.0, 1e-5)
-        return Terms(site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best")
+        budget, opening = Budget(1.0, 1e-5), {}
+        if anchor:
+            noise = {name: ratio * self.sigma for name, ratio in anchor.channels.items()}
+            opening = {"anchor_rate": anchor.rate, "anchor_sigmas": noise, "anchors": 9}
+        return Terms(
+            site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best", **opening
+        )
 
-    def oracle(self, site: str, task: Task, channels: Mapping[str, float]) -> Oracle:
+    def oracle(
+        self, site: str, task: Task, channels: Mapping[str, float], anchor: Anchor | None = None
+    ) -> Oracle:
         counts = self.drawn.setdefault(site, Counter())
         draws = CountedDraws(counts, self.seed, site, task.round)
         records = self.records[site]
         if not self.private:
-            return self.around(PlainOracle(records, self.plain, self.rate, self.sizes[site], draws))
+            rates = self.rate, anchor.rate if anchor else 1.0
+            size = self.sizes[site]
+            return self.around(PlainOracle(records, self.plain, rates[0], size, draws, rates[1]))
 
         def free(*_: object) -> None:
             pass
@@ -100,40 +113,51 @@ class Federation:
         charge = free
         if self.ledgers:
             charge = Charge(self.ledgers[site], task.run, task.round, task.digest)
-        terms = self.terms(site, channels)
-        return self.around(PrivateOracle(records, self.kernel, terms, draws, charge))
+        terms = self.terms(site, channels, anchor)
+        left = self.steps_left
+        oracle = PrivateOracle(records, self.kernel, terms, draws, charge, lambda: left)
+        return self.around(oracle)
 
-    def local(self, name: str, settings: Any, site: str, task: Task) -> Local:
-        algorithm = algorithms.load(name)
-        oracle = self.oracle(site, task, algorithm.channels(settings))
-        return algorithm.local(task, oracle, self.memories.get(site, State()), settings)
+    def local(self, method: Method, site: str, task: Task) -> Local:
+        oracle = self.oracle(site, task, method.channels, method.anchor)
+        return method.local(task, oracle, self.memories.get(site, State()))
 
-    def task(self, name: str, settings: Any, state: State, number: int = 1) -> Task:
-        told = algorithms.load(name).task(state, settings)
-        return Task("run", number, name, told.vectors, told.numbers)
+    def begin(self, state: State, number: int) -> State:
+        """A round's first state, with what is left of the budgets: see round.py."""
+        left = {
+            "left/rounds": float(9 - number),
+            "left/seconds": math.inf,
+            "left/round_seconds": 0.0,
+            "left/step_seconds": 0.0,
+        }
+        return State(state.vectors, {**state.numbers, **left})
 
-    def replies(self, name: str, settings: Any, state: State, number: int = 1) -> Iterator[Reply]:
+    def task(self, method: Method, state: State, number: int = 1) -> Task:
+        told = method.task(self.begin(state, number) if method.controlled else state)
+        return Task("run", number, method.name, told.vectors, told.numbers)
+
+    def replies(self, method: Method, state: State, number: int = 1) -> Iterator[Reply]:
         """One round's replies; everything goes through the codec."""
         for site in self.sites:
-            task = from_bytes(to_bytes(self.task(name, settings, state, number)))
-            local = self.local(name, settings, site, task)
+            task = from_bytes(to_bytes(self.task(method, state, number)))
+            local = self.local(method, site, task)
             self.memories[site] = from_bytes(to_bytes(local.memory))
             reply = Reply("run", number, site, self.sizes[site], local.vectors, local.numbers)
             yield from_bytes(to_bytes(reply))
 
-    def run(self, name: str, settings: Any, rounds: int = 3) -> State:
+    def run(self, method: Method, rounds: int = 3) -> State:
         """The server's state after some rounds, from w and no memory."""
-        algorithm = algorithms.load(name)
         self.memories.clear()
-        state = algorithm.init(self.w, settings)
+        state = method.init(self.w)
         for number in range(1, rounds + 1):
-            replies = self.replies(name, settings, state, number)
-            state = from_bytes(to_bytes(algorithm.update(state, replies, settings)))
+            replies = self.replies(method, state, number)
+            begun = self.begin(state, number) if method.controlled else state
+            state = from_bytes(to_bytes(method.update(begun, replies)))
         return state
 
 
-def variants(name: str) -> list[Any]:
-    """An algorithm's settings worth a run: the defaults, three local steps, every named choice."""
+def variants(name: str) -> list[Method]:
+    """An algorithm worth a run: with its defaults, three local steps, and every named choice."""
     model = algorithms.load(name).Settings
     axes: list[list[dict[str, Any]]] = []
     for key, info in model.model_fields.items():
@@ -141,7 +165,7 @@ def variants(name: str) -> list[Any]:
             axes.append([{key: choice} for choice in typing.get_args(info.annotation)])
         elif key == "local_steps":
             axes.append([{}, {key: 3}])
-    return [model(**_merged(parts)) for parts in itertools.product(*axes)]
+    return [Method(name, model(**_merged(parts))) for parts in itertools.product(*axes)]
 
 
 def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -149,13 +173,14 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`case` is every algorithm in each of its variants, `reducible` each that names a parent."""
+    """`case` is every method: an algorithm in each of its variants; `reducible` each
+    algorithm that names a parent."""
     if "reducible" in metafunc.fixturenames:
         named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
         metafunc.parametrize("reducible", named)
     if "case" in metafunc.fixturenames:
-        cases = [(name, s) for name in algorithms.names() for s in variants(name)]
-        labels = [f"{name}-{s.model_dump(exclude_defaults=True)}" for name, s in cases]
+        cases = [method for name in algorithms.names() for method in variants(name)]
+        labels = [f"{m.name}-{m.settings.model_dump(exclude_defaults=True)}" for m in cases]
         metafunc.parametrize("case", cases, ids=labels)
 
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from fedpact.algorithms.fedavg import Settings
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
+from fedpact.methods import Method
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import read_entries
 
@@ -12,11 +14,10 @@ ROUNDS = 4
 
 
 def plan(case, private, workers=1):
-    name, settings = case
     return Plan.parse(
         {
-            "algorithm": name,
-            "settings": settings.model_dump(),
+            "algorithm": case.name,
+            "settings": case.settings.model_dump(),
             "rounds": ROUNDS,
             "sites": 3,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
@@ -92,9 +93,7 @@ def test_the_number_of_workers_changes_nothing(case, private, data, tmp_path):
 
 def test_another_seed_is_another_run(data, tmp_path):
     """Else the two tests above could pass for a comparison that sees nothing."""
-    from fedpact.algorithms.fedavg import Settings
-
-    first = plan(("fedavg", Settings()), True)
+    first = plan(Method("fedavg", Settings()), True)
     runs = [
         simulate(first.model_copy(update={"seed": seed}), tmp_path / str(seed), data=data)
         for seed in (0, 1)

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpact.messages import State
+from fedpact.messages import Task
 from fedpact.privacy.oracle import Fair, PrivateOracle, Records, Uniform
 
 CLIP, BOUND = 0.1, 2.5
 # The largest change of a sum, by channel. A new channel of the oracle comes here with its own.
 SENSITIVITY = {
     "gradient": lambda *query: CLIP,
+    "difference": lambda w, anchor, bound: bound,
     "loss": lambda w, bound: bound,
     "below": lambda *query: 0.5,
 }
@@ -37,7 +38,7 @@ def sums(bed, held, queries):
     """The noiseless sums that a site with the records `held` answers the queries with."""
     bed.records["a"] = held
     channels = {channel: 1.0 for channel, _ in queries}
-    task = bed.task("fedavg", None, State({"w": bed.w}))
+    task = Task("run", 1, "fedavg", {"w": bed.w}, {})
     # Not unpacked: asking for a second batch would close the first.
     batches = iter(bed.oracle("a", task, channels).batches(1, *channels))
     batch = next(batches)
@@ -107,6 +108,13 @@ class Spy:
         for batch in self.inner.batches(count, *channels):
             yield Spy(batch, self.queries)
 
+    def anchor(self, *channels):
+        return Spy(self.inner.anchor(*channels), self.queries)
+
+    @property
+    def steps_left(self):
+        return self.inner.steps_left
+
     def __getattr__(self, channel):
         def ask(*query):
             kept = tuple(q.clone() if isinstance(q, torch.Tensor) else q for q in query)
@@ -122,7 +130,7 @@ def test_every_query_of_every_algorithm(case, federation):
     noisy = federation(
         private=True, sigma=1.0, clip=CLIP, counts={"a": 9}, around=lambda o: Spy(o, queries)
     )
-    noisy.run(*case)
+    noisy.run(case)
     assert queries
     bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 9})
     every = bed.records["a"]
@@ -231,5 +239,5 @@ def test_the_papers_own_counterexample():
 
 
 def test_the_oracle_is_the_private_one(quiet):
-    task = quiet.task("fedavg", None, State({"w": quiet.w}))
+    task = Task("run", 1, "fedavg", {"w": quiet.w}, {})
     assert isinstance(quiet.oracle("a", task, {"gradient": 1.0}), PrivateOracle)

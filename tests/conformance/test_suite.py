@@ -7,8 +7,8 @@ import torch
 
 from fedpact import algorithms
 from fedpact.messages import State, from_bytes, to_bytes
+from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger, read_entries
-from fedpact.theory.accounting import joint
 
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 
@@ -30,16 +30,20 @@ def assert_close(one, other, tolerance):
         assert float((vector - other.vectors[key]).abs().max()) <= tolerance * largest, key
 
 
+def released(method):
+    """What a site draws for: its batches, and noise on every channel."""
+    return {"batch", *method.channels, *(method.anchor.channels if method.anchor else ())}
+
+
 def assert_finite(message):
     assert all(torch.isfinite(v).all() for v in message.vectors.values())
     assert all(torch.isfinite(torch.tensor(v)) for v in message.numbers.values())
 
 
 def first(federation, case, **setting):
-    """A federation, and the algorithm's first state in it."""
-    name, settings = case
+    """A federation, and the method's first state in it."""
     bed = federation(**setting)
-    return bed, algorithms.load(name).init(bed.w, settings)
+    return bed, case.init(bed.w)
 
 
 @both_forms
@@ -50,8 +54,8 @@ def test_neutral_settings_reduce_it_to_its_parent(reducible, private, federation
     shared = settings.model_dump(include=parent.Settings.model_fields.keys())
     theirs = parent.Settings(**{**shared, **neutral.parent_settings})
     # Same gradient σ and same draws; the other channels have noise of their own.
-    ours_w = federation(private=private).run(name, settings).vectors["w"]
-    parents_w = federation(private=private).run(neutral.parent, theirs).vectors["w"]
+    ours_w = federation(private=private).run(Method(name, settings)).vectors["w"]
+    parents_w = federation(private=private).run(Method(neutral.parent, theirs)).vectors["w"]
     largest = float(parents_w.abs().max())
     assert float((ours_w - parents_w).abs().max()) <= neutral.tolerance * largest
 
@@ -60,29 +64,34 @@ def test_settings_that_are_not_neutral_do_not_reduce_it(reducible, federation):
     """Else the test above could pass for an algorithm that does nothing of its own."""
     algorithm = algorithms.load(reducible)
     neutral = algorithm.Settings(**algorithm.NEUTRAL.settings)
-    runs = [federation(private=False).run(reducible, s) for s in (neutral, algorithm.Settings())]
+    both = (neutral, algorithm.Settings())
+    runs = [federation(private=False).run(Method(reducible, s)) for s in both]
     assert not torch.equal(runs[0].vectors["w"], runs[1].vectors["w"])
 
 
 @both_forms
 def test_site_order_does_not_matter(case, private, federation):
-    name, settings = case
     bed, state = first(federation, case, private=private)
-    replies = list(bed.replies(name, settings, state))
-    update = algorithms.load(name).update
-    forth = update(state, iter(replies), settings)
-    back = update(state, iter(reversed(replies)), settings)
+    replies = list(bed.replies(case, state))
+    forth = case.update(state, iter(replies))
+    back = case.update(state, iter(reversed(replies)))
     assert_close(forth, back, 1e-13)
 
 
 class Unbounded:
-    """An oracle whose loss channel has no bound, as C = ∞ is for the gradient."""
+    """An oracle whose losses and differences have no bound, as C = ∞ is for the gradient."""
 
     def __init__(self, inner):
         self.inner = inner
 
     def batches(self, count, *channels):
         return map(Unbounded, self.inner.batches(count, *channels))
+
+    def anchor(self, *channels):
+        return Unbounded(self.inner.anchor(*channels))
+
+    def difference(self, w, anchor, bound):
+        return self.inner.difference(w, anchor, 1e30)
 
     def loss(self, w, bound):
         return self.inner.loss(w, 1e30)
@@ -98,7 +107,7 @@ def test_no_noise_and_no_clip_give_the_plain_run(case, dtype, tolerance, federat
     without = {"sigma": 0.0, "clip": float("inf"), "around": Unbounded}
     private = federation(private=True, dtype=dtype, **without)
     plain = federation(private=False, dtype=dtype)
-    assert_close(private.run(*case), plain.run(*case), tolerance)
+    assert_close(private.run(case), plain.run(case), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +115,8 @@ def test_no_noise_and_no_clip_give_the_plain_run(case, dtype, tolerance, federat
 )
 def test_noise_and_clip_change_the_run(case, setting, federation):
     """Else the test above could pass for an oracle that neither clips nor adds noise."""
-    private = federation(private=True, **setting).run(*case)
-    plain = federation(private=False).run(*case)
+    private = federation(private=True, **setting).run(case)
+    plain = federation(private=False).run(case)
     assert float((private.vectors["w"] - plain.vectors["w"]).abs().max()) > 1e-3
 
 
@@ -127,30 +136,28 @@ def test_little_or_no_data(case, private, setting, federation):
     # A tiny rate divides the noise by a tiny expected batch: leave the noise away there.
     sigma = 0.0 if "rate" in setting else 1.0
     bed = federation(private=private, sigma=sigma, **setting)
-    state = bed.run(*case)
+    state = bed.run(case)
     assert_finite(state)
     assert state.vectors["w"].shape == bed.w.shape
 
 
 def test_an_empty_site_still_adds_noise(case, federation):
     """Else its reply would tell that it is empty."""
-    name, settings = case
     empty = {"private": True, "counts": {"a": 0}, "sizes": {"a": 10.0}}
     bed, state = first(federation, case, **empty)
-    (reply,) = bed.replies(name, settings, state)
-    (silent,) = federation(**empty, sigma=0.0).replies(name, settings, state)
+    (reply,) = bed.replies(case, state)
+    (silent,) = federation(**empty, sigma=0.0).replies(case, state)
     for key, vector in reply.vectors.items():
         assert not torch.equal(vector, silent.vectors[key])
-    assert set(bed.drawn["a"]) == {"batch", *algorithms.load(name).channels(settings)}
+    assert set(bed.drawn["a"]) == released(case)
 
 
 @both_forms
 def test_everything_that_crosses_survives_the_codec(case, private, federation):
-    name, settings = case
     bed, _ = first(federation, case, private=private)
-    state = bed.run(name, settings)
-    task = bed.task(name, settings, state, 4)
-    messages = [state, task, *bed.replies(name, settings, state, 4), *bed.memories.values()]
+    state = bed.run(case)
+    task = bed.task(case, state, 4)
+    messages = [state, task, *bed.replies(case, state, 4), *bed.memories.values()]
     for message in messages:
         read = from_bytes(to_bytes(message))
         assert type(read) is type(message)
@@ -160,82 +167,77 @@ def test_everything_that_crosses_survives_the_codec(case, private, federation):
 
 @both_forms
 def test_local_leaves_what_it_is_given_and_repeats_itself(case, private, federation):
-    name, settings = case
     bed, _ = first(federation, case, private=private)
-    state = bed.run(name, settings)
-    task, memory = bed.task(name, settings, state, 4), bed.memories["a"]
+    state = bed.run(case)
+    task, memory = bed.task(case, state, 4), bed.memories["a"]
     before = to_bytes(task), to_bytes(memory)
-    once = bed.local(name, settings, "a", task)
+    once = bed.local(case, "a", task)
     assert (to_bytes(task), to_bytes(memory)) == before
-    again = bed.local(name, settings, "a", task)
+    again = bed.local(case, "a", task)
     assert_same(once, again)
     assert_same(once.memory, again.memory)
 
 
 @both_forms
 def test_update_leaves_what_it_is_given(case, private, federation):
-    name, settings = case
     bed, state = first(federation, case, private=private)
-    replies = list(bed.replies(name, settings, state))
+    replies = list(bed.replies(case, state))
     before = [to_bytes(m) for m in (state, *replies)]
-    algorithms.load(name).update(state, iter(replies), settings)
+    case.update(state, iter(replies))
     assert [to_bytes(m) for m in (state, *replies)] == before
 
 
 @both_forms
 def test_no_more_batches_than_declared(case, private, federation):
-    name, settings = case
     bed, state = first(federation, case, private=private)
-    list(bed.replies(name, settings, state))
-    allowed = algorithms.load(name).steps(settings, state)
-    assert allowed <= algorithms.load(name).steps(settings)
+    list(bed.replies(case, state))
+    allowed = case.steps(state)
+    assert allowed <= case.steps()
+    allowed += 1 if case.anchor else 0
     for counts in bed.drawn.values():
         assert 1 <= counts["batch"] <= allowed
 
 
 def test_released_is_what_the_ledger_holds(case, federation, tmp_path):
-    name, settings = case
-    algorithm, rounds = algorithms.load(name), 3
-    channels, plan = algorithm.channels(settings), federation(private=True)
+    rounds, plan = 3, federation(private=True)
     ledgers = {}
     for site in plan.sites:
         ledgers[site] = Ledger(tmp_path / f"{site}.jsonl", site, hypothetical=True)
-        terms = plan.terms(site, channels)
+        terms = plan.terms(site, case.channels, case.anchor)
         budget = type(terms.budget)(1e6, 1e-5)  # the cost is tested elsewhere
-        ledgers[site].reserve("run", budget, {terms.event: rounds * algorithm.steps(settings)})
+        ledgers[site].reserve("run", budget, terms.history(rounds * case.steps(), rounds))
     bed = federation(private=True, ledgers=ledgers)
-    bed.run(name, settings, rounds)
+    bed.run(case, rounds)
     for site, ledger in ledgers.items():
         ledger.close()
-        held = Counter()
+        terms, held = bed.terms(site, case.channels, case.anchor), Counter()
         for entry in read_entries(ledger.path):
             if entry["kind"] == "charge":
                 held["batch"] += entry["count"]
-                sigmas = [bed.terms(site, channels).sigmas[c] for c in entry["purpose"]]
-                assert entry["sigma"] == joint(bed.rate, sigmas).sigma
+                assert (entry["q"], entry["sigma"]) in {
+                    (event.q, event.sigma) for event in (terms.event, terms.opening.event)
+                }
                 held.update(dict.fromkeys(entry["purpose"], entry["count"]))
         assert held == bed.drawn[site]
-        assert held.keys() == {"batch", *channels}
+        assert held.keys() == released(case)
 
 
 def test_two_seeds_draw_differently_at_every_site(case, federation):
-    name, settings = case
     drawn = []
     for seed in (0, 1):
         bed, state = first(federation, case, private=True, seed=seed)
-        drawn.append([reply.vectors for reply in bed.replies(name, settings, state)])
+        drawn.append([reply.vectors for reply in bed.replies(case, state)])
     for one, other in zip(*drawn, strict=True):
         for key, vector in one.items():
             assert not torch.equal(vector, other[key])
 
 
 def test_two_sites_and_two_rounds_draw_differently(case, federation):
-    name, settings = case
     counts, noise = {"a": 0, "b": 0}, []
     bed, state = first(federation, case, private=True, counts=counts, sizes={"a": 9.0, "b": 9.0})
     for number in (1, 2):
         bed.memories.clear()
-        noise += [r.vectors for r in bed.replies(name, settings, state, number)]
+        noise += [r.vectors for r in bed.replies(case, state, number)]
     for key in noise[0]:
         assert len({tuple(vectors[key].tolist()) for vectors in noise}) == 4
 

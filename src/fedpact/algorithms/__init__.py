@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Anchor, Oracle
 
 
 class BaseSettings(BaseModel):
@@ -33,6 +33,21 @@ class BaseSettings(BaseModel):
     def weighs_records(self) -> bool:
         """Whether records of a batch get unlike weights, which batch clipping has no place for."""
         return False
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """What opens a round beside the batches of its local steps, or None."""
+        return None
+
+    @property
+    def controlled(self) -> bool:
+        """Whether τ follows what is left of the budgets; see methods.Method."""
+        return False
+
+    @property
+    def total_iterations(self) -> int | None:
+        """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class Algorithm(Protocol):
         """Return the local iterations τ of the next round: at most so many batches are asked for.
 
         state: the server's, for an algorithm that changes τ; None asks for the most there can be.
+        Where a controller around the algorithm chooses τ, the task's "local_steps" says so.
         """
         ...
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.local import sgd, weighted_mean
+from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle
 
@@ -61,7 +61,8 @@ def task(state: State, settings: Settings) -> State:
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """See Algorithm."""
     del memory
-    w = sgd(oracle, task.vectors["w"], settings.local_steps, settings.learning_rate)
+    steps = round_steps(task, settings.local_steps)
+    w = sgd(oracle, task.vectors["w"], steps, settings.learning_rate)
     return Local({"w": w})
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpact import algorithms
 from fedpact.engines.scene import Scene
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State, Task
@@ -80,7 +79,13 @@ class Target:
 
         This is the attacker's own arithmetic, so it is never the oracle under audit.
         """
-        silent = replace(self.terms, rate=1.0, size=1.0, sigmas=dict.fromkeys(self.terms.sigmas, 0))
+        silent = replace(
+            self.terms,
+            rate=1.0,
+            size=1.0,
+            sigmas=dict.fromkeys(self.terms.sigmas, 0),
+            anchor_sigmas=dict.fromkeys(self.terms.anchor_sigmas, 0),
+        )
         oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
         batch = next(iter(oracle.batches(1, channel)))
         return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
@@ -92,7 +97,7 @@ class Target:
     @property
     def rounds(self) -> int:
         """The rounds that the plan's events allow."""
-        each = algorithms.load(self.plan.algorithm).steps(self.plan.algorithm_settings)
+        each = self.plan.method.steps()
         return max(1, min(self.plan.rounds, self.terms.steps // each))
 
 
@@ -118,6 +123,17 @@ class Recorder:
         self._inner, self.asked = inner, list[Asked]()
         self.batches_opened = 0
         self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
+
+    @property
+    def steps_left(self) -> float:
+        """See Oracle."""
+        return self._inner.steps_left
+
+    def anchor(self, *channels: str) -> Any:
+        """See Oracle."""
+        batch = _RecordingBatch(self._inner.anchor(*channels), self.batches_opened, self.asked)
+        self.batches_opened += 1
+        return batch
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
         """See Oracle."""
@@ -147,18 +163,17 @@ def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iter
 
     key: whatever tells this play's draws from those of others.
     """
-    plan, algorithm = target.plan, algorithms.load(target.plan.algorithm)
-    settings, name = plan.algorithm_settings, target.terms.site
-    state, memory = algorithm.init(target.w.clone(), settings), State()
+    plan, method, name = target.plan, target.plan.method, target.terms.site
+    state, memory = method.init(target.w.clone()), State()
     for number in range(1, rounds + 1):
-        told = algorithm.task(state, settings)
+        told = method.task(state)
         task = Task("audit", number, plan.algorithm, told.vectors, told.numbers, number - 1)
         draws = SeededDraws(plan.seed, "audit", *key, number)
         recorder = Recorder(target.oracle(records, draws))
-        local = algorithm.local(task, recorder, memory, settings)
+        local = method.local(task, recorder, memory)
         memory = local.memory
         reply = Reply("audit", number, name, target.terms.size, local.vectors, local.numbers)
-        state = algorithm.update(state, iter([reply]), settings)
+        state = method.update(state, iter([reply]))
         yield recorder.asked
 
 

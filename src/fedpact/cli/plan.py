@@ -6,7 +6,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedpact import algorithms
 from fedpact.cli.console import show
 from fedpact.cli.run import AsJson, Config, Overrides
 from fedpact.engines.scene import Scene
@@ -110,16 +109,17 @@ def forecast(scene: Scene) -> dict[str, Any]:
 def _by_round(terms: Terms, plan: Plan, per_round: int) -> list[float]:
     """ε after round 1, 2, ...; a site whose events are used up stays where it is."""
     return [
-        terms.epsilon_after(terms.history(min(terms.steps, done * per_round)))
+        terms.epsilon_after(
+            terms.history(min(terms.steps, done * per_round), min(terms.anchors, done))
+        )
         for done in range(1, plan.rounds + 1)
     ]
 
 
 def _message_bytes(scene: Scene) -> int:
     """Bytes of one round: what the algorithm tells every site, and a reply of the same vectors."""
-    module = algorithms.load(scene.plan.algorithm)
-    settings = scene.plan.algorithm_settings
-    told = module.task(module.init(FlatModel(scene.module()).vector, settings), settings)
+    method = scene.plan.method
+    told = method.task(method.init(FlatModel(scene.module()).vector))
     task = Task("run", 1, scene.plan.algorithm, told.vectors, told.numbers)
     reply = Reply("run", 1, "site", 1.0, {"w": told.vectors["w"]}, told.numbers, "0" * 64)
     return (task.wire_bytes + len(to_bytes(reply))) * len(scene.sites)

@@ -16,7 +16,6 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from fedpact import algorithms
 from fedpact.client import Client
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
@@ -148,16 +147,21 @@ def _client(
     def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
         draws = SeededDraws(plan.seed, site.name, task.round)
         if terms is None or ledger is None:
-            return PlainOracle(records, bench.plain, plan.rate(site.name, size), size, draws)
+            anchor = plan.method.anchor
+            rates = plan.rate(site.name, size), anchor.rate if anchor else 1.0
+            return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
         charge = Charge(ledger, run, task.round, task.digest + memory.digest)
-        return PrivateOracle(records, bench.private, terms, draws, charge)
+
+        def left() -> float:
+            return terms.steps_after(ledger.spent(run))
+
+        return PrivateOracle(records, bench.private, terms, draws, charge, left)
 
     memory = folder.site(site.name) / "memory.safetensors"
     return Client(
         site.name,
         size,
-        plan.algorithm,
-        plan.algorithm_settings,
+        plan.method,
         oracle,
         ledger,
         memory,
@@ -171,9 +175,7 @@ def _start(
     if (folder.path / "state.safetensors").exists():
         return folder.restore()
     w = FlatModel(scene.module()).vector
-    algorithm = algorithms.load(scene.plan.algorithm)
-    state: State = algorithm.init(w, scene.plan.algorithm_settings)
-    at = Checkpoint(state, 0, {}, 0)
+    at = Checkpoint(scene.plan.method.init(w), 0, {})
     record = evaluator(at, RoundRecord(round=0))
     # A start that was cut off before its state was written may have left its record.
     (folder.path / "rounds.jsonl").unlink(missing_ok=True)

@@ -168,7 +168,7 @@ class Terms:
         divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
-    def history(self, steps: int, anchors: int | None = None) -> History:
+    def history(self, steps: int, anchors: int | None = None) -> Counter[SampledGaussian]:
         """Return the run's events up to `steps` batches and `anchors`, by default all anchors.
 
         The released size comes before them. No steps means no anchors either.
@@ -176,6 +176,13 @@ class Terms:
         opened = min(steps, self.anchors) if anchors is None else anchors
         opening = Counter({self.opening.event: opened}) if opened else Counter[SampledGaussian]()
         return Counter(_size_event(self.size_noise)) + opening + Counter({self.event: steps})
+
+    def steps_after(self, spent: History) -> int:
+        """Return how many of the reserved batches are left after `spent`, a public number >= 0.
+
+        An opening, or a released size, that is an event of the same kind counts as a batch.
+        """
+        return max(0, self.history(self.steps)[self.event] - spent.get(self.event, 0))
 
     def epsilon_after(self, spent: History) -> float:
         """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""

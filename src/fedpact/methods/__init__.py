@@ -1,0 +1,139 @@
+"""An algorithm with its settings: what the two sides of the wire carry out.
+
+`bound` makes one of an algorithm's file. What is independent of the algorithm goes around it: each
+wrapper is an `Around` that changes what passes through it, and keeps numbers and vectors of its own
+in the server's state and the site's memory under a prefix, "server/momentum".
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from fedpact import algorithms
+from fedpact.algorithms import BaseSettings
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Anchor, Oracle
+
+
+class Method:
+    """See algorithms.Algorithm, whose functions these are, with the settings bound."""
+
+    def __init__(self, name: str, settings: BaseSettings) -> None:
+        self.name, self.settings = name, settings
+        self._algorithm = algorithms.load(name)
+
+    @property
+    def channels(self) -> Mapping[str, float]:
+        """What a batch releases: channel -> noise multiplier relative to the gradient's."""
+        return self._algorithm.channels(self.settings)
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """What opens a round beside the batches, or None."""
+        return self.settings.anchor
+
+    @property
+    def weighs_records(self) -> bool:
+        """Whether records of a batch get unlike weights."""
+        return self.settings.weighs_records
+
+    @property
+    def controlled(self) -> bool:
+        """Whether τ follows what is left of the budgets, which the loop then writes to the state.
+
+        See round.py for the numbers' names.
+        """
+        return self.settings.controlled
+
+    @property
+    def iterations(self) -> int | None:
+        """Of a controlled τ: the local iterations of all rounds together, where they are given."""
+        return self.settings.total_iterations
+
+    def steps(self, state: State | None = None) -> int:
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self._algorithm.steps(self.settings, state)
+
+    def init(self, w: Tensor) -> State:
+        """Return the server's first state, from the initial model w [d]."""
+        return self._algorithm.init(w, self.settings)
+
+    def task(self, state: State) -> State:
+        """Return what every site is told."""
+        return self._algorithm.task(state, self.settings)
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        return self._algorithm.local(task, oracle, memory, self.settings)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state, folding the replies."""
+        return self._algorithm.update(state, replies, self.settings)
+
+
+class Around(Method):
+    """A method around another one, which it leaves as it is. Wrappers override what they change."""
+
+    def __init__(self, inner: Method) -> None:
+        self.inner, self.name, self.settings = inner, inner.name, inner.settings
+
+    @property
+    def channels(self) -> Mapping[str, float]:
+        """See Method."""
+        return self.inner.channels
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """See Method."""
+        return self.inner.anchor
+
+    @property
+    def weighs_records(self) -> bool:
+        """See Method."""
+        return self.inner.weighs_records
+
+    @property
+    def controlled(self) -> bool:
+        """See Method."""
+        return self.inner.controlled
+
+    @property
+    def iterations(self) -> int | None:
+        """See Method."""
+        return self.inner.iterations
+
+    def steps(self, state: State | None = None) -> int:
+        """See Method."""
+        return self.inner.steps(state)
+
+    def init(self, w: Tensor) -> State:
+        """See Method."""
+        return self.inner.init(w)
+
+    def task(self, state: State) -> State:
+        """See Method."""
+        return self.inner.task(state)
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """See Method."""
+        return self.inner.local(task, oracle, memory)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method."""
+        return self.inner.update(state, replies)
+
+
+def split(state: State, prefix: str) -> tuple[State, State]:
+    """Return what a wrapper keeps under `prefix`, without the prefix, and the rest."""
+    own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
+    own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
+    rest_v = {k: v for k, v in state.vectors.items() if not k.startswith(prefix)}
+    rest_n = {k: n for k, n in state.numbers.items() if not k.startswith(prefix)}
+    return State(own_v, own_n), State(rest_v, rest_n)
+
+
+def join(own: State, prefix: str, rest: State) -> State:
+    """Return the rest with a wrapper's own under `prefix`: what `split` takes apart."""
+    vectors = {prefix + key: vector for key, vector in own.vectors.items()}
+    numbers = {prefix + key: number for key, number in own.numbers.items()}
+    return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
