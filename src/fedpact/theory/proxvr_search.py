@@ -1,0 +1,243 @@
+"""FedProxVR's μ, β and τ of least training time, with a proof that nothing is much better.
+
+The time is Δ(w⁰)/ε · d_com · (1 + γτ)/Θ, γ = d_cmp/d_com. With L = 1 (μ and λ in its units),
+S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b τ) from Lemma 1, the objective is
+
+    (1 + γτ) μ / (1 - P),   P = θ sqrt(2S) + (2/x) sqrt((1+θ²)S) + (2μ/x²)(1+θ²)S,   P < 1.
+
+At a given τ it has one minimum, which bisection finds: μ, β, β² + μ² and so θ² are posynomials of
+x and b, hence P is log-convex in (log x, log b), and so is what remains of it after minimising
+over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at given μ, τ is
+3 + sqrt(9 + μ²), or the end of its interval nearest to that.
+
+Over τ it is branch and bound. For τ in [t, t'] the least β of Lemma 1 is between β(t) and β(t');
+putting t into the cost, t' into θ, and the best β in between gives a lower bound, exact at t = t'.
+All of it happens in a compact box that holds every optimum: P < 1 needs x > 2(S + sqrt S), P > 0
+makes μ less than the objective, and (1 + γτ) times the least value at θ = 0 is below it, too.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpact import check
+from fedpact.errors import InputError
+from fedpact.theory.proxvr import (
+    Losses,
+    Solver,
+    decrease,
+    least_beta,
+    local_accuracy,
+)
+
+Vector = NDArray[np.float64]
+
+# What float64 may lose in a value of the objective; taken off the certified bound.
+_ROUNDING: Final = 1e-9
+_HALVINGS: Final = 60
+_LEVELS: Final = 60
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best parameters found, and what is proven: no others have an objective below `lower`.
+
+    objective: (1 + γτ)/Θ, rounds times their cost in units of Δ(w⁰) d_com/ε. tau is a whole number
+    unless the search was over real ones. mu_range, beta_range, tau_range: a box that holds every
+    optimum. cells: how many intervals of τ were bounded.
+    """
+
+    solver: Solver
+    mu: float
+    beta: float
+    tau: float
+    theta: float
+    decrease: float
+    objective: float
+    lower: float
+    mu_range: tuple[float, float]
+    beta_range: tuple[float, float]
+    tau_range: tuple[float, float]
+    cells: int
+
+    @property
+    def gap(self) -> float:
+        """objective/lower - 1 >= 0: by how much, at most, the best is better."""
+        return self.objective / self.lower - 1
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The objective in units of L. tight: τ at its upper bound, so that β follows from it."""
+
+    weak: float
+    spread: float
+    gamma: float
+    solver: Solver
+    tight: bool
+
+    @property
+    def least_x(self) -> float:
+        return 2 * (self.spread + math.sqrt(self.spread))
+
+    def betas(self, taus: Vector) -> Vector:
+        return np.array([least_beta(float(tau), self.solver) for tau in taus])
+
+    def best_beta(self, mu: Vector, low: Vector, high: Vector) -> Vector:
+        return np.clip(3 + np.sqrt(9 + mu**2), low, high)
+
+    def lost(self, x: Vector, tau: Vector, low: Vector, high: Vector) -> tuple[Vector, Vector]:
+        """P at the best β of [low, high], and its derivative by log x."""
+        mu = x + self.weak
+        beta = self.best_beta(mu, low, high)
+        squares = beta**2 + mu**2
+        theta2 = 3 * squares / (x * (beta - 3) * tau)
+        growth = 2 * mu * x / squares - 1  # of log θ²; β does not matter to first order
+        inexact = growth * theta2 / (1 + theta2)
+        parts = (
+            (np.sqrt(2 * self.spread * theta2), growth / 2),
+            (2 / x * np.sqrt((1 + theta2) * self.spread), inexact / 2 - 1),
+            (2 * mu / x**2 * (1 + theta2) * self.spread, inexact + x / mu - 2),
+        )
+        return sum(p for p, _ in parts), sum(p * d for p, d in parts)  # type: ignore[return-value]
+
+    def least(self, tau: Vector, low: Vector, high: Vector) -> tuple[Vector, Vector]:
+        """The minimum over μ of μ/(1 - P), inf where there is none, and its μ."""
+        left = np.full(tau.shape, math.log(self.least_x))
+        right = left + 60
+        with np.errstate(all="ignore"):  # β = 3, or a θ beyond float64: P is inf, and so is this
+            for _ in range(_HALVINGS):
+                middle = (left + right) / 2
+                x = np.exp(middle)
+                lost, slope = self.lost(x, tau, low, high)
+                # Where P >= 1, towards the minimum of P.
+                rising = np.where(lost < 1, x / (x + self.weak) * (1 - lost) + slope, slope) > 0
+                left, right = np.where(rising, left, middle), np.where(rising, middle, right)
+            x = np.exp(left)
+            lost, _ = self.lost(x, tau, low, high)
+            mu = x + self.weak
+            return np.where(lost < 1, mu / (1 - lost), np.inf), mu
+
+    def values(self, taus: Vector) -> tuple[Vector, Vector]:
+        """The least objective at each τ, and its μ."""
+        low = self.betas(taus)
+        least, mu = self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
+        return (1 + self.gamma * taus) * least, mu
+
+    def bounds(self, first: Vector, last: Vector) -> Vector:
+        """A lower bound of the objective on each interval of τ, exact where it is one point."""
+        high = self.betas(last) if self.tight else np.full(last.shape, np.inf)
+        least, _ = self.least(last, self.betas(first), high)
+        return (1 + self.gamma * first) * least
+
+
+def minimise(
+    losses: Losses,
+    gamma: float,
+    solver: Solver = "sarah",
+    *,
+    tight: bool = True,
+    whole: bool = True,
+    gap: float = 1e-6,
+) -> Optimum:
+    """Return the μ, β, τ of least training time (1 + γτ)/Θ, with a certificate.
+
+    gamma: γ = d_cmp/d_com > 0. tight: τ at Lemma 1's upper bound, the paper's (15), (16) and (23);
+    else any β and τ that Lemma 1 allows, which is never worse (docs/errata.md, V4). whole: τ an
+    integer, θ that of the integer; else a real number, as in the paper. gap: relative, at which
+    the search ends. Raises InputError.
+
+    >>> best = minimise(Losses(1.0, 0.5, 1.0), gamma=0.01)
+    >>> best.tau, round(best.mu, 1), round(best.beta, 1), round(best.objective, 1)
+    (226, 22.3, 19.4, 231.3)
+    """
+    check.positive(gamma=gamma)
+    check.fraction(gap=gap)
+    if solver not in ("sarah", "svrg"):
+        raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
+    smooth = losses.smoothness
+    search = _Search(losses.weak_convexity / smooth, 1 + losses.heterogeneity, gamma, solver, tight)
+    first = 5 * 9 / 8 - 4 * 3 / 8 if tight and solver == "sarah" else 1.0  # β > 3
+    first = float(math.ceil(first)) if whole else first
+    starts: Vector = np.ldexp(first, np.arange(64))
+    values, _ = search.values(starts)
+    best = (float(values.min()), float(starts[values.argmin()]))
+    if not math.isfinite(best[0]):
+        raise InputError(
+            f"losses is {losses!r}: no μ, β and τ within float64 have Θ > 0; expected milder ones"
+        )
+    everywhere = np.array([np.inf])
+    floor, _ = search.least(everywhere, np.array([3.0]), everywhere)
+    last = max(first, (best[0] / float(floor[0]) - 1) / gamma)
+    last = float(math.floor(last)) if whole else last
+    best, lower, cells = _branch(search, best, (first, last), whole, gap)
+    return _optimum(losses, search, best[1], lower, (first, last), cells, whole)
+
+
+def _branch(
+    search: _Search,
+    best: tuple[float, float],
+    ends: tuple[float, float],
+    whole: bool,
+    gap: float,
+) -> tuple[tuple[float, float], float, int]:
+    """Return the best (objective, τ), what bounds every objective from below, and the cells."""
+    edges = np.geomspace(*ends, 33)
+    if whole:
+        edges = np.unique(np.round(edges))
+    left, right = (edges[:-1], edges[1:]) if edges.size > 1 else (edges, edges)
+    lower, cells = math.inf, 0
+    for level in range(_LEVELS):
+        bounds = search.bounds(left, right)
+        middle = np.floor(np.sqrt(left * right)) if whole else np.sqrt(left * right)
+        values, _ = search.values(middle)
+        cells += left.size
+        best = min(best, (float(values.min()), float(middle[values.argmin()])))
+        done = (bounds >= best[0] * (1 - gap)) | (left == right) | (level == _LEVELS - 1)
+        lower = min(lower, float(bounds[done].min(initial=np.inf)))
+        left, middle, right = (a[~done] for a in (left, middle, right))
+        if not left.size:
+            break
+        left, right = np.append(left, middle + whole), np.append(middle, right)
+    return best, min(best[0], lower), cells
+
+
+def _optimum(
+    losses: Losses,
+    search: _Search,
+    tau: float,
+    lower: float,
+    ends: tuple[float, float],
+    cells: int,
+    whole: bool,
+) -> Optimum:
+    smooth = losses.smoothness
+    taus = np.array([tau])
+    _, mus = search.values(taus)
+    low = search.betas(taus)
+    high = low if search.tight else np.array([np.inf])
+    beta, mu = float(search.best_beta(mus, low, high)[0]), float(mus[0]) * smooth
+    theta = local_accuracy(losses, mu, beta, tau)
+    per_round = decrease(losses, mu, theta)
+    objective = (1 + search.gamma * tau) / per_round
+    largest = objective / (1 + search.gamma * ends[0])
+    betas = [float(b) for b in search.betas(np.array(ends))]
+    if not search.tight:
+        betas[1] = max(betas[1], 3 + math.sqrt(9 + (largest / smooth) ** 2))
+    return Optimum(
+        solver=search.solver,
+        mu=mu,
+        beta=beta,
+        tau=int(tau) if whole else tau,
+        theta=theta,
+        decrease=per_round,
+        objective=objective,
+        lower=lower * smooth * (1 - _ROUNDING),
+        mu_range=(losses.weak_convexity + search.least_x * smooth, largest),
+        beta_range=(betas[0], betas[1]),
+        tau_range=ends,
+        cells=cells,
+    )
