@@ -1,9 +1,10 @@
-"""docs/errata.md, V1 to V3: FedProxVR (ICPP 2020), against what holds."""
+"""docs/errata.md, V1 to V5: FedProxVR (ICPP 2020), against what holds."""
 
 import math
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 
 def sarah_most(beta: float) -> float:
@@ -79,3 +80,48 @@ def test_v3_a_larger_penalty_can_need_fewer_iterations():
     assert least_tau(beta, theta, 0.6, smooth, weak) > 30 * least_tau(
         beta, theta, 5.0, smooth, weak
     )
+
+
+def test_v4_where_the_bounds_meet_is_not_the_least_number_of_iterations():
+    smooth, weak, mu, theta = 1.0, 0.5, 22.35, 0.1802
+    beta = brentq(lambda b: least_tau(b, theta, mu, smooth, weak) - sarah_most(b), 4, 60)  # (15)
+    assert (beta, sarah_most(beta)) == (
+        pytest.approx(19.4, abs=0.02),
+        pytest.approx(225.8, abs=0.1),
+    )
+    larger = 3 + math.sqrt(9 + (mu / smooth) ** 2)
+    fewer = least_tau(larger, theta, mu, smooth, weak)
+    assert fewer == pytest.approx(216.1, abs=0.1)
+    assert fewer < 225 < 395 < sarah_most(larger)
+
+
+def time_per_gain(mu: float, beta: float, tau: float, gamma: float) -> float:
+    """(20) at L = 1, λ = 0.5, σ̄² = 1, with the least θ that (13) allows; inf where Θ <= 0."""
+    theta2, excess = least_tau(beta, 1.0, mu, 1.0, 0.5) / tau, mu - 0.5
+    lost = math.sqrt(4 * theta2) + 2 / excess * math.sqrt((1 + theta2) * 2)
+    lost += 2 * mu / excess**2 * (1 + theta2) * 2
+    return (1 + gamma * tau) * mu / (1 - lost) if lost < 1 else math.inf
+
+
+@pytest.mark.parametrize(("gamma", "equal", "free"), [(0.01, 231.3, 220.2), (1.0, 15_516, 12_790)])
+def test_v4_the_equalities_cost_training_time(gamma, equal, free):
+    grid = [(mu, beta) for mu in np.linspace(15, 40, 126) for beta in np.linspace(12, 40, 141)]
+    least = min(time_per_gain(mu, beta, sarah_most(beta), gamma) for mu, beta in grid)
+    assert least == pytest.approx(equal, rel=1e-3)
+    # A whole τ below its upper bound, at the β of the least θ: (13) holds.
+    better = min(
+        time_per_gain(mu, beta, tau, gamma)
+        for tau in range(90, 200)
+        for mu in np.linspace(22, 36, 57)
+        if tau <= sarah_most(beta := 3 + math.sqrt(9 + mu**2))
+    )
+    assert better == pytest.approx(free, rel=1e-3)
+    assert better < 0.96 * least
+
+
+def test_v5_sites_with_different_optima_have_no_finite_divergence():
+    # F_n = (w -+ 1)²/2, p = 1/2: ∇F_n - ∇F = -+1, ∇F = w.
+    for w in (1.0, 1e-3, 1e-9):
+        gradients = np.array([w - 1, w + 1])
+        ratios = np.abs(gradients - gradients.mean()) / abs(gradients.mean())
+        assert ratios == pytest.approx([1 / w] * 2, rel=1e-6)
