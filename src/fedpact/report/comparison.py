@@ -1,0 +1,260 @@
+"""The table and the page of a comparison: comparison.html, one file that fetches nothing."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, StrictUndefined
+
+from fedpact.folder import write_whole
+from fedpact.report.drawing import Drawing
+from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
+from fedpact.report.overlay import curves
+from fedpact.report.text import duration, number, percent, size, upper
+
+Measure = Callable[[Outcome], float | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry as it is printed: means ± sample standard deviations over its runs."""
+
+    name: str
+    seeds: str
+    accuracy: str
+    psi: str
+    worst: str
+    epsilon: str
+    rounds: str
+    bytes: str
+    seconds: str
+    note: str
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Return the table, an entry a row. ε is the largest over sites and seeds, rounded up."""
+    return [
+        Row(
+            name=entry.name,
+            seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
+            accuracy=_percent(entry.spread(lambda o: o.accuracy)),
+            psi=_number(entry.spread(lambda o: o.psi)),
+            worst=_percent(entry.spread(lambda o: o.worst)),
+            epsilon=_epsilon(entry),
+            rounds=_number(entry.spread(lambda o: o.rounds)),
+            bytes=_with(entry.spread(lambda o: o.bytes), size),
+            seconds=_with(entry.spread(lambda o: o.seconds), duration),
+            note=entry.statuses,
+        )
+        for entry in comparison.entries
+    ]
+
+
+def inequality(comparison: Comparison) -> str | None:
+    """Return the sentence that has to stand beside the table where it compares unequal runs."""
+    found = comparison.inequalities
+    return f"NOT AN EQUAL COMPARISON; it differs in {'; '.join(found)}" if found else None
+
+
+def guarantees(comparison: Comparison) -> list[str]:
+    """Return what the ε of each private entry means, and which entries have none."""
+    told: dict[str, list[str]] = {}
+    for entry, outcome in comparison.outcomes:
+        statement = outcome.run.privacy
+        text = "NOT PRIVATE: no (ε, δ) guarantee of any kind"
+        if outcome.run.private:
+            text = (
+                f"(ε, δ) = ({upper(_or_nan(entry.epsilon))}, {upper(_or_nan(entry.delta))}), the "
+                f"largest of any site and seed, for one {statement['unit']} of a site; adjacency: "
+                f"{statement['adjacency']}; accountant: {statement['accountant']}"
+            )
+        names = told.setdefault(text, [])
+        if entry.name not in names:
+            names.append(entry.name)
+    return [f"{', '.join(names)}: {text}" for text, names in told.items()]
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """Return everything as plain data: per run, and mean and standard deviation per entry."""
+    return {
+        "equal": not comparison.inequalities,
+        "differs_in": comparison.inequalities,
+        "entries": {
+            entry.name: {
+                "private": entry.private,
+                **{name: _pair(entry.spread(of)) for name, of in _MEASURES.items()},
+                "epsilon": entry.epsilon,
+                "delta": entry.delta,
+                "runs": {str(outcome.seed): _run_document(outcome) for outcome in entry.outcomes},
+                "missing": {str(seed): why for seed, why in entry.missing.items()},
+            }
+            for entry in comparison.entries
+        },
+    }
+
+
+def write_comparison(comparison: Comparison) -> Path:
+    """Write comparison.html into the comparison's folder and return its path."""
+    path = comparison.folder / "comparison.html"
+    write_whole(path, render(comparison).encode())
+    return path
+
+
+def render(comparison: Comparison) -> str:
+    """Return the page as one HTML document."""
+    resources = files("fedpact.report")
+    template = resources.joinpath("comparison.html.j2").read_text(encoding="utf-8")
+    page = resources.joinpath("page.html.j2").read_text(encoding="utf-8")
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    outcomes = comparison.outcomes
+    names = [entry.name for entry in comparison.entries]
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(template).render(
+        style=style,
+        title="Comparison: " + ", ".join(names[:4]) + (" …" if len(names) > 4 else ""),
+        facts=_facts(comparison),
+        inequalities=comparison.inequalities,
+        differences=comparison.differences,
+        names=names,
+        rows=rows(comparison),
+        fair=_fair_rows(comparison),
+        guarantees=guarantees(comparison),
+        plain=[entry.name for entry in comparison.entries if entry.private is False],
+        seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
+        pooled=any(outcome.run.privacy.get("accuracy_pooled") for _, outcome in outcomes),
+        drawings=_drawings(comparison),
+        runs=_run_rows(comparison),
+    )
+
+
+_MEASURES: dict[str, Measure] = {
+    "accuracy": lambda o: o.accuracy,
+    "loss": lambda o: o.loss,
+    "psi": lambda o: o.psi,
+    "worst_accuracy": lambda o: o.worst,
+    "worst_tenth": lambda o: o.fairness and o.fairness["worst_tenth"],
+    "accuracy_variance": lambda o: o.fairness and o.fairness["variance"],
+    "accuracy_entropy": lambda o: o.fairness and o.fairness["entropy"],
+    "rounds": lambda o: o.rounds,
+    "bytes": lambda o: o.bytes,
+    "seconds": lambda o: o.seconds,
+}
+
+
+def _run_document(outcome: Outcome) -> dict[str, Any]:
+    run = outcome.run
+    return {
+        "folder": str(run.path),
+        "status": run.status,
+        **{name: of(outcome) for name, of in _MEASURES.items()},
+        "fairness": outcome.fairness,
+        "epsilon": outcome.epsilon,
+        "delta": outcome.delta,
+        "adjacency": run.privacy["adjacency"] if run.private else None,
+        "accountant": run.privacy["accountant"] if run.private else None,
+    }
+
+
+def _pair(spread: Spread | None) -> dict[str, Any] | None:
+    return asdict(spread) if spread else None
+
+
+def _epsilon(entry: Entry) -> str:
+    return number(None) if entry.private is None else _spent(entry.epsilon, entry.delta)
+
+
+def _spent(epsilon: float | None, delta: float | None) -> str:
+    if epsilon is None:
+        return "NOT PRIVATE"
+    return f"{upper(epsilon)} at δ = {upper(_or_nan(delta))}"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _percent(spread: Spread | None) -> str:
+    """Two decimals: methods are compared by fractions of a point."""
+    if spread is None or not math.isfinite(spread.mean):
+        return percent(spread and spread.mean)
+    if spread.deviation is None:
+        return f"{100 * spread.mean:.2f} %"
+    return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
+
+
+def _number(spread: Spread | None) -> str:
+    return _with(spread, lambda value: number(value, digits=3 if value < 1000 else 4))
+
+
+def _with(spread: Spread | None, form: Callable[[float], str]) -> str:
+    if spread is None:
+        return number(None)
+    if not spread.deviation:
+        return form(spread.mean)
+    return f"{form(spread.mean)} ± {form(spread.deviation)}"
+
+
+def _facts(comparison: Comparison) -> list[str]:
+    runs = [outcome.run for _, outcome in comparison.outcomes]
+    seeds = {o.seed for _, o in comparison.outcomes} | {
+        seed for entry in comparison.entries for seed in entry.missing
+    }
+    data = dict.fromkeys(str(run.plan.get("data", "own data")) for run in runs)
+    sites = dict.fromkeys(f"{len(run.sites):,} sites" for run in runs)
+    return [
+        *data,
+        *sites,
+        f"seeds {', '.join(map(str, sorted(seeds)))}",
+        f"{len(runs)} runs",
+        str(comparison.folder.resolve().name),
+    ]
+
+
+def _fair_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    return [
+        (
+            entry.name,
+            _number(entry.spread(lambda o: o.loss)),
+            _percent(entry.spread(lambda o: o.fairness and math.sqrt(o.fairness["variance"]))),
+            _percent(entry.spread(lambda o: o.fairness and o.fairness["worst_tenth"])),
+            _with(
+                entry.spread(lambda o: o.fairness and o.fairness["entropy"]), lambda v: f"{v:.4f}"
+            ),
+        )
+        for entry in comparison.entries
+    ]
+
+
+def _drawings(comparison: Comparison) -> dict[str, list[Drawing]]:
+    found = {
+        against: [curves(comparison, measure, against) for measure in ("accuracy", "loss")]
+        for against in ("rounds", "bytes", "ε")
+    }
+    return {against: [d for d in drawings if d] for against, drawings in found.items()}
+
+
+def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    found = []
+    for entry in comparison.entries:
+        by_seed = {outcome.seed: outcome for outcome in entry.outcomes}
+        for seed in sorted({*by_seed, *entry.missing}):
+            outcome = by_seed.get(seed)
+            folder = run_folder(Path(), entry.name, seed)
+            row: dict[str, Any] = {"name": entry.name, "seed": seed, "cells": ("–",) * 4}
+            row["why"] = entry.missing.get(seed, "")
+            row["href"] = quote((folder / "report.html").as_posix()) if outcome else None
+            if outcome:
+                row["why"] = outcome.run.status
+                row["cells"] = (
+                    percent(outcome.accuracy),
+                    number(outcome.psi),
+                    percent(outcome.worst),
+                    _spent(outcome.epsilon, outcome.delta),
+                )
+            found.append(row)
+    return found

@@ -1,0 +1,228 @@
+"""What came out of each run of a comparison, and its mean ± standard deviation over seeds.
+
+A comparison's folder holds one folder an entry, and in it one a seed: NAME/seed-S, each a run's.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fedpact.errors import DataError
+from fedpact.metrics import Fairness, fairness
+from fedpact.report.equality import Difference, differences
+from fedpact.report.reading import RunFolder, read_run
+
+RESUMABLE = ("stopped", "running", "not ended")
+"""What a run's status is as long as it has not ended for good."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One run that has ended. partition: a digest of which record is where; None if not known."""
+
+    seed: int
+    run: RunFolder
+    partition: str | None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the last model, on public test data or on all held-out records; None if unknown."""
+        return self.run.evaluated[-1].accuracy if self.run.evaluated else None
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the last model, likewise."""
+        return self.run.evaluated[-1].loss if self.run.evaluated else None
+
+    @property
+    def psi(self) -> float | None:
+        """Ψ of the last model."""
+        return next((r.psi for r in reversed(self.run.records) if r.psi is not None), None)
+
+    @cached_property
+    def fairness(self) -> Fairness | None:
+        """How the last model's accuracy is spread over the sites; None without held-out records."""
+        return fairness(self.run.scores) if self.run.scores else None
+
+    @property
+    def worst(self) -> float | None:
+        """Accuracy at the site that the last model serves worst."""
+        return self.fairness["worst_accuracy"] if self.fairness else None
+
+    @property
+    def epsilon(self) -> float | None:
+        """The largest ε that a site has spent at its δ; inf if unknown; None if not private."""
+        if not self.run.private:
+            return None
+        spent = [site.epsilon_spent for site in self.run.site_privacy.values()]
+        return math.inf if any(map(math.isnan, spent)) else max(spent)
+
+    @property
+    def delta(self) -> float | None:
+        """The largest δ of a site; None if not private."""
+        return max((site.delta for site in self.run.site_privacy.values()), default=None)
+
+    @property
+    def rounds(self) -> float:
+        """Rounds carried out."""
+        return self.run.last.round
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all messages as sent, both ways."""
+        return sum(self.run.bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of all rounds."""
+        return self.run.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean over the runs of an entry, and their sample standard deviation; None of one run."""
+
+    mean: float
+    deviation: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One configuration or algorithm. missing: seed -> why its run is not among the outcomes."""
+
+    name: str
+    outcomes: Sequence[Outcome]
+    missing: Mapping[int, str]
+
+    def spread(self, measure: Callable[[Outcome], float | None]) -> Spread | None:
+        """Return a measure's mean and deviation over the runs; None where a run has no value."""
+        values = [measure(outcome) for outcome in self.outcomes]
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return None
+        if not all(map(math.isfinite, known)):
+            return Spread(math.nan, None)
+        deviation = statistics.stdev(known) if len(known) > 1 else None
+        return Spread(statistics.fmean(known), deviation)
+
+    @property
+    def private(self) -> bool | None:
+        """Whether its runs were private; None while none has ended."""
+        return self.outcomes[0].run.private if self.outcomes else None
+
+    @property
+    def epsilon(self) -> float | None:
+        """The largest ε of all runs: a mean over seeds would bound nothing."""
+        known = [o.epsilon for o in self.outcomes if o.epsilon is not None]
+        return max(known, default=None)
+
+    @property
+    def delta(self) -> float | None:
+        """The largest δ that goes with it."""
+        return max((o.delta for o in self.outcomes if o.delta is not None), default=None)
+
+    @property
+    def statuses(self) -> str:
+        """How its runs ended, and which are missing."""
+        ends = [o.run.status for o in self.outcomes if o.run.status != "finished"]
+        return ", ".join(
+            [
+                *(f"{ends.count(end)} × {end}" for end in dict.fromkeys(ends)),
+                *(f"seed {seed} missing" for seed in sorted(self.missing)),
+            ]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The entries in their order. folder: where their folders are."""
+
+    folder: Path
+    entries: Sequence[Entry]
+
+    @property
+    def outcomes(self) -> list[tuple[Entry, Outcome]]:
+        """All runs that have ended."""
+        return [(entry, outcome) for entry in self.entries for outcome in entry.outcomes]
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """What the entries' plans differ in."""
+        return differences({e.name: e.outcomes[0].run.plan for e in self.entries if e.outcomes})
+
+    @cached_property
+    def inequalities(self) -> list[str]:
+        """Why this is no comparison between equals, one clause each; empty where it is one."""
+        found = [
+            f"{d.key} ({', '.join(f'{name}: {value}' for name, value in d.values.items())})"
+            for d in self.differences
+            if d.unequal
+        ]
+        seeds = {e.name: sorted(o.seed for o in e.outcomes) for e in self.entries}
+        if len(set(map(tuple, seeds.values()))) > 1:
+            shown = (f"{name}: {', '.join(map(str, s)) or 'none'}" for name, s in seeds.items())
+            found.append(f"seeds ({'; '.join(shown)})")
+        if not any("partition" in clause for clause in found) and self._records_differ():
+            found.append("the records of the sites, under the same partition settings and seed")
+        return found
+
+    def _records_differ(self) -> bool:
+        by_seed: dict[int, set[str]] = {}
+        for _, outcome in self.outcomes:
+            if outcome.partition is not None:
+                by_seed.setdefault(outcome.seed, set()).add(outcome.partition)
+        return any(len(digests) > 1 for digests in by_seed.values())
+
+
+def read_comparison(
+    folder: Path,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    failed: Mapping[tuple[str, int], str] | None = None,
+) -> Comparison:
+    """Read a comparison's runs, folder/NAME/seed-S. failed: (name, seed) -> why it has no outcome.
+
+    A run that has not ended is missing, and so is one whose files are damaged.
+    """
+    entries = []
+    for name in names:
+        outcomes, missing = list[Outcome](), dict[int, str]()
+        for seed in seeds:
+            why = (failed or {}).get((name, seed))
+            found = _read(run_folder(folder, name, seed), seed) if why is None else why
+            if isinstance(found, Outcome):
+                outcomes.append(found)
+            else:
+                missing[seed] = found
+        entries.append(Entry(name, outcomes, missing))
+    return Comparison(folder, entries)
+
+
+def run_folder(folder: Path, name: str, seed: int) -> Path:
+    """Return where the run of an entry and a seed is."""
+    return folder / name / f"seed-{seed}"
+
+
+def _read(folder: Path, seed: int) -> Outcome | str:
+    if not (folder / "rounds.jsonl").exists():
+        return "not begun"
+    try:
+        run = read_run(folder)
+        if run.status in RESUMABLE:
+            return f"{run.status} after round {run.last.round}"
+        return Outcome(seed, run, _partition_digest(folder / "partition.json"))
+    except DataError as error:
+        return str(error)
+
+
+def _partition_digest(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    partition = json.loads(path.read_text(encoding="utf-8"))
+    records = json.dumps([partition.get("train"), partition.get("held_out")], sort_keys=True)
+    return hashlib.blake2b(records.encode(), digest_size=16).hexdigest()

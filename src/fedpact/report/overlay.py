@@ -1,0 +1,167 @@
+"""Curves of several runs laid over each other: a colour an entry, its mean over seeds, a band.
+
+Each figure takes a comparison and returns a Drawing, or None where there is nothing to draw.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from fedpact.messages import RoundRecord
+from fedpact.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    HALF,
+    ORANGE,
+    RED,
+    Drawing,
+    Sheet,
+    legend_above,
+    marker,
+    percent_axis,
+    rounds_axis,
+    shorten,
+    thin,
+)
+from fedpact.report.outcomes import Comparison, Entry, Outcome
+from fedpact.report.text import scaled
+
+# Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
+_COLOURS = (BLUE, RED, GREEN, ORANGE, "#cc79a7", "#56b4e9", GREY)
+_DASHES = ("-", "--", ":", "-.")
+
+Against = Literal["rounds", "bytes", "ε"]
+Measure = Literal["accuracy", "loss"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure against what it cost. x: ascending; low <= mean <= high over the seeds' runs."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawing | None:
+    """Draw a measure of the global model of every entry against rounds, bytes or ε."""
+    found = [(i, e, curve(e, measure, against)) for i, e in enumerate(comparison.entries)]
+    drawn = [(i, entry, line) for i, entry, line in found if line is not None]
+    if not drawn:
+        return None
+    title = f"{measure.capitalize()} against {against}"
+    unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site", "bytes": ""}[against]
+    if against == "bytes":
+        unit, symbol = scaled(max(float(line.x[-1]) for _, _, line in drawn))
+        name = f"sent so far ({symbol})"
+    columns = 2 if len(drawn) <= 4 else 3
+    with Sheet(2.6 + 0.19 * math.ceil(len(drawn) / columns), HALF) as sheet:
+        axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
+        for i, entry, line in drawn:
+            _draw(axes, i, entry, line, unit)
+        if measure == "accuracy":
+            percent_axis(axes)
+        else:
+            _loss_axis(axes, [line for _, _, line in drawn])
+        if against == "rounds":
+            rounds_axis(axes)
+        axes.margins(x=0.02)
+        legend_above(axes, columns)
+        svg = sheet.svg(title)
+    return Drawing(title, svg, _caption(comparison, drawn, against))
+
+
+def curve(entry: Entry, measure: Measure, against: Against) -> Curve | None:
+    """Return the mean over an entry's runs, on the range of x that all of them reach.
+
+    Between two evaluations a run is taken to lie on the straight line. A round whose measure is
+    not finite is left out. None: no run has a point, or they share no range.
+    """
+    lines = [
+        line for outcome in entry.outcomes if len((line := _line(outcome, measure, against))[0])
+    ]
+    if not lines:
+        return None
+    low, high = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
+    grid = np.unique(np.concatenate([x for x, _ in lines]))
+    grid = np.array(thin([float(x) for x in grid if low <= x <= high]))
+    if not grid.size:
+        return None
+    values = np.stack([np.interp(grid, x, y) for x, y in lines])
+    return Curve(grid, values.mean(0), values.min(0), values.max(0))
+
+
+def _line(outcome: Outcome, measure: Measure, against: Against) -> tuple[np.ndarray, np.ndarray]:
+    position, sent, points = _POSITIONS[against], 0.0, list[tuple[float, float]]()
+    for record in outcome.run.records:
+        sent += record.bytes_down + record.bytes_up
+        y = getattr(record, measure)
+        x = position(record, sent)
+        if x is not None and y is not None and math.isfinite(x) and math.isfinite(y):
+            points.append((x, y))
+    x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    # Where nothing was spent between two evaluations, the later one counts.
+    last = np.append(np.diff(x) > 0, True)[: len(x)]
+    return x[last], y[last]
+
+
+def _largest_epsilon(record: RoundRecord, _: float) -> float | None:
+    return max(record.epsilon.values()) if record.epsilon else None
+
+
+_POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
+    "rounds": lambda record, _: record.round,
+    "bytes": lambda _, sent: sent,
+    "ε": _largest_epsilon,
+}
+
+
+def _draw(axes: Axes, i: int, entry: Entry, line: Curve, unit: float) -> None:
+    colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
+    x = line.x / unit
+    if len(entry.outcomes) > 1:
+        axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)
+    axes.plot(
+        x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(entry.name)
+    )
+
+
+def _loss_axis(axes: Axes, lines: list[Curve]) -> None:
+    low, high = min(line.low.min() for line in lines), max(line.high.max() for line in lines)
+    if low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
+def _caption(
+    comparison: Comparison, drawn: list[tuple[int, Entry, Curve]], against: Against
+) -> str:
+    caption = {
+        "rounds": "Each round is one exchange with every site. ",
+        "bytes": "Messages as encoded, both ways, all sites together. ",
+        "ε": f"{_guarantee(comparison)} ",
+    }[against]
+    if any(len(entry.outcomes) > 1 for _, entry, _ in drawn):
+        caption += "Lines are means over seeds, bands reach from the lowest run to the highest."
+    missing = [e.name for e in comparison.entries if e.name not in {d[1].name for d in drawn}]
+    if missing:
+        reason = "not private, or without a run" if against == "ε" else "without a run"
+        caption += f" Not drawn, {reason}: {', '.join(missing)}."
+    return caption.strip()
+
+
+def _guarantee(comparison: Comparison) -> str:
+    kinds = dict.fromkeys(
+        f"adjacency: {o.run.privacy['adjacency']}; accountant: {o.run.privacy['accountant']}"
+        for _, o in comparison.outcomes
+        if o.run.private
+    )
+    return f"Upper bounds on ε at the sites' δ; {' / '.join(kinds)}."

@@ -1,0 +1,300 @@
+"""Comparisons of runs whose folders are written by hand, so that every figure is known."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpact.messages import RoundRecord, SiteScore
+from fedpact.report.comparison import document, guarantees, inequality, rows, write_comparison
+from fedpact.report.equality import differences, flatten
+from fedpact.report.outcomes import Comparison, read_comparison, run_folder
+from fedpact.report.overlay import curve
+
+from .conftest import terms
+from .test_page import Page
+
+SITES = ["a", "b"]
+PLAN = {
+    "data": "digits",
+    "algorithm": "fedavg",
+    "rounds": 4,
+    "seed": 0,
+    "settings": {"learning_rate": 0.5},
+    "partition": {"kind": "iid"},
+    "privacy": {"mode": "per_sample", "epsilon": 2.0, "delta": 1e-5, "clip": 1.0},
+    "budget": {"bytes": None},
+    "run": {"workers": 0},
+}
+
+
+def put(
+    folder: Path,
+    name: str,
+    seed: int,
+    accuracies: dict[int, float],
+    *,
+    epsilon: float | None = 1.0,
+    status: str | None = "finished",
+    train: tuple[int, ...] = (0, 1),
+    **plan: Any,
+) -> None:
+    """Write a run's folder: accuracy by round; every site spends `epsilon`, round by round."""
+    path = run_folder(folder, name, seed)
+    path.mkdir(parents=True)
+    last, private = max(accuracies), epsilon is not None
+    records = [
+        RoundRecord(
+            round=number,
+            accuracy=accuracies.get(number),
+            loss=None if number not in accuracies else 1 - accuracies[number],
+            psi=None if number not in accuracies else 0.01 * (seed + 1),
+            scores={
+                s: SiteScore(accuracies[number] - 0.1 * i, 1.0, 10) for i, s in enumerate(SITES)
+            }
+            if number in accuracies
+            else {},
+            epsilon=dict.fromkeys(SITES, (epsilon or 0) * number / last) if private else {},
+            bytes_down=100 if number else 0,
+            bytes_up=200 if number else 0,
+            seconds=0.5,
+        )
+        for number in range(last + 1)
+    ]
+    privacy = {
+        "private": private,
+        "unit": "record",
+        "adjacency": "add/remove one record",
+        "accountant": "pld" if private else "none",
+        "randomness": "seeded simulation",
+        "sizes": "public",
+        "simulator_only": [],
+        "covers": [],
+        "does_not_cover": [],
+        "sites": {site: terms(2.0) for site in SITES} if private else {},
+    }
+    mode = {} if private else {"privacy": {"mode": "none"}}
+    documents: dict[str, Any] = {
+        "plan": {**PLAN, "seed": seed, **mode, **plan},
+        "privacy": privacy,
+        "partition": {
+            "train": {"a": list(train), "b": [7]},
+            "held_out": {"a": [8], "b": [9]},
+            "classes": ["c"],
+            "label_counts": [[2], [1]],
+        },
+    }
+    if status:
+        documents["summary"] = {"status": status, "epsilon": dict(records[-1].epsilon)}
+    for file, content in documents.items():
+        (path / f"{file}.json").write_text(json.dumps(content))
+    (path / "rounds.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
+
+
+def two(folder: Path, **second: Any) -> Comparison:
+    """Two entries of two seeds each; the second's runs are changed."""
+    for seed, final in ((3, 0.6), (4, 0.8)):
+        put(folder, "one", seed, {0: 0.2, 4: final}, epsilon=1.0 + seed / 10)
+        put(folder, "two", seed, {0: 0.2, 4: final}, **second)
+    return read_comparison(folder, ["one", "two"], [3, 4])
+
+
+def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
+    finals = [0.61, 0.64, 0.71]
+    for seed, final in enumerate(finals):
+        put(tmp_path, "x", seed, {0: 0.1, 3: final})
+    (entry,) = read_comparison(tmp_path, ["x"], range(3)).entries
+    found = entry.spread(lambda o: o.accuracy)
+    assert found is not None
+    assert found.mean == pytest.approx(np.mean(finals), rel=1e-12)
+    assert found.deviation == pytest.approx(np.std(finals, ddof=1), rel=1e-12)
+    # Site b lies a tenth below site a everywhere.
+    worst = entry.spread(lambda o: o.worst)
+    assert worst is not None
+    assert worst.mean == pytest.approx(np.mean(finals) - 0.1, rel=1e-12)
+    psi = entry.spread(lambda o: o.psi)
+    assert (psi and psi.mean, psi and psi.deviation) == pytest.approx((0.02, 0.01))
+    for measure, expected in ((entry.outcomes[0].bytes, 900), (entry.outcomes[0].rounds, 3)):
+        assert measure == expected
+
+
+def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
+    (entry,) = read_comparison(tmp_path, ["x"], [0]).entries
+    found = entry.spread(lambda o: o.accuracy)
+    assert (found and found.mean, found and found.deviation) == (0.5, None)
+    assert entry.spread(lambda o: None) is None
+    lost = entry.spread(lambda o: math.nan)
+    assert lost is not None
+    assert math.isnan(lost.mean)
+    assert rows(Comparison(tmp_path, [entry]))[0].accuracy == "50.00 %"
+
+
+def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
+    for seed, epsilon in enumerate((1.00001, 1.23401, 1.1)):
+        put(tmp_path, "x", seed, {0: 0.1, 2: 0.5}, epsilon=epsilon)
+    comparison = read_comparison(tmp_path, ["x"], range(3))
+    (row,) = rows(comparison)
+    assert row.epsilon == "1.235 at δ = 1e-05"
+    (told,) = guarantees(comparison)
+    assert told.startswith("x: (ε, δ) = (1.235, 1e-05)")
+    assert "adjacency: add/remove one record; accountant: pld" in told
+
+
+def test_an_unknown_epsilon_is_no_small_one(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
+    assert rows(read_comparison(tmp_path, ["x"], [0]))[0].epsilon.startswith("∞")
+
+
+def test_equals_are_not_marked(tmp_path: Path) -> None:
+    comparison = two(tmp_path, algorithm="fedfdp", settings={"learning_rate": 3.0}, run={})
+    assert comparison.inequalities == []
+    assert inequality(comparison) is None
+    assert {d.key for d in comparison.differences} == {"algorithm", "settings.learning_rate"}
+    assert "NOT AN EQUAL" not in write_comparison(comparison).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rounds": 5}, "rounds (one: 4, two: 5)"),
+        ({"partition": {"kind": "shards"}}, "partition.kind"),
+        ({"budget": {"bytes": 10}}, "budget.bytes"),
+        ({"sites": 3}, "sites"),
+        ({"privacy": {**PLAN["privacy"], "epsilon": 3.0}}, "privacy.epsilon"),
+        ({"privacy": {**PLAN["privacy"], "delta": 1e-6}}, "privacy.delta"),
+        ({"epsilon": None}, "privacy.mode"),
+        ({"train": (0, 2)}, "the records of the sites"),
+        ({"heard_of_never": 1}, "heard_of_never"),
+    ],
+    ids=str,
+)
+def test_what_is_unequal_is_said(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    comparison = two(tmp_path, **change)
+    sentence = inequality(comparison)
+    assert sentence is not None
+    assert sentence.startswith("NOT AN EQUAL COMPARISON")
+    assert told in sentence
+    assert document(comparison)["equal"] is False
+    page = write_comparison(comparison)
+    assert "NOT AN EQUAL COMPARISON" in page.read_text(encoding="utf-8")
+    assert told.split(" (")[0] in Page(page).text
+
+
+@pytest.mark.parametrize(
+    "change", [{"clip": 9.0}, {"clip": 1.0, "sigma": 2.0}], ids=["clip", "sigma"]
+)
+def test_what_the_method_consists_of_may_differ(change: dict[str, Any]) -> None:
+    other = {**PLAN, "privacy": {**PLAN["privacy"], **change}, "model": "cnn", "batch_size": 3}
+    assert not any(d.unequal for d in differences({"one": {**PLAN, "seed": 8}, "two": other}))
+
+
+def test_a_plain_runs_privacy_settings_apply_to_nothing() -> None:
+    plain = [{**PLAN, "privacy": {"mode": "none", "epsilon": e}} for e in (1.0, 2.0)]
+    assert differences({"one": plain[0], "two": plain[1]}) == []
+    (mode,) = differences({"one": plain[0], "two": PLAN})
+    assert (mode.key, mode.unequal) == ("privacy.mode", True)
+
+
+def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
+    put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
+    put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
+    put(tmp_path, "two", 0, {0: 0.1, 2: 0.5})
+    put(tmp_path, "two", 1, {0: 0.1, 2: 0.9}, status="stopped")
+    put(tmp_path, "three", 0, {0: 0.1, 2: 0.9}, status=None)
+    names = ["one", "two", "three", "four"]
+    failed = {("four", 0): "no such model"}
+    comparison = read_comparison(tmp_path, names, [0, 1], failed)
+    one, second, third, fourth = comparison.entries
+    assert one.missing == {}
+    assert second.missing == {1: "stopped after round 2"}
+    assert third.missing == {0: "not ended after round 2", 1: "not begun"}
+    assert fourth.missing == {0: "no such model", 1: "not begun"}
+    # What has not ended is in no mean.
+    assert rows(comparison)[1].accuracy == "50.00 %"
+    assert rows(comparison)[3].accuracy == "–"
+    assert any(clause.startswith("seeds (") for clause in comparison.inequalities)
+    text = Page(write_comparison(comparison)).text
+    assert "no such model" in text
+
+
+def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path: Path) -> None:
+    put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
+    put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
+    (run_folder(tmp_path, "one", 1) / "privacy.json").write_text("{")
+    (entry,) = read_comparison(tmp_path, ["one"], [0, 1]).entries
+    assert [o.seed for o in entry.outcomes] == [0]
+    assert "privacy.json" in entry.missing[1]
+
+
+def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path: Path) -> None:
+    # Straight lines, evaluated at unlike rounds: between the points the mean is straight, too.
+    put(tmp_path, "x", 0, {0: 0.0, 3: 0.3, 10: 1.0}, epsilon=2.0)
+    put(tmp_path, "x", 1, {0: 0.0, 5: 0.25, 8: 0.4}, epsilon=1.6)
+    (entry,) = read_comparison(tmp_path, ["x"], [0, 1]).entries
+    found = curve(entry, "accuracy", "rounds")
+    assert found is not None
+    assert found.x.tolist() == [0, 3, 5, 8]
+    assert found.mean == pytest.approx(found.x * (0.1 + 0.05) / 2)
+    assert found.low == pytest.approx(found.x * 0.05)
+    assert found.high == pytest.approx(found.x * 0.1)
+    # 300 bytes a round, and ε = 0.2 a round in both runs.
+    for against, each in (("bytes", 300), ("ε", 0.2)):
+        other = curve(entry, "accuracy", against)
+        assert other is not None
+        assert other.x == pytest.approx(found.x * each)
+        assert other.mean == pytest.approx(found.mean)
+    assert curve(entry, "loss", "rounds") is not None
+
+
+def test_a_round_that_diverged_is_not_drawn(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: 0.0, 2: 0.3, 4: math.inf})
+    put(tmp_path, "lost", 0, {0: math.nan, 2: math.nan})
+    x, lost = read_comparison(tmp_path, ["x", "lost"], [0]).entries
+    found = curve(x, "accuracy", "rounds")
+    assert found is not None
+    assert found.x.tolist() == [0, 2]
+    assert curve(lost, "accuracy", "rounds") is None
+
+
+def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
+    comparison = two(tmp_path, epsilon=None, data="<b>x</b>", settings={"note": "<i>y</i>"})
+    found = Page(write_comparison(comparison))
+    assert found.crossed == []
+    assert not {"script", "link", "iframe", "object", "embed", "base", "b", "i"} & set(found.tags)
+    assert "@import" not in found.source
+    assert not re.search(r"https?:|//\w", re.sub(r'xmlns(:\w+)?="[^"]*"', "", found.source))
+    links = [value for tag, key, value in found.attributes if (tag, key) == ("a", "href")]
+    assert links == [
+        f"{name}/seed-{seed}/report.html" for name in ("one", "two") for seed in (3, 4)
+    ]
+    for tag, key, value in found.attributes:
+        if key in {"src", "href", "xlink:href", "srcset"} and tag != "a":
+            assert value.startswith(("#", "data:"))
+    assert "NOT PRIVATE" in found.text
+    assert "SIMULATION" in found.text
+    assert sorted(found.titles()) == sorted(
+        f"{measure} against {against}"
+        for measure in ("Accuracy", "Loss")
+        for against in ("rounds", "bytes", "ε")
+    )
+
+
+def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
+    comparison = read_comparison(tmp_path, ["one", "two"], [0])
+    found = Page(write_comparison(comparison))
+    assert found.crossed == []
+    assert "not begun" in found.text
+    assert json.loads(json.dumps(document(comparison)))["entries"]["one"]["accuracy"] is None
+
+
+def test_flatten_keeps_every_leaf() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": []}, "e": None}) == {
+        "a.b.c": 1,
+        "a.d": [],
+        "e": None,
+    }
