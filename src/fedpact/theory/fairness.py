@@ -1,0 +1,140 @@
+"""FedFDP's fairness weight λ by its convergence bound. Ling et al., arXiv 2402.16028, Section 6.
+
+L-smooth, μ-strongly convex losses, per-sample gradients bounded by G, Q0 <= Δ_i^j <= Q1 with
+Δ_i^j = ℓ_ij - F, Γ = F* - Σ p_i F_i*, B̂ the smallest batch, Δ1 = E‖w_1 - w*‖², T rounds:
+
+    P(λ)  = L F(λ)/(2μ²T)                                   (18) and (19), without their slips
+    F(λ)  = (a1 λ³ + a2 λ² + a3 λ + a4)/(a5 λ + 1)
+    a1    = G² Q1³          a2 = 6G² Q1²        a3 = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1
+    a4    = 4G² + 2LΓ + N + μ²Δ1                a5 = 2 Q0                N = 2σ²C²d/B̂²
+
+The best λ. F'(λ)(a5 λ + 1)² = g(λ) = 2a1 a5 λ³ + (3a1 + a2 a5)λ² + 2a2 λ + a3 - a4 a5, so that
+g' = 2(a5 λ + 1)(3a1 λ + a2). The bound has a meaning where a5 λ + 1 > 0; with Q1 >= 0 that makes
+g' >= 0 there, and F falls first if at all: λ* > 0 exactly if g(0) = a3 - a4 a5 < 0, and is then
+the one root of g. For Q0 <= 0,
+
+    g(0) = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1 - 2Q0 a4 = (9G² + 2LΓ) Q1 - 2Q0 (4G² + 2LΓ + N) >= 0,
+
+so λ* = 0 whenever Q0 <= 0 <= Q1. That is always: F is a mean of the ℓ_ij, and so Q0 <= 0 <= Q1.
+The theorem recommends no fairness; λ has to come from elsewhere. Nor does the bound hold where
+clipping or weights move the optimum (docs/errata.md, F8, F10).
+"""
+
+import math
+from dataclasses import dataclass
+
+from fedpact import check
+from fedpact.errors import InputError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the theorem assumes: G, Γ, Δ1 and the noise >= 0, 0 < μ <= L, Q0 <= Q1, Q1 >= 0.
+
+    noise: N = 2σ²C²d/B̂² (`noise_term`). Raises InputError.
+    """
+
+    gradient_bound: float
+    smoothness: float
+    convexity: float
+    gap: float
+    noise: float
+    least_difference: float
+    most_difference: float
+    start: float
+
+    def __post_init__(self) -> None:
+        check.non_negative(gradient_bound=self.gradient_bound)
+        check.positive(smoothness=self.smoothness)
+        check.positive(convexity=self.convexity)
+        check.non_negative(gap=self.gap)
+        check.non_negative(noise=self.noise)
+        check.finite(least_difference=self.least_difference)
+        check.non_negative(most_difference=self.most_difference)
+        check.non_negative(start=self.start)
+        if not self.convexity <= self.smoothness:
+            raise InputError(
+                f"convexity is {self.convexity!r} and smoothness {self.smoothness!r}: expected "
+                "convexity <= smoothness, as for every smooth loss"
+            )
+        if not self.least_difference <= self.most_difference:
+            raise InputError(
+                f"least_difference is {self.least_difference!r} and most_difference "
+                f"{self.most_difference!r}: expected the least (Q0) <= the most (Q1)"
+            )
+
+    @property
+    def a(self) -> tuple[float, float, float, float, float]:
+        """a1, ..., a5."""
+        g2, q0, q1 = self.gradient_bound**2, self.least_difference, self.most_difference
+        gap, start = 2 * self.smoothness * self.gap, self.convexity**2 * self.start
+        return (
+            g2 * q1**3,
+            6 * g2 * q1**2,
+            (9 * g2 + gap) * q1 + 2 * q0 * start,
+            4 * g2 + gap + self.noise + start,
+            2 * q0,
+        )
+
+    @property
+    def slope(self) -> float:
+        """g(0) = a3 - a4 a5, the sign of F'(0); free of μ and Δ1, and without a difference."""
+        g2, gap = self.gradient_bound**2, 2 * self.smoothness * self.gap
+        upwards = (9 * g2 + gap) * self.most_difference
+        return upwards - 2 * self.least_difference * (4 * g2 + gap + self.noise)
+
+
+def noise_term(sigma: float, clip: float, dimension: int, batch: float) -> float:
+    """Return N = 2σ²C²d/B̂². sigma: σ >= 0. clip: C > 0. batch: B̂ > 0. Raises InputError."""
+    relative = check.non_negative(sigma=sigma) * check.positive(clip=clip)
+    return 2 * (relative / check.positive(batch=batch)) ** 2 * check.count(dimension=dimension)
+
+
+def ratio(bounds: Bounds, lam: float) -> float:
+    """Return F(λ), λ >= 0. Raises InputError where a5 λ + 1 <= 0: there P is no bound."""
+    check.non_negative(lam=lam)
+    a1, a2, a3, a4, a5 = bounds.a
+    if not a5 * lam + 1 > 0:
+        raise InputError(
+            f"lam is {lam!r}: expected lam < {-1 / a5!r}, beyond which 1 + 2 Q0 lam is not positive"
+        )
+    return (((a1 * lam + a2) * lam + a3) * lam + a4) / (a5 * lam + 1)
+
+
+def bound(bounds: Bounds, lam: float, steps: int) -> float:
+    """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see above for its worth."""
+    scale = bounds.smoothness / (2 * bounds.convexity**2 * check.count(steps=steps))
+    return scale * ratio(bounds, lam)
+
+
+def best_weight(bounds: Bounds) -> float:
+    """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then by bisection of g.
+
+    inf where F falls for ever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
+
+    >>> best_weight(Bounds(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
+    ...     start=0.0))
+    0.0
+    >>> best_weight(Bounds(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=5.0, most_difference=6.0,
+    ...     start=0.0))
+    1.11...
+    """
+    if not bounds.slope < 0:
+        return 0.0
+    high = 1.0
+    while not _slope_at(bounds, high) > 0:
+        high *= 2
+        if not math.isfinite(high):
+            return math.inf
+    low = 0.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if _slope_at(bounds, middle) > 0 else (middle, high)
+    return high
+
+
+def _slope_at(bounds: Bounds, lam: float) -> float:
+    """g(λ), the sign of F'(λ) at λ > 0."""
+    a1, a2, _, _, a5 = bounds.a
+    # Divided by λ², so that a large λ does not overflow.
+    high = 2 * a1 * a5 * lam + 3 * a1 + a2 * a5
+    return high + (2 * a2 + bounds.slope / lam) / lam
