@@ -1,7 +1,6 @@
 """The accountants: the specification's values, order relations, refusals and cheap reports."""
 
 import math
-import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -16,7 +15,6 @@ from fedpact.theory.accounting import (
     joint,
     max_steps,
     round_rate_up,
-    running_epsilon,
 )
 
 ALI = SampledGaussian(0.015, 1.1)
@@ -163,30 +161,6 @@ def test_max_steps_counts_what_is_spent():
     assert max_steps(SampledGaussian(1.0, 0.05), budget) == 0
 
 
-def test_running_report_bounds_never_falls_and_ends_at_the_plan():
-    planned = {ALI: 300}
-    report = [running_epsilon({ALI: t}, 1e-5, planned) for t in range(301)]
-    assert report == sorted(report)
-    assert report[0] == 0.0
-    assert report[300] == epsilon(planned, 1e-5)
-    for t in (1, 2, 5, 17, 100, 222, 299):
-        exact = epsilon({ALI: t}, 1e-5, "pld")
-        assert exact * 0.9999 <= report[t] <= 1.12 * exact
-    # A plan that the history has outgrown limits nothing.
-    assert running_epsilon({ALI: 400}, 1e-5, planned) >= epsilon({ALI: 400}, 1e-5)
-
-
-def test_running_report_costs_microseconds_once_its_grid_is_known():
-    planned = {ALI: 300}
-    for t in range(1, 301):
-        running_epsilon({ALI: t}, 1e-5, planned)
-    start = time.process_time()
-    for t in range(1, 301):
-        running_epsilon({ALI: t}, 1e-5, planned)
-    # 20 µs each where it was written; the limit leaves room for slow machines.
-    assert time.process_time() - start < 0.3
-
-
 @given(st.floats(1e-6, 1.0))
 def test_rates_are_rounded_up_to_a_coarse_grid(q):
     up = round_rate_up(q)
@@ -222,7 +196,6 @@ def test_a_thousand_sizes_share_few_rates():
         lambda: epsilon({ALI: 1.5}, 1e-5),
         lambda: epsilon({ALI: 1}, 1e-5, "gdp"),
         lambda: epsilon({ALI: 1}, 1e-5, "rdp", "classic"),
-        lambda: running_epsilon({ALI: 1}, NAN),
         lambda: round_rate_up(NAN),
         lambda: round_rate_up(0.0),
     ],

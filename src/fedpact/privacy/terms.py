@@ -186,9 +186,8 @@ class Terms:
 
     def epsilon_after(self, spent: History) -> float:
         """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""
-        if self.accountant == "rdp":
-            return epsilon(spent, self.budget.delta, "rdp")
-        return running_epsilon(spent, self.budget.delta, self.history(self.steps))
+        planned = self.history(self.steps)
+        return running_epsilon(spent, self.budget.delta, planned, self.accountant)
 
 
 def _size_event(noise: float | None) -> dict[SampledGaussian, int]:

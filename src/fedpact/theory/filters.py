@@ -29,7 +29,7 @@ import numpy as np
 from fedpact import check
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.theory import rdp
-from fedpact.theory.accounting import Budget, History, SampledGaussian, running_epsilon
+from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
 
 
 def order_for(budget: Budget, event: SampledGaussian) -> float:
@@ -115,9 +115,10 @@ class RenyiFilter:
     def spent(self) -> float:
         """Return the ε of the charged events at δ, as if fixed in advance; at most budget.epsilon.
 
-        A progress report. What is proven of an adaptive run is the whole budget, from its start.
+        By RDP, as the filter counts. A progress report: what is proven of an adaptive run is the
+        whole budget, from its start.
         """
-        return min(self.budget.epsilon, running_epsilon(self._history, self.budget.delta))
+        return min(self.budget.epsilon, epsilon(self._history, self.budget.delta, "rdp"))
 
     @property
     def history(self) -> History:

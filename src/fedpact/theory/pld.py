@@ -57,14 +57,14 @@ def epsilon(terms: Sequence[Term], delta: float) -> float:
     if not terms:
         return 0.0
     count = sum(t for _, _, t in terms)
-    usable = delta - _rounding(count)
+    usable = delta - rounding(count)
     if count > MOST_RELEASES or usable <= 0:
         return math.inf
     if all(q == 1 for q, _, _ in terms):
         # Gaussians compose to one Gaussian, exactly.
         sigma = sum(t / s**2 for _, s, t in terms) ** -0.5
         terms = ((1.0, sigma, 1),)
-    interval = _interval(terms)
+    interval = grid_step(terms)
     try:
         with np.errstate(all="ignore"):
             value = _composed(terms, interval, usable)
@@ -102,7 +102,7 @@ def _single(q: float, sigma: float, interval: float) -> _Distribution:
     )
 
 
-def _rounding(count: int) -> float:
+def rounding(count: int) -> float:
     """Return what the rounding of the FFTs may add to or take from δ.
 
     The relative error of a transform's `count`-th power is about count + log2(size) units in the
@@ -111,16 +111,16 @@ def _rounding(count: int) -> float:
     return (count + 64) * 2.0**-52
 
 
-def _interval(terms: Sequence[Term]) -> float:
+def grid_step(terms: Sequence[Term], fineness: float = _FINENESS) -> float:
     """Return the grid's step: fine beside the loss of one release, coarser where memory ends."""
     count = sum(t for _, _, t in terms)
-    variance = sum(t * _loss_spread(q, s) ** 2 for q, s, t in terms)
+    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
     step = max(
         # The library takes differences of δ: each grid point gains about 2^-52 / step of mass, and
         # all points of all releases together are to gain less than 1.
         math.sqrt(count * reach * 2.0**-50),
-        math.sqrt(variance / count) / _FINENESS,
+        math.sqrt(variance / count) / fineness,
         reach / _LARGEST_SINGLE,
         (reach + 24 * math.sqrt(variance)) / _LARGEST_COMPOSED,
     )
@@ -128,7 +128,7 @@ def _interval(terms: Sequence[Term]) -> float:
     return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
 
 
-def _loss_spread(q: float, sigma: float) -> float:
+def loss_spread(q: float, sigma: float) -> float:
     """Return the root of the Rényi divergence of order 2: for small losses, their deviation."""
     exponent = sigma**-2
     if exponent < 30:
@@ -141,4 +141,4 @@ def _loss_range(q: float, sigma: float) -> float:
     rest = math.log1p(-q) if q < 1 else -math.inf
     high = float(np.logaddexp(rest, math.log(q) + 10 / sigma + 0.5 / sigma**2))
     low = float(np.logaddexp(rest, math.log(q) - 10 / sigma - 1.5 / sigma**2))
-    return max(high - low, 10 * _loss_spread(q, sigma))
+    return max(high - low, 10 * loss_spread(q, sigma))

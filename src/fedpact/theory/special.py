@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+import scipy.fft as _fft  # pyright: ignore[reportMissingTypeStubs]
 import scipy.optimize as _optimize  # pyright: ignore[reportMissingTypeStubs]
 import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
@@ -32,6 +33,16 @@ def log_normal_cdf(x: Array) -> Array:
 def normal_cdf(x: float) -> float:
     """Return Φ(x)."""
     return float(_special.ndtr(x))
+
+
+def normal_cdfs(x: Array) -> Array:
+    """Return Φ(x), elementwise."""
+    return np.asarray(_special.ndtr(x))
+
+
+def fast_length(least: int) -> int:
+    """Return a length >= `least` at which a real Fourier transform is quick."""
+    return int(cast(Any, _fft).next_fast_len(least, real=True))
 
 
 def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:

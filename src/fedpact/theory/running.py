@@ -1,0 +1,225 @@
+"""ε of a history while it grows: coarse privacy loss distributions, written out by hand.
+
+`pld` takes tens of milliseconds for a history. A report after every round needs dozens of histories
+on the way to one plan in less than that together, and may lie a little above their ε.
+
+One release is a pair of distributions, (1-q) N(0, σ²) + q N(1, σ²) and N(0, σ²), in either order
+(Zhu, Dong, Wang 2022). With L = log(P/Q) its privacy loss, δ(ε) = E_P[(1 - e^(ε-L))+].
+
+Grid     The outcomes with losses between neighbours a < b of a grid, of mass p under P and r under
+         Q, are moved onto a and b so that both masses stay: p_a + p_b = p, p_a e^-a + p_b e^-b = r.
+         This spreads e^-L around its mean, and (1 - e^(ε-L))+ is convex in the e^-L of each
+         release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
+         Manurangsi, arXiv 2207.04380.)
+Compose  Losses add, so distributions convolve: here as powers of one Fourier transform.
+Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
+         likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpact.theory import special
+from fedpact.theory.pld import Term, grid_step, loss_spread, rounding
+
+Array = NDArray[np.float64]
+
+# Grid points to the spread of one release's loss: the grid adds below 1/64 of its variance.
+_FINENESS: Final = 4.0
+# Of δ: what may lie outside the window, and what beyond the grid.
+_OUTSIDE: Final = 2.0**-20
+_LARGEST: Final = 2**21  # points of a grid
+_DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
+
+
+def epsilons(path: Sequence[Sequence[Term]], delta: float) -> list[float]:
+    """Return an upper bound on ε at δ for every history of the path; inf where none is found.
+
+    path: histories of the same events (q, σ, count >= 1) in the same order; no count ever falls.
+    """
+    if not path:
+        return []
+    most = path[-1]
+    count = sum(t for *_, t in most)
+    outside = _OUTSIDE * delta
+    # The transforms' errors grow with the count as in pld, in all numbers of a window together.
+    usable = delta - outside - 8 * rounding(count)
+    if usable <= 0:
+        return [math.inf] * len(path)
+    step = grid_step(most, _FINENESS)
+    # Φ(-z) <= exp(-z²/2) / 2
+    reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
+    with np.errstate(all="ignore"):
+        pairs = [_release(q, s, step, reach) for q, s, _ in most]
+        ways = [_Way([pair[i] for pair in pairs], most, step, outside) for i in (0, 1)]
+        return [max(way.epsilon([t for *_, t in terms], usable) for way in ways) for terms in path]
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Masses of the losses low, low + 1, ... (times the grid's step), and of an infinite one."""
+
+    low: int
+    mass: Array
+    infinite: float
+
+
+def _release(q: float, sigma: float, step: float, reach: float) -> tuple[_Losses, _Losses]:
+    """Return the losses of one release: where a record is removed, and where it is added."""
+
+    def loss(x: float) -> float:
+        rest = math.log1p(-q) if q < 1 else -math.inf
+        return float(np.logaddexp(rest, math.log(q) + (2 * x - 1) / (2 * sigma**2)))
+
+    first = math.floor(loss(-reach * sigma) / step)
+    last = math.ceil(loss(1 + reach * sigma) / step)
+    if last - first > _LARGEST:
+        nothing = _Losses(0, np.ones(1), math.inf)
+        return nothing, nothing
+    grid = np.arange(first, last + 1, dtype=np.float64) * step
+    # The outcomes with these losses; none has a loss below log(1 - q).
+    excess = np.where(grid < -1, np.exp(grid) - (1 - q), np.expm1(grid) + q)
+    at = sigma * (np.log(np.maximum(excess, 0.0)) - math.log(q)) + 0.5 / sigma
+    without, with_it = _Outcomes.of(at), _Outcomes.of(at).mixed(_Outcomes.of(at - 1 / sigma), q)
+    removed = _dots(with_it, without, grid, first)
+    return removed, _dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """Mass of one distribution between the points of a grid, below them and above them.
+
+    tail: the mass beyond each interval, on the side from which its own was taken.
+    """
+
+    below: float
+    between: Array
+    above: float
+    tail: Array
+
+    @staticmethod
+    def of(at: Array) -> "_Outcomes":
+        """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
+        left = at[1:] <= 0
+        wide = special.normal_cdfs(np.where(left, at[1:], -at[:-1]))
+        narrow = special.normal_cdfs(np.where(left, at[:-1], -at[1:]))
+        below, above = special.normal_cdfs(np.array([at[0], -at[-1]])).tolist()
+        return _Outcomes(below, wide - narrow, above, wide)
+
+    def mixed(self, other: "_Outcomes", q: float) -> "_Outcomes":
+        """Return those of the mixture with a share q of the other distribution."""
+        return _Outcomes(
+            (1 - q) * self.below + q * other.below,
+            (1 - q) * self.between + q * other.between,
+            (1 - q) * self.above + q * other.above,
+            (1 - q) * self.tail + q * other.tail,
+        )
+
+    @property
+    def mirrored(self) -> "_Outcomes":
+        """The same in the opposite order."""
+        return _Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
+
+
+def _dots(p: _Outcomes, r: _Outcomes, grid: Array, first: int) -> _Losses:
+    """Return the losses log(P/Q) with all mass moved onto the grid.
+
+    p, r: under P and Q, in the order of losses. What lies below the grid goes to its first point.
+    """
+    step = grid[1] - grid[0]
+    grown = np.exp(grid[:-1])
+    lost = _DIGITS * (p.tail + r.tail * grown)
+    upper = np.clip((p.between - r.between * grown + lost) / -np.expm1(-step), 0.0, p.between)
+    mass = np.zeros(len(grid))
+    mass[1:] = upper
+    mass[:-1] += p.between - upper
+    mass[0] += p.below
+    return _Losses(first, mass, p.above)
+
+
+class _Way:
+    """Compositions of several releases, for one order of their pairs, in one window of the grid."""
+
+    def __init__(
+        self, releases: Sequence[_Losses], most: Sequence[Term], step: float, outside: float
+    ) -> None:
+        self._releases = releases
+        low, high = _window(releases, most, step, outside)
+        size = max(high - low + 1, *(len(r.mass) for r in releases))
+        # "not (good)": a window without an end is NaN or inf.
+        self._found = size <= _LARGEST and all(r.infinite < 1 for r in releases)
+        if not self._found:
+            return
+        self._size = special.fast_length(math.ceil(size))
+        # Losses below 0 cost nothing at any ε >= 0.
+        self._losses = np.arange(math.floor(low) + self._size, dtype=np.float64) * step
+        self._waves = [np.fft.rfft(r.mass, self._size) for r in releases]
+        longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
+        # Each loss was placed on the grid to about 2^-52 of itself.
+        self._misplaced = 2.0**-48 * longest
+
+    def epsilon(self, counts: Sequence[int], delta: float) -> float:
+        """Return ε at δ after so many of each release."""
+        if not self._found:
+            return math.inf
+        wave = np.ones(1)
+        for one, count in zip(self._waves, counts, strict=True):
+            wave = wave * _power(one, count)
+        each = zip(counts, self._releases, strict=True)
+        lows, infinite = zip(*((t * r.low, t * r.infinite) for t, r in each), strict=True)
+        # The transform holds a loss k at k - Σ t low, modulo its size.
+        mass = np.roll(np.fft.irfft(wave, self._size), sum(lows))[: len(self._losses)]
+        found = _solve(np.maximum(mass, 0.0), self._losses, delta - sum(infinite))
+        return found + sum(counts) * self._misplaced
+
+
+def _window(
+    releases: Sequence[_Losses], most: Sequence[Term], step: float, outside: float
+) -> tuple[float, float]:
+    """Return where the losses of the largest history lie, on the grid, but for `outside` of them.
+
+    P[L > b] <= E e^(λL) e^(-λb). The smaller histories are covered too, as E e^(λL) >= 1 for λ > 0.
+    """
+    room = -math.log(outside)
+    spread = math.sqrt(sum(t * loss_spread(q, s) ** 2 for q, s, t in most))
+    orders = math.sqrt(2 * room) / spread * 2.0 ** np.arange(-4, 5)
+    orders = np.concatenate([orders, -orders])
+    growth = np.zeros(len(orders))
+    for release, (*_, count) in zip(releases, most, strict=True):
+        losses = (release.low + np.arange(len(release.mass))) * step
+        growth += count * np.log(np.exp(np.outer(orders, losses)) @ release.mass)
+    ends = (np.maximum(growth, 0.0) + room) / orders / step
+    # An order that cannot be computed says nothing.
+    high, low = ends[(orders > 0) & np.isfinite(ends)], ends[(orders < 0) & np.isfinite(ends)]
+    if not (high.size and low.size):
+        return -math.inf, math.inf
+    return float(low.max()), float(high.min())
+
+
+def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+    """Return wave^count, by squaring: far quicker than the general power."""
+    result = np.ones(1, dtype=np.complex128)
+    while count:
+        if count & 1:
+            result = result * wave
+        count >>= 1
+        wave = wave * wave if count else wave
+    return result
+
+
+def _solve(mass: Array, losses: Array, delta: float) -> float:
+    """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ <= δ; losses from 0 up."""
+    above = np.cumsum(mass[::-1])[::-1]
+    shrunk = np.cumsum((mass * np.exp(-losses))[::-1])[::-1]
+    within = np.flatnonzero(above - np.exp(losses) * shrunk <= delta)
+    if not within.size:
+        return math.inf
+    # δ(ε) at this point is small enough, and at the one before it was not.
+    i = int(within[0])
+    ratio = float((above[i] - delta) / shrunk[i])
+    return math.log(ratio) if i > 0 and ratio >= 1 else float(losses[i])
