@@ -1,0 +1,172 @@
+"""FedProxVR. Dinh, Tran, Nguyen, Bao, Balef, Zhou, Zomaya. Federated learning with proximal
+stochastic variance reduced gradient algorithms. ICPP 2020. Its private form is ours.
+
+Symbols   paper  code              meaning, unit or range                     who chooses it
+          L      smoothness        of the loss, > 0                           plan, or estimated
+          β      step_divisor      > 0; Lemma 1 wants > 3                     plan, tune fedproxvr
+          η      learning_rate     1/(βL), or given                           plan
+          μ      proximal          weight of the proximal term, >= 0          plan, tune fedproxvr
+          τ      local_steps       iterations after the first, >= 1           plan, tune fedproxvr
+          θ      accuracy          local accuracy that ends a round early     plan; None: τ does
+          K      difference_bound  most ‖∇ℓ(w) - ∇ℓ(u)‖/‖w - u‖ of a record   plan; None: L
+          σ_a/σ  anchor_noise      the anchor's noise over a batch's, > 0     plan
+          q_a    anchor_rate       records in the anchor, in (0, 1]           plan
+Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
+          w⁰ = w̄,  v⁰ = ∇F_n(w̄),  w¹ = prox(w⁰ - η v⁰)
+          t = 1..τ:  sarah  v_t = ∇f_b(w_t) - ∇f_b(w_{t-1}) + v_{t-1}
+                     svrg   v_t = ∇f_b(w_t) - ∇f_b(w⁰) + v⁰
+                     sgd    v_t = ∇f_b(w_t)
+                     w_{t+1} = prox(w_t - η v_t)
+          upload w_{τ+1} (iterate "last"), or w_t', t' uniform on 1..τ ("random")
+Server    w ← Σ p_i w_i
+Releases  v⁰: one gradient sum over the anchor, an event of its own; then up to τ sums of
+          gradient differences (sgd: of gradients), an event each
+Neutral   none: the first step takes the full gradient, which no other algorithm here does
+Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
+          bound and its noise shrink with the movement, and follow from released iterates alone.
+          Two clipped gradients would need noise for 2C, however small the movement.
+          t' follows from the number of the round, the same at every site: a public draw, so that a
+          repeated request is the same request. What would come after t' is not computed or spent.
+          The paper's t' may be 0, a round that moves nothing. Without it the mean of ‖∇J_n(w_t)‖²
+          is at most the one with it, wherever that is at most θ²‖∇F_n(w̄)‖² and θ <= 1.
+          θ is compared with ‖v_t + μ(w_t - w̄)‖ / ‖v⁰‖ as released, noise included, as the exact
+          gradient would be a release of all records at every step.
+
+SVRG carries the noise of v⁰ through the whole round, and adds one difference's; SARAH's v_t carries
+v⁰'s and that of all t differences. Where movements are small against C/K this is far below the
+noise of t clipped gradients.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.local import round_steps, weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Anchor, Batch, Oracle
+
+NEUTRAL: Neutral | None = None
+
+
+class Settings(BaseSettings):
+    """See Symbols. learning_rate given takes the place of 1/(βL)."""
+
+    solver: Literal["sarah", "svrg", "sgd"] = "sarah"
+    iterate: Literal["last", "random"] = "last"
+    smoothness: float = Field(default=1.0, gt=0)
+    step_divisor: float = Field(default=5.0, gt=0)
+    learning_rate: float | None = Field(default=None, gt=0)
+    proximal: float = Field(default=0.1, ge=0)
+    local_steps: int = Field(default=10, ge=1)
+    accuracy: float | None = Field(default=None, gt=0)
+    difference_bound: float | None = Field(default=None, gt=0)
+    anchor_noise: float = Field(default=10.0, gt=0)
+    anchor_rate: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def step_size(self) -> float:
+        """η."""
+        return self.learning_rate or 1 / (self.step_divisor * self.smoothness)
+
+    @property
+    def anchor(self) -> Anchor:
+        """See BaseSettings: v⁰."""
+        return Anchor(self.anchor_rate, {"gradient": self.anchor_noise})
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    return {"gradient" if settings.solver == "sgd" else "difference": 1.0}
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """See Algorithm."""
+    del state
+    return settings.local_steps
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": w})
+
+
+def task(state: State, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return state
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    del memory
+    most = round_steps(task, settings.local_steps)
+    last = most + 1 if settings.iterate == "last" else _drawn(task.round, most)
+    iterates = _iterates(task.vectors["w"], oracle, last, settings)
+    return Local({"w": deque(iterates, maxlen=1).pop()})
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    del state, settings
+    return weighted_mean(replies)
+
+
+def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> Iterator[Tensor]:
+    """Yield w¹, w², ... up to w_last, or up to the first that θ calls accurate."""
+    eta, mu = settings.step_size, settings.proximal
+    start = v = oracle.anchor("gradient").gradient(center)
+    before, w = center, _prox(center, v, center, eta, mu)
+    yield w
+    for batch in _batches(oracle, last - 1, settings):
+        v = _direction(batch, w, (before, v), (center, start), settings)
+        if settings.accuracy is not None:
+            residual = (v + mu * (w - center)).norm()
+            if float(residual) <= settings.accuracy * float(start.norm()):
+                return
+        before, w = w, _prox(w, v, center, eta, mu)
+        yield w
+
+
+def _batches(oracle: Oracle, count: int, settings: Settings) -> Iterator[Batch]:
+    (channel,) = channels(settings)
+    if settings.accuracy is None:
+        if count:
+            yield from oracle.batches(count, channel)
+    else:
+        # One by one, so that what the round does not need is not charged.
+        for _ in range(count):
+            yield from oracle.batches(1, channel)
+
+
+def _direction(
+    batch: Batch,
+    w: Tensor,
+    before: tuple[Tensor, Tensor],
+    start: tuple[Tensor, Tensor],
+    settings: Settings,
+) -> Tensor:
+    """Return v_t [d] at w; before: (w_{t-1}, v_{t-1}), start: (w⁰, v⁰)."""
+    if settings.solver == "sgd":
+        return batch.gradient(w)
+    other, direction = before if settings.solver == "sarah" else start
+    moved = float(torch.linalg.vector_norm(w - other, dtype=torch.float64))
+    bound = (settings.difference_bound or settings.smoothness) * moved
+    return direction + batch.difference(w, other, bound)
+
+
+def _prox(w: Tensor, v: Tensor, center: Tensor, eta: float, mu: float) -> Tensor:
+    """Return prox(w - η v): the minimiser of (η μ/2)‖u - w̄‖² + ½‖u - (w - η v)‖²."""
+    return (w - eta * v + eta * mu * center) / (1 + eta * mu)
+
+
+def _drawn(round_number: int, most: int) -> int:
+    """Return t' of a round, uniform on 1..τ over the rounds."""
+    digest = hashlib.blake2b(f"t' of round {round_number}".encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "big") % most
