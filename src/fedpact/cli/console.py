@@ -1,9 +1,15 @@
-"""What a command prints: one JSON document for a program, or text for a reader; never both."""
+"""What a command prints: one JSON document for a program, or text for a reader; never both.
+
+And how it is interrupted.
+"""
 
 import json
 import math
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from rich.console import Console
 
 
 def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -> None:
@@ -25,3 +31,19 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(entry) for entry in value]
     return value
+
+
+class StopOnInterrupt:
+    """True once Ctrl-C was pressed, to end after the round under way; a second one ends at once."""
+
+    def __init__(self, console: Console) -> None:
+        self._asked, self._console = False, console
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _interrupt(self, *_: object) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._console.print("Stopping after this round; press Ctrl-C again to stop at once.")

@@ -1,6 +1,5 @@
 """`fedpact run` and `fedpact resume`: carry out a plan and show it as it goes."""
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedpact.api import default_folder
 from fedpact.api import run as carry_out
-from fedpact.cli.console import show
+from fedpact.cli.console import StopOnInterrupt, show
 from fedpact.engines.simulation import Result
 from fedpact.errors import DataError
 from fedpact.folder import Folder
@@ -56,7 +55,7 @@ def resume(
 def _carry_out(plan: Plan, folder: Path, as_json: bool) -> None:
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
-    asked = _StopOnInterrupt(console)
+    asked = StopOnInterrupt(console)
     with _Live(plan, console) as live:
         result = carry_out(plan, folder, on_round=live, stop=asked)
     show(
@@ -64,22 +63,6 @@ def _carry_out(plan: Plan, folder: Path, as_json: bool) -> None:
         as_json,
         lambda: _print_outcome(plan, result),
     )
-
-
-class _StopOnInterrupt:
-    """Ctrl-C ends the run after the round under way; a second one ends it at once."""
-
-    def __init__(self, console: Console) -> None:
-        self._asked, self._console = False, console
-        signal.signal(signal.SIGINT, self._interrupt)
-
-    def __call__(self) -> bool:
-        return self._asked
-
-    def _interrupt(self, *_: object) -> None:
-        self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._console.print("Stopping after this round; press Ctrl-C again to stop at once.")
 
 
 class _Live:
@@ -143,6 +126,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         "stopped": "stopped; `fedpact resume` goes on",
         "budget": "ended: no site has budget left",
         "bytes": "ended: the next round would exceed budget.bytes",
+        "seconds": "ended: budget.seconds are over",
         "diverged": "ended: the next model was not finite; lower the learning rate",
     }
     out.print(
