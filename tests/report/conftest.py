@@ -39,6 +39,7 @@ def terms(epsilon: float) -> dict[str, Any]:
         "epsilon": epsilon,
         "delta": 1e-5,
         "epsilon_reserved": epsilon - 0.0003,
+        "epsilon_by": "PLD",
     }
 
 
@@ -71,6 +72,8 @@ def build(tmp_path: Path) -> Build:
                 "private": private,
                 "unit": "record",
                 "adjacency": "add/remove one record",
+                "mechanism": "per_sample" if private else "none",
+                "mechanism_meaning": "what is clipped",
                 "accountant": "pld" if private else "none",
                 "randomness": "seeded simulation",
                 "sizes": "public",

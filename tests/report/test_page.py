@@ -1,3 +1,4 @@
+import json
 import math
 import re
 from collections.abc import Callable
@@ -98,6 +99,17 @@ def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
         "9.8.7",
     ):
         assert part in text
+
+
+def test_the_mechanism_and_what_gave_the_number_are_stated(build: Build) -> None:
+    folder = build(FIVE)
+    privacy = json.loads((folder / "privacy.json").read_text())
+    privacy["accountant"] = "best"
+    privacy["sites"]["clinic-3"]["epsilon_by"] = "RDP"
+    (folder / "privacy.json").write_text(json.dumps(privacy))
+    text = page(folder).text
+    assert "mechanism per_sample. what is clipped" in text
+    assert "The smaller one is PLD's at 4 of 5 sites and RDP's at 1 of 5 sites" in text
 
 
 def test_epsilon_is_printed_rounded_up(build: Build) -> None:

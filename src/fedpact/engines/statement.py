@@ -8,7 +8,7 @@ from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
-from fedpact.privacy.terms import ADJACENCY
+from fedpact.privacy.terms import ADJACENCY, Terms
 from fedpact.theory.accounting import epsilon
 
 _COVERS = [
@@ -24,6 +24,14 @@ _DOES_NOT_COVER = [
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
+_MECHANISMS = {
+    "none": "Nothing is clipped and no noise is added.",
+    "per_sample": "Each record's part of a sum is clipped to its bound (a gradient to C), the sum "
+    "over a Poisson batch gets Gaussian noise and is divided by the expected batch size. One "
+    "record moves a sum by at most its bound.",
+    "batch_clipped": "The mean gradient of a Poisson batch is clipped to C as a whole and gets "
+    "Gaussian noise. One record can turn it round: it moves by at most 2C, so σ counts half.",
+}
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _SIMULATOR_ONLY = [
@@ -43,6 +51,8 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "private": scene.plan.private,
         "unit": "record",
         "adjacency": ADJACENCY,
+        "mechanism": scene.plan.privacy.mode,
+        "mechanism_meaning": _MECHANISMS[scene.plan.privacy.mode],
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if scene.plan.private else "none",
@@ -72,22 +82,28 @@ def _scope(plan: Plan) -> tuple[list[str], list[str]]:
 
 def site_terms(scene: Scene) -> dict[str, Any]:
     """Return each site's terms as plain data; empty in a plain run."""
+    return {name: described(terms) for name, terms in scene.terms.items()}
+
+
+def described(terms: Terms) -> dict[str, Any]:
+    """Return one site's terms as plain data, with ε of all that is reserved and what bounds it."""
+    history, delta = terms.history(terms.steps), terms.budget.delta
+    reserved = epsilon(history, delta, terms.accountant)
+    by_rdp = epsilon(history, delta, "rdp")
     return {
-        name: {
-            "size": terms.size,
-            "size_noise": terms.size_noise,
-            "rate": terms.rate,
-            "clip": terms.clip,
-            "sigmas": dict(terms.sigmas),
-            "sigma_joint": terms.event.sigma,
-            "steps": terms.steps,
-            "epsilon": terms.budget.epsilon,
-            "delta": terms.budget.delta,
-            "epsilon_reserved": epsilon(
-                terms.history(terms.steps), terms.budget.delta, terms.accountant
-            ),
-        }
-        for name, terms in scene.terms.items()
+        "size": terms.size,
+        "size_noise": terms.size_noise,
+        "rate": terms.rate,
+        "clip": terms.clip,
+        "sigmas": dict(terms.sigmas),
+        "multipliers": terms.multipliers,
+        "sigma_joint": terms.event.sigma,
+        "steps": terms.steps,
+        "epsilon": terms.budget.epsilon,
+        "delta": delta,
+        "epsilon_reserved": reserved,
+        # "best" is the smaller of the two: which it was.
+        "epsilon_by": "PLD" if terms.accountant == "pld" or reserved < by_rdp else "RDP",
     }
 
 

@@ -1,6 +1,7 @@
 """The page of a run: report.html, one file that fetches nothing."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -78,9 +79,7 @@ def render(run: RunFolder) -> str:
         },
         fair=_fair(run),
         sites=_site_rows(run),
-        accountant=_ACCOUNTANTS.get(
-            str(run.privacy.get("accountant")), "not known to this version"
-        ),
+        accountant=_accountant(run),
         budgets=_budgets(run),
         refusals=_refusals(run),
         configuration=_flat(run.plan),
@@ -198,6 +197,15 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
         over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
         rows.append({"name": name, "privacy": terms, "score": scores, "over": over})
     return rows
+
+
+def _accountant(run: RunFolder) -> str:
+    told = _ACCOUNTANTS.get(str(run.privacy.get("accountant")), "not known to this version")
+    by = Counter(terms.get("epsilon_by") for terms in run.privacy["sites"].values())
+    if run.privacy.get("accountant") != "best" or None in by or not by:
+        return told
+    each = [f"{name}'s at {n:,} of {by.total():,} sites" for name, n in sorted(by.items())]
+    return f"{told}. The smaller one is {' and '.join(each)}"
 
 
 def _budgets(run: RunFolder) -> str:

@@ -1,0 +1,79 @@
+"""privacy.json: what is clipped, by which accountant each number is, and that the page says so."""
+
+import json
+
+import pytest
+
+from fedpact.engines.scene import Scene
+from fedpact.engines.simulation import simulate
+from fedpact.engines.statement import described, privacy_statement
+from fedpact.plan import Plan
+from fedpact.report.page import write_report
+from fedpact.theory.accounting import SampledGaussian, epsilon
+
+# At this rate RDP is the smaller bound: PLD's grid pays for the tail of a single release.
+FAINT = {"sampling_rate": 1e-4, "privacy": {"epsilon": 0.5, "delta": 1e-4, "sigma": 1.0}}
+
+
+def statement(**changes):
+    return privacy_statement(Scene.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])
+def test_the_mechanism_is_named_and_decides_the_multiplier(mode):
+    told = statement(algorithm="ldp_fedsgd", privacy={"mode": mode})
+    assert told["mechanism"] == mode
+    for site in told["sites"].values():
+        # Sensitivity C, or 2C where one record can turn the clipped mean round.
+        share = 1.0 if mode == "per_sample" else 0.5
+        assert site["multipliers"]["gradient"] == site["sigmas"]["gradient"] * share
+        assert site["sigma_joint"] == site["multipliers"]["gradient"]
+
+
+@pytest.mark.parametrize("accountant", ["best", "pld", "rdp"])
+@pytest.mark.parametrize("changes", [{}, FAINT], ids=["PLD smaller", "either"])
+def test_the_number_is_that_of_the_accountant_it_names(accountant, changes):
+    whole = {**changes, "privacy": {**changes.get("privacy", {}), "accountant": accountant}}
+    scene = Scene.of(Plan.parse({"rounds": 3, "sites": 2, **whole}))
+    for terms in scene.terms.values():
+        told = described(terms)
+        event = SampledGaussian(terms.rate, told["sigma_joint"])
+        each = {
+            by: epsilon({event: told["steps"]}, told["delta"], by.lower()) for by in ("PLD", "RDP")
+        }
+        assert told["epsilon_reserved"] == each[told["epsilon_by"]]
+        assert (
+            told["epsilon_by"]
+            == {"pld": "PLD", "rdp": "RDP", "best": min(each, key=each.__getitem__)}[accountant]
+        )
+
+
+def test_every_round_and_the_summary_are_by_the_accountant_of_the_plan(tmp_path):
+    steps = {}
+    for accountant in ("pld", "rdp"):
+        whole = Plan.parse(
+            {
+                "rounds": 4,
+                "sites": 2,
+                "sampling_rate": 0.05,
+                "privacy": {"sigma": 1.5, "accountant": accountant},
+            }
+        )
+        result = simulate(whole, tmp_path / accountant)
+        (terms,) = {t.event: t for t in Scene.of(whole).terms.values()}.values()
+        each = whole.steps // whole.rounds
+        steps[accountant] = [record.epsilon["site-00"] for record in result.records]
+        assert steps[accountant][-1] == epsilon({terms.event: 4 * each}, 1e-5, accountant)
+        assert result.summary["accountant"] == accountant
+    assert all(p < r for p, r in zip(steps["pld"][1:], steps["rdp"][1:], strict=True))
+
+
+def test_a_plain_run_names_no_mechanism_and_the_page_shows_the_private_one(tmp_path):
+    assert statement(privacy={"mode": "none"})["mechanism"] == "none"
+    result = simulate(Plan.parse({"rounds": 1, "sites": 2}), tmp_path / "run")
+    told = json.loads((result.folder / "privacy.json").read_text())
+    shown = " ".join(write_report(result.folder).read_text().split())
+    assert f"<th>mechanism</th><td>per_sample. {told['mechanism_meaning']}" in shown.replace(
+        "&#39;", "'"
+    )
+    assert "The smaller one is PLD&#39;s at 2 of 2 sites" in shown
