@@ -3,6 +3,8 @@
 data = "digits"              top level: what to train on what, how long
 [partition]                  how records become sites         (data.partition.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
+[server]                     what the server does with the    (methods.server.ServerSettings)
+                             aggregate
 [privacy] [budget] [run]     below
 """
 
@@ -21,6 +23,8 @@ from fedpact.algorithms import BaseSettings
 from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
+from fedpact.methods.combine import combined
+from fedpact.methods.server import ServerSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
@@ -86,6 +90,7 @@ class Plan(BaseModel):
     partition: PartitionSettings = PartitionSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
+    server: ServerSettings = ServerSettings()
     budget: Limits = Limits()
     run: Running = Running()
     policy: str | None = None
@@ -122,7 +127,7 @@ class Plan(BaseModel):
     @cached_property
     def method(self) -> Method:
         """The algorithm with its settings, and all that goes around it."""
-        return Method(self.algorithm, self.algorithm_settings)
+        return combined(self.algorithm, self.algorithm_settings, self.server)
 
     @cached_property
     def algorithm_settings(self) -> BaseSettings:

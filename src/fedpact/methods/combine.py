@@ -1,0 +1,38 @@
+"""Which algorithm goes with which wrapper: `combined` puts them together, or says why not.
+
+A combination is refused where it would not mean what its parts mean alone; docs/combinations.md
+has the table.
+"""
+
+from typing import Final
+
+from fedpact.algorithms import BaseSettings
+from fedpact.errors import PlanError
+from fedpact.methods import Method
+from fedpact.methods.server import ServerOptimised, ServerSettings
+
+REFUSED: Final[dict[str, dict[str, str]]] = {
+    "server": {
+        "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
+        "optimiser would integrate the sites' drift a second time",
+    },
+}
+"""Table of a plan -> algorithm -> why the two do not go together."""
+
+
+def combined(name: str, settings: BaseSettings, server: ServerSettings) -> Method:
+    """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
+    method = Method(name, settings)
+    if server.optimiser != "none":
+        _check("server", name)
+        method = ServerOptimised(method, server)
+    return method
+
+
+def _check(table: str, algorithm: str) -> None:
+    reason = REFUSED[table].get(algorithm)
+    if reason:
+        raise PlanError(
+            f"[{table}] does not go with algorithm = {algorithm!r}: {reason}; leave the table out, "
+            "or choose another algorithm"
+        )
