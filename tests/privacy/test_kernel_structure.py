@@ -9,6 +9,7 @@ from torch import nn
 from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
+from fedpact.privacy import parts
 from fedpact.privacy.kernel import PerSampleKernel
 
 
@@ -157,3 +158,39 @@ def test_sequence_losses_and_outputs(reference):
     x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7)).double()
     reference.check(model, cross_entropy, x, x.flip(1))
+
+
+def test_a_model_that_views_its_images_in_their_usual_layout(reference):
+    def run(m, x):
+        return m.head(torch.tanh(m.conv(x)).view(len(x), -1))  # a view by channel, then row
+
+    def split(m, x):
+        return m.head(m.conv(x.view(-1, 1, 6, 6)).view(len(x), -1))
+
+    for function in (run, split):
+        model = reference.Apply(function, conv=nn.Conv2d(2, 3, 3), head=nn.Linear(48, 2))
+        if function is split:
+            model.conv, model.head = nn.Conv2d(1, 3, 3), nn.Linear(48, 2)
+        shape = (5, 2, 6, 6) if function is run else (5, 1, 36)
+        reference.check_structure(model, reference.data(*shape))
+
+
+def test_a_batch_measured_in_several_slices(reference, monkeypatch):
+    # A convolution's gradient takes 3 * 2 * 9 * 8 bytes: 40 of them fit, 90 records do not.
+    monkeypatch.setattr(parts, "KEEP_BYTES", 40 * 432)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)).double()
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x, y = reference.data(90, 2, 5, 5), reference.data(90, 2, seed=1)
+    x[70] = math.nan
+    seen: list[int] = []
+
+    def weights(losses):
+        seen.append(len(losses))
+        return 1 + losses
+
+    others = torch.arange(90) != 70
+    rows = reference.per_sample(model, squared_error, x[others], y[others])
+    losses = kernel.losses(x, y)[others]
+    found = kernel.clipped_sum(x, y, 2.0, weights)
+    assert seen == [30, 30, 30]
+    assert reference.error(found, reference.clipped(rows, 2.0, 1 + losses)) < 1e-13

@@ -7,6 +7,7 @@ One forward and one backward pass of the activations record every layer's input 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
+from fedpact.privacy import parts
 from fedpact.privacy.cover import Cover, NotAUnit, Owner
 from fedpact.privacy.difference import difference, held
 from fedpact.privacy.fallback import Random, Whole
@@ -31,6 +33,8 @@ class Measured:
     add: Callable[[Tensor, Tensor], None]
 
 
+_FEW = 32
+
 # A module's share of a pass: (its parameter names -> the model's, its Part).
 _Share = tuple[dict[str, str], Part]
 
@@ -44,17 +48,21 @@ class Generic:
         self._whole = Whole(model, loss)
         self._random = False
         self._trainable = trainable(model)
+        convolutions = [m for m in model.module.modules() if isinstance(m, nn.Conv2d)]
+        self._channels_last = bool(convolutions)
+        self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
-        """Measure g_j = ∇ℓ_j at the model's weights: the batch at once, or slice by slice."""
+        """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
         if not self._random:
             try:
-                losses, calls = self._pass(x, y)
-                yield slice(len(x)), self._measured(losses, self._shares(calls))
+                for rows in self._parts(len(x)):
+                    losses, calls = self._pass(x[rows], y[rows])
+                    yield rows, self._measured(losses, self._shares(calls))
                 return
             except Random:
                 self._random = True
-        for rows in self._slices(len(x)):
+        for rows in slices(len(x), self._whole.step):
             losses, found = self._whole.rows(x[rows], y[rows])
             yield rows, self._measured(losses, [self._whole.share(found)])
 
@@ -67,11 +75,12 @@ class Generic:
         """
         layers = [(owner, owner.layer) for owner in self.cover.owners if owner.layer]
         if len(layers) == len(self.cover.owners):
-            yield slice(len(x)), self._apart(layers, x, y, w, anchor)
+            for rows in self._parts(len(x)):
+                yield rows, self._apart(layers, x[rows], y[rows], w, anchor)
             return
         # A unit is replayed at the weights it was recorded at; two points would take two replays
         # with two sets of weights, so the model is differentiated as a whole instead.
-        for rows in self._slices(len(x)):
+        for rows in slices(len(x), self._whole.step):
             self._model.load(anchor)
             below, before = self._whole.rows(x[rows], y[rows])
             self._model.load(w)
@@ -96,9 +105,11 @@ class Generic:
                     shares.append((owner.names, part))
         return self._measured(_both(above, below), shares)
 
-    def _slices(self, batch: int) -> Iterator[slice]:
-        step = self._whole.step
-        return (slice(i, min(i + step, batch)) for i in range(0, batch, step))
+    def _parts(self, batch: int) -> list[slice]:
+        """So many records at once that the largest convolution's gradients can be kept."""
+        most = parts.KEEP_BYTES // max(1, self._instance)
+        # A few records at a time would cost more than making their gradients twice.
+        return slices(batch, most if most >= _FEW else batch)
 
     def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         """Losses [B], and each owner's calls with their output gradients."""
@@ -111,7 +122,7 @@ class Generic:
             try:
                 with requiring_grad(self._trainable, False):
                     losses, calls = record(
-                        entries, lambda: one_each(self._loss(self._model.module(x), y), len(x))
+                        entries, lambda: one_each(self._loss(self._output(x), y), len(x))
                     )
                     if losses.requires_grad:
                         torch.autograd.backward(losses, torch.ones_like(losses))
@@ -120,6 +131,16 @@ class Generic:
                 ]
             except NotAUnit as found:
                 self.cover.promote(found.owner)
+
+    def _output(self, x: Tensor) -> Tensor:
+        """The model's output, the images laid out by pixel if it can: pooling is 9 times faster."""
+        if self._channels_last and x.dim() == 4:
+            try:
+                return self._model.module(_by_pixel(x))
+            except RuntimeError:
+                # Most likely a view of x that this layout does not allow; else it comes again.
+                self._channels_last = False
+        return self._model.module(x)
 
     def _shares(self, calls: list[list[Call]]) -> list[_Share]:
         shares: list[_Share] = []
@@ -138,12 +159,10 @@ class Generic:
             squares += part.squares
 
         def add(c: Tensor, total: Tensor) -> None:
-            fresh = torch.zeros_like(total)
-            views = dict(self._model.views(fresh))
+            views = dict(self._model.views(total))
             with torch.no_grad():
                 for names, part in shares:
                     part.write(c, {local: views[name] for local, name in names.items()})
-            total += fresh
 
         return Measured(losses, squares.sqrt().to(losses.dtype), add)
 
@@ -156,8 +175,23 @@ def _checked(owner: Owner, calls: list[Call]) -> list[Call]:
     return live
 
 
+def _by_pixel(x: Tensor) -> Tensor:
+    _, channels, height, width = x.shape
+    if channels == 1:
+        # Both layouts are the same memory; by these strides torch takes it for the one we want.
+        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 def _both(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below.isfinite(), above, below)
+
+
+def slices(batch: int, most: int) -> list[slice]:
+    """A batch in slices of nearly equal length, at most `most`."""
+    count = -(-batch // max(1, most))
+    ends = [i * batch // count for i in range(count + 1)]
+    return [slice(i, j) for i, j in pairwise(ends)]
 
 
 def trainable(model: FlatModel) -> list[nn.Parameter]:

@@ -28,7 +28,7 @@ from fedpact.privacy.separation import Mixers, check_separation
 from fedpact.privacy.tape import gradients, requiring_grad
 
 Weights = Callable[[Tensor], Tensor]
-"""Losses [B] -> weights [B], each from its own record's loss alone."""
+"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
 
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
@@ -62,8 +62,9 @@ class PerSampleKernel:
     ) -> Tensor:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = min(w_j, C/‖g_j‖).
 
-        clip: C > 0; infinity gives c_j = w_j. weights: losses [B] -> w [B], clamped to >= 0, ones
-        by default; w_j must depend on ℓ_j alone, else one record changes the others' shares.
+        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
+        by default; asked slice by slice of the batch, so w_j must depend on ℓ_j alone, and else one
+        record would change the others' shares.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """

@@ -3,8 +3,8 @@
 For every layer the gradient of sample j is linear in the recorded output gradient. A rule turns the
 calls of its layer into a Part: the squared norms ‖g_j‖² [B], and a way to write Σ_j c_j g_j.
 
-Linear and convolution   G_j = Σ_t g_jt u_jtᵀ over positions t; u is the input, or its patches.
-                         Three ways to ‖G_j‖²; `_outer` takes the cheapest.
+Linear and convolution   G_j = Σ_t g_jt u_jtᵀ over positions t; u is the input, or its patches;
+                         parts.Outer has three ways to ‖G_j‖² and takes the cheapest.
 Embedding                G_j sums g_jt over the positions that hold the same index.
 LayerNorm, GroupNorm     weight: Σ_t g_jt ⊙ x̂_jt; bias: Σ_t g_jt.
 
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.privacy.parts import Outer, Part, Views, joined, kept, square_sums, together
-from fedpact.privacy.patches import Geometry
+from fedpact.privacy.convolution import Conv, Convolution
+from fedpact.privacy.parts import Outer, Part, Sizes, Views, joined, kept, square_sums, together
 from fedpact.privacy.tape import Call
 
 Rule = Callable[[nn.Module, list[Call], frozenset[str]], Part]
@@ -56,9 +56,9 @@ def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     if len(calls) == 1 and _input(calls[0]).dim() == 2:
         return _linear_once(_input(calls[0]), _grad(calls[0]), names)
     x, g = _positions([_input(c) for c in calls]), _positions([_grad(c) for c in calls])
-    outer = Outer(g.mT, lambda i, j: x[i:j], 1, x.shape[2], lambda total: total[0])
     return _with_bias(
-        outer.part() if "weight" in names else None, g.sum(1) if "bias" in names else None
+        _Positions(x, g).part() if "weight" in names else None,
+        g.sum(1) if "bias" in names else None,
     )
 
 
@@ -69,35 +69,42 @@ def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
     def write(c: Tensor, views: Views) -> None:
         scaled = g * c[:, None]
         if "weight" in names:
-            torch.mm(scaled.t(), x, out=views["weight"])
+            views["weight"].addmm_(scaled.t(), x)
         if "bias" in names:
-            torch.sum(scaled, 0, out=views["bias"])
+            views["bias"].add_(scaled.sum(0))
 
     return Part(square_sums(g) * factor, write)
 
 
+class _Positions(Outer):
+    """A linear layer's weight, from x [B, T, K] and g [B, T, O]."""
+
+    def __init__(self, x: Tensor, g: Tensor) -> None:
+        self._x, self._g = x, g
+        (batch, length, width), out = x.shape, g.shape[2]
+        self.sizes = Sizes(batch, 1, length, out, width, g.element_size())
+
+    def factors(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """See Outer."""
+        return self._g[chunk].mT, self._x[chunk]
+
+    def gradients(self, chunk: slice) -> Tensor:
+        """See Outer."""
+        return (self._g[chunk].mT @ self._x[chunk]).flatten(1)
+
+    def write_sum(self, c: Tensor, views: Views) -> None:
+        """See Outer."""
+        scaled = (self._g * c[:, None, None]).reshape(-1, self.sizes.out)
+        views["weight"].addmm_(scaled.t(), self._x.reshape(-1, self.sizes.width))
+
+
 def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
-    """nn.Conv1d and nn.Conv2d on [B, C, ...]: linear on patches, groups as rows of a sample."""
-    conv = cast(nn.Conv1d | nn.Conv2d, module)
-    grads = joined([_grad(c).flatten(2) for c in calls], 2)  # [B, O, T]
-    bias = grads.sum(2) if "bias" in names else None
+    """nn.Conv1d and nn.Conv2d on [B, C, ...]."""
+    inputs, grads = [_input(c) for c in calls], [_grad(c) for c in calls]
+    bias = torch.stack([g.flatten(2).sum(2) for g in grads]).sum(0) if "bias" in names else None
     if "weight" not in names:
         return _with_bias(None, bias)
-    geometry = Geometry.of(conv)
-    inside = geometry.channels_inside(_grad(calls[0]).shape[-1])
-    workspaces = [grads.new_empty(0) for _ in calls]
-
-    def patches(i: int, j: int) -> Tensor:
-        pairs = zip(calls, workspaces, strict=True)
-        return joined([geometry.unfold(_input(c)[i:j], inside, space) for c, space in pairs], 1)
-
-    def weight(total: Tensor) -> Tensor:
-        return geometry.weight(total, inside).reshape(conv.weight.shape)
-
-    batch, out, length = grads.shape
-    rows = grads.reshape(batch * conv.groups, out // conv.groups, length)
-    outer = Outer(rows, patches, conv.groups, geometry.width, weight)
-    return _with_bias(outer.part(), bias)
+    return _with_bias(Convolution(cast(Conv, module), inputs, grads).part(), bias)
 
 
 # Embedding

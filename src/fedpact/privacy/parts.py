@@ -1,29 +1,33 @@
 """What a module adds to a batch: per-sample squared norms, and its share of Σ_j c_j g_j.
 
-Norms are Σ (v * v) over chunks: torch sums pairwise, so a float32 norm is good to about 1e-7.
+Norms are Σ (v * v): torch sums pairwise, so a float32 norm is good to about 1e-7.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-KEEP_BYTES = 128 * 2**20
-"""Up to this size a layer's per-sample gradients are kept from the norms to the sum."""
+KEEP_BYTES = 30 * 2**20
+"""Up to this size per-sample gradients are kept from the norms to the sum.
 
-CHUNK_BYTES = 5 * 2**20
-"""About what is worked on at a time, so that it stays in the cache: patches and their products."""
+Allocators hand out larger pieces anew from the system, page by page, at ten times the cost.
+"""
+
+CHUNK_BYTES = 2 * 2**20
+"""About what is worked on at a time, so that it stays in the cache."""
 
 Views = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module's share: squares [B] is ‖g_j‖²; write(c [B], views) sets each view to Σ_j c_j g_j.
+    """A module's share: squares [B] is ‖g_j‖²; write(c [B], views) adds Σ_j c_j g_j to the views.
 
-    views go by the module's own parameter names; they hold zeros and are the module's alone.
+    views go by the module's own parameter names and are the module's alone.
     """
 
     squares: Tensor
@@ -46,12 +50,18 @@ def joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
+def chunks(batch: int, size: int, most: int | None = None) -> list[slice]:
+    """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
+    step = max(1, min(CHUNK_BYTES // max(1, size), most or batch))
+    return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
+
+
 def kept(gradients: Views) -> Part:
     """The Part of per-sample gradients [B, ...] at hand, by parameter name."""
 
     def write(c: Tensor, views: Views) -> None:
         for name, rows in gradients.items():
-            torch.mv(flattened(rows).t(), c, out=views[name].view(-1))
+            views[name].add_((c @ flattened(rows)).view_as(views[name]))
 
     return Part(torch.stack([square_sums(rows) for rows in gradients.values()]).sum(0), write)
 
@@ -67,89 +77,89 @@ def together(parts: list[Part]) -> Part:
 
 
 @dataclass(frozen=True)
-class Outer:
-    """G_j = Σ_t g_jt u_jtᵀ [R, O, K] for each of B samples.
+class Sizes:
+    """Of a weight whose gradient is Σ_t g_t u_tᵀ in each of `rows` blocks.
 
-    A sample has R rows (the groups of a convolution): g [B·R, O, T]; patches(i, j) gives the rows
-    of samples i..j as [(j - i)·R, T, K]. weight: from [R, O, K] to the parameter's shape.
+    batch: B; length: positions t; out, width: of g_t and u_t. element: bytes of a number.
     """
 
-    grads: Tensor
-    patches: Callable[[int, int], Tensor]
+    batch: int
     rows: int
+    length: int
+    out: int
     width: int
-    weight: Callable[[Tensor], Tensor]
+    element: int
 
     @property
-    def batch(self) -> int:
-        """B."""
-        return len(self.grads) // self.rows
+    def gram_is_cheaper(self) -> bool:
+        """Multiplications a block: T²(K + O), twice as dear in float64, against T·K·O."""
+        return 2 * self.length * (self.width + self.out) < self.width * self.out
 
-    def chunks(self, numbers: int) -> list[tuple[int, int]]:
-        """Ranges of samples to work on at a time, where a row takes so many numbers."""
-        step = max(1, CHUNK_BYTES // max(1, numbers * self.rows * self.grads.element_size()))
-        return [(i, min(i + step, self.batch)) for i in range(0, self.batch, step)]
+    @property
+    def gradient(self) -> int:
+        """Bytes of one per-sample gradient."""
+        return self.rows * self.out * self.width * self.element
+
+    @property
+    def grams(self) -> int:
+        """Bytes that the Gram matrices of one sample take, with their factors."""
+        return 2 * self.rows * self.length * (self.width + self.out + self.length) * self.element
+
+
+class Outer(ABC):
+    """A weight whose per-sample gradients are sums of outer products."""
+
+    sizes: Sizes
+    most: int | None = None
+    """The most samples to instantiate at a time."""
+
+    @abstractmethod
+    def factors(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """(g [n·rows, O, T], u [n·rows, T, K]) of the samples in the chunk."""
+
+    @abstractmethod
+    def gradients(self, chunk: slice) -> Tensor:
+        """Their per-sample gradients [n, |weight|]."""
+
+    @abstractmethod
+    def write_sum(self, c: Tensor, views: Views) -> None:
+        """Add Σ_j c_j G_j to views["weight"] without instantiating any G_j."""
 
     def part(self) -> Part:
-        """The cheapest of the three ways."""
-        _, out, length = self.grads.shape
-        # Multiplications a row: T²(K + O), twice as dear in float64, against T·K·O.
-        if 2 * length * (self.width + out) < self.width * out:
-            return Part(self.gram_squares(), self.write_product)
-        size = self.grads.shape[0] * out * self.width * self.grads.element_size()
-        if size > KEEP_BYTES:
-            return Part(self.chunked_squares(), self.write_product)
-        return self.kept_part()
+        """The cheapest of three ways: Gram matrices, gradients that are kept, or made twice."""
+        sizes = self.sizes
+        if sizes.gram_is_cheaper:
+            found = [self._gram_squares(chunk) for chunk in chunks(sizes.batch, sizes.grams)]
+            return Part(torch.cat(found), self.write_sum)
+        pieces = chunks(sizes.batch, sizes.gradient, self.most)
+        if sizes.batch * sizes.gradient > KEEP_BYTES:
+            found = [square_sums(self.gradients(chunk)) for chunk in pieces]
+            return Part(torch.cat(found), self.write_sum)
+        return self._kept(pieces)
 
-    def gram_squares(self) -> Tensor:
+    def _kept(self, pieces: list[slice]) -> Part:
+        rows: list[Tensor] = []
+        squares: list[Tensor] = []
+        for chunk in pieces:
+            rows.append(self.gradients(chunk))
+            squares.append(square_sums(rows[-1]))
+
+        def write(c: Tensor, views: Views) -> None:
+            total = views["weight"].view(-1)
+            for chunk, found in zip(pieces, rows, strict=True):
+                total.addmv_(found.t(), c[chunk])
+
+        return Part(torch.cat(squares), write)
+
+    def _gram_squares(self, chunk: slice) -> Tensor:
         """‖G_j‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), in float64 as the terms may cancel.
 
         Never below what rounding leaves in the sum itself: a gradient that cancels to nothing
         must not be weighted as if it were nothing.
         """
-        found: list[Tensor] = []
-        _, out, length = self.grads.shape
-        for i, j in self.chunks(2 * length * (self.width + out + length)):
-            u = self.patches(i, j).double()
-            g = self.grads[i * self.rows : j * self.rows].double()
-            uu, gg = u @ u.mT, g.mT @ g
-            lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
-            floor = (torch.finfo(self.grads.dtype).eps * lengths).square()
-            found.append(torch.maximum((uu * gg).sum((1, 2)), floor))
-        return torch.cat(found).view(self.batch, self.rows).sum(1)
-
-    def chunked_squares(self) -> Tensor:
-        """‖G_j‖² from gradients that are not kept."""
-        found: list[Tensor] = []
-        _, out, length = self.grads.shape
-        for i, j in self.chunks((length + out) * self.width):
-            gradient = self.grads[i * self.rows : j * self.rows] @ self.patches(i, j)
-            found.append(square_sums(gradient.view(j - i, -1)))
-        return torch.cat(found)
-
-    def kept_part(self) -> Part:
-        """Norms and sum from per-sample gradients that are computed once."""
-        _, out, length = self.grads.shape
-        gradients = self.grads.new_empty(self.batch * self.rows, out, self.width)
-        squares = self.grads.new_empty(self.batch)
-        for i, j in self.chunks(length * self.width):
-            rows = slice(i * self.rows, j * self.rows)
-            torch.bmm(self.grads[rows], self.patches(i, j), out=gradients[rows])
-            squares[i:j] = square_sums(gradients[rows].view(j - i, -1))
-        flat = gradients.view(self.batch, -1)
-
-        def write(c: Tensor, views: Views) -> None:
-            views["weight"].copy_(self.weight((c @ flat).view(self.rows, out, self.width)))
-
-        return Part(squares, write)
-
-    def write_product(self, c: Tensor, views: Views) -> None:
-        """Set the weight to Σ_j c_j G_j = Σ_jt (c_j g_jt) u_jtᵀ, as one product of matrices."""
-        _, out, length = self.grads.shape
-        total = self.grads.new_zeros(self.rows, out, self.width)
-        scaled = self.grads.view(self.batch, self.rows, out, length) * c.view(-1, 1, 1, 1)
-        for i, j in self.chunks(length * self.width):
-            g = scaled[i:j].permute(1, 2, 0, 3).reshape(self.rows, out, -1)
-            u = self.patches(i, j).view(j - i, self.rows, length, self.width)
-            total.baddbmm_(g, u.transpose(0, 1).reshape(self.rows, -1, self.width))
-        views["weight"].copy_(self.weight(total))
+        g, u = self.factors(chunk)
+        eps, kind, u, g = torch.finfo(g.dtype).eps, g.dtype, u.double(), g.double()
+        uu, gg = u @ u.mT, g.mT @ g
+        lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
+        squares = torch.maximum((uu * gg).sum((1, 2)), (eps * lengths).square())
+        return squares.view(-1, self.sizes.rows).sum(1).to(kind)
