@@ -1,7 +1,9 @@
 """The grid: exact addition, the sensitivity it claims, and the attack it stops."""
 
 import math
+import threading
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from fedpact.errors import InputError
+from fedpact.errors import InputError, PrivacyError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.grid import noisy, spacing
 from fedpact.privacy.kernel import PerSampleKernel
@@ -33,6 +36,14 @@ def secure(size, like):
 
 def silent(size, like):
     return torch.zeros(size, dtype=like.dtype)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @given(st.floats(1e-6, 1e6), st.integers(1, 10**8))
@@ -101,6 +112,34 @@ def test_bad_numbers_are_refused(bad):
         noisy(torch.zeros(2), bad, 1.0, secure)
     with pytest.raises(InputError, match="sensitivity is"):
         noisy(torch.zeros(2), 1.0, bad, secure)
+
+
+LONG = 2 * 16 * grid._CHUNK
+
+
+def test_long_totals_are_worked_on_by_threads(threads):
+    """With σ and the sum as known, every part has noise of its own, of the right deviation."""
+    total = torch.full((LONG + 3,), 3.0)
+    used = set()
+
+    def gaussian(size, like):
+        used.add(threading.get_ident())
+        return secure(size, like)
+
+    z = noisy(total, 1.1, 0.5, gaussian).double() - 3
+    assert (len(used) > 1) == (threads > 1)
+    deviations = z.reshape(-1)[:LONG].reshape(-1, grid._CHUNK).std(1) / (1.1 * 0.5)
+    # One in 32768: 0.4 % is the standard error of each, and the grid's 0.1 % more.
+    assert float((deviations - 1).abs().max()) < 0.03
+    assert float(z[-3:].abs().min()) > 0
+
+
+def test_noise_that_repeats_itself_is_refused():
+    """A seeded draw is the same at every call; within one call it is of no harm."""
+    seeded = partial(SeededDraws(0).gaussian, step=0, purpose="gradient")
+    with pytest.raises(PrivacyError, match="repeats itself"):
+        noisy(torch.zeros(2 * grid._CHUNK), 1.0, 1.0, seeded)
+    noisy(torch.zeros(grid._CHUNK), 1.0, 1.0, seeded)
 
 
 SCALE = np.float32(1.1)
