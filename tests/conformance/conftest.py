@@ -17,6 +17,7 @@ from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.params import FlatModel
+from fedpact.plan import Plan
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws, stream
@@ -165,7 +166,28 @@ def variants(name: str) -> list[Method]:
             axes.append([{key: choice} for choice in typing.get_args(info.annotation)])
         elif key == "local_steps":
             axes.append([{}, {key: 3}])
-    return [Method(name, model(**_merged(parts))) for parts in itertools.product(*axes)]
+    return [of({"algorithm": name, "settings": _merged(p)}) for p in itertools.product(*axes)]
+
+
+COMBINATIONS: list[dict[str, Any]] = [
+    {"algorithm": "fedavg", "settings": {"local_steps": 3}, "server": {"optimiser": "momentum"}},
+    {"algorithm": "fedfdp", "server": {"optimiser": "adam"}},
+    {"algorithm": "fedproxvr", "server": {"optimiser": "yogi"}},
+]
+"""Tables of a plan, for what goes around an algorithm."""
+
+
+def of(tables: dict[str, Any]) -> Method:
+    """The method of a plan's tables, with these beside it for the tests of an engine."""
+    method = Plan.parse(tables).method
+    method.tables = tables
+    return method
+
+
+def label(tables: dict[str, Any]) -> str:
+    """A test's name for a method."""
+    rest = [f"{key}={value}" for key, value in tables.items() if key != "algorithm" and value]
+    return "-".join([tables["algorithm"], *rest])
 
 
 def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -180,7 +202,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("reducible", named)
     if "case" in metafunc.fixturenames:
         cases = [method for name in algorithms.names() for method in variants(name)]
-        labels = [f"{m.name}-{m.settings.model_dump(exclude_defaults=True)}" for m in cases]
+        cases += [of(tables) for tables in COMBINATIONS]
+        labels = [label(method.tables) for method in cases]
         metafunc.parametrize("case", cases, ids=labels)
 
 

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from fedpact.algorithms.fedavg import Settings
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
-from fedpact.methods import Method
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import read_entries
 
@@ -16,8 +14,7 @@ ROUNDS = 4
 def plan(case, private, workers=1):
     return Plan.parse(
         {
-            "algorithm": case.name,
-            "settings": case.settings.model_dump(),
+            **case.tables,
             "rounds": ROUNDS,
             "sites": 3,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
@@ -91,9 +88,9 @@ def test_the_number_of_workers_changes_nothing(case, private, data, tmp_path):
     assert_same(runs[1], runs[0])
 
 
-def test_another_seed_is_another_run(data, tmp_path):
+def test_another_seed_is_another_run(case, data, tmp_path):
     """Else the two tests above could pass for a comparison that sees nothing."""
-    first = plan(Method("fedavg", Settings()), True)
+    first = plan(case, True)
     runs = [
         simulate(first.model_copy(update={"seed": seed}), tmp_path / str(seed), data=data)
         for seed in (0, 1)
