@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("report", "audit"),  # one reads a run's folder and never trains; one attacks a plan's oracle
     ("api",),
+    ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),
     ("__init__",),  # the public names
 )

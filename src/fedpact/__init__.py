@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedpact.api import run
+    from fedpact.comparison.compare import compare
     from fedpact.data.datasets import from_arrays
     from fedpact.engines.simulation import Result
     from fedpact.errors import FedpactError
     from fedpact.plan import Plan
 
-__all__ = ["FedpactError", "Plan", "Result", "from_arrays", "run"]
+__all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "run"]
 
 _HOMES = {
     "FedpactError": "fedpact.errors",
     "Plan": "fedpact.plan",
     "Result": "fedpact.engines.simulation",
+    "compare": "fedpact.comparison.compare",
     "from_arrays": "fedpact.data.datasets",
     "run": "fedpact.api",
 }

@@ -95,19 +95,26 @@ def put(
     (path / "rounds.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
 
 
+def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comparison:
+    """Read with the plan of each entry's first run, where it has one."""
+    found = {name: sorted(folder.glob(f"{name}/*/plan.json")) for name in names}
+    plans = {n: json.loads(paths[0].read_text()) if paths else PLAN for n, paths in found.items()}
+    return read_comparison(folder, plans, seeds, failed)
+
+
 def two(folder: Path, **second: Any) -> Comparison:
     """Two entries of two seeds each; the second's runs are changed."""
     for seed, final in ((3, 0.6), (4, 0.8)):
         put(folder, "one", seed, {0: 0.2, 4: final}, epsilon=1.0 + seed / 10)
         put(folder, "two", seed, {0: 0.2, 4: final}, **second)
-    return read_comparison(folder, ["one", "two"], [3, 4])
+    return read(folder, ["one", "two"], [3, 4])
 
 
 def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
     finals = [0.61, 0.64, 0.71]
     for seed, final in enumerate(finals):
         put(tmp_path, "x", seed, {0: 0.1, 3: final})
-    (entry,) = read_comparison(tmp_path, ["x"], range(3)).entries
+    (entry,) = read(tmp_path, ["x"], range(3)).entries
     found = entry.spread(lambda o: o.accuracy)
     assert found is not None
     assert found.mean == pytest.approx(np.mean(finals), rel=1e-12)
@@ -124,7 +131,7 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> N
 
 def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
-    (entry,) = read_comparison(tmp_path, ["x"], [0]).entries
+    (entry,) = read(tmp_path, ["x"], [0]).entries
     found = entry.spread(lambda o: o.accuracy)
     assert (found and found.mean, found and found.deviation) == (0.5, None)
     assert entry.spread(lambda o: None) is None
@@ -137,7 +144,7 @@ def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path
 def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
     for seed, epsilon in enumerate((1.00001, 1.23401, 1.1)):
         put(tmp_path, "x", seed, {0: 0.1, 2: 0.5}, epsilon=epsilon)
-    comparison = read_comparison(tmp_path, ["x"], range(3))
+    comparison = read(tmp_path, ["x"], range(3))
     (row,) = rows(comparison)
     assert row.epsilon == "1.235 at δ = 1e-05"
     (told,) = guarantees(comparison)
@@ -147,7 +154,7 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> No
 
 def test_an_unknown_epsilon_is_no_small_one(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
-    assert rows(read_comparison(tmp_path, ["x"], [0]))[0].epsilon.startswith("∞")
+    assert rows(read(tmp_path, ["x"], [0]))[0].epsilon.startswith("∞")
 
 
 def test_equals_are_not_marked(tmp_path: Path) -> None:
@@ -208,7 +215,7 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     put(tmp_path, "three", 0, {0: 0.1, 2: 0.9}, status=None)
     names = ["one", "two", "three", "four"]
     failed = {("four", 0): "no such model"}
-    comparison = read_comparison(tmp_path, names, [0, 1], failed)
+    comparison = read(tmp_path, names, [0, 1], failed)
     one, second, third, fourth = comparison.entries
     assert one.missing == {}
     assert second.missing == {1: "stopped after round 2"}
@@ -226,7 +233,7 @@ def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path: Path) -> None:
     put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
     put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
     (run_folder(tmp_path, "one", 1) / "privacy.json").write_text("{")
-    (entry,) = read_comparison(tmp_path, ["one"], [0, 1]).entries
+    (entry,) = read(tmp_path, ["one"], [0, 1]).entries
     assert [o.seed for o in entry.outcomes] == [0]
     assert "privacy.json" in entry.missing[1]
 
@@ -235,7 +242,7 @@ def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path: Path) -
     # Straight lines, evaluated at unlike rounds: between the points the mean is straight, too.
     put(tmp_path, "x", 0, {0: 0.0, 3: 0.3, 10: 1.0}, epsilon=2.0)
     put(tmp_path, "x", 1, {0: 0.0, 5: 0.25, 8: 0.4}, epsilon=1.6)
-    (entry,) = read_comparison(tmp_path, ["x"], [0, 1]).entries
+    (entry,) = read(tmp_path, ["x"], [0, 1]).entries
     found = curve(entry, "accuracy", "rounds")
     assert found is not None
     assert found.x.tolist() == [0, 3, 5, 8]
@@ -254,7 +261,7 @@ def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path: Path) -
 def test_a_round_that_diverged_is_not_drawn(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.0, 2: 0.3, 4: math.inf})
     put(tmp_path, "lost", 0, {0: math.nan, 2: math.nan})
-    x, lost = read_comparison(tmp_path, ["x", "lost"], [0]).entries
+    x, lost = read(tmp_path, ["x", "lost"], [0]).entries
     found = curve(x, "accuracy", "rounds")
     assert found is not None
     assert found.x.tolist() == [0, 2]
@@ -285,7 +292,7 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
 
 
 def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
-    comparison = read_comparison(tmp_path, ["one", "two"], [0])
+    comparison = read(tmp_path, ["one", "two"], [0])
     found = Page(write_comparison(comparison))
     assert found.crossed == []
     assert "not begun" in found.text

@@ -41,6 +41,7 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._interrupt)
 
     def __call__(self) -> bool:
+        """Whether it was pressed."""
         return self._asked
 
     def _interrupt(self, *_: object) -> None:

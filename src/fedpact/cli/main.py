@@ -11,6 +11,7 @@ from rich.console import Console
 from fedpact.cli import data, ledger
 from fedpact.cli.account import account
 from fedpact.cli.audit import audit
+from fedpact.cli.compare import compare
 from fedpact.cli.plan import plan
 from fedpact.cli.report import report
 from fedpact.cli.run import resume, run
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (run, resume, plan, report, account, tradeoffs, audit):
+for command in (run, resume, plan, report, compare, account, tradeoffs, audit):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")

@@ -201,10 +201,10 @@ def _with(spread: Spread | None, form: Callable[[float], str]) -> str:
 
 def _facts(comparison: Comparison) -> list[str]:
     runs = [outcome.run for _, outcome in comparison.outcomes]
+    data = dict.fromkeys(str(entry.plan.get("data", "own data")) for entry in comparison.entries)
     seeds = {o.seed for _, o in comparison.outcomes} | {
         seed for entry in comparison.entries for seed in entry.missing
     }
-    data = dict.fromkeys(str(run.plan.get("data", "own data")) for run in runs)
     sites = dict.fromkeys(f"{len(run.sites):,} sites" for run in runs)
     return [
         *data,

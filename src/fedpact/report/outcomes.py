@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedpact.errors import DataError
 from fedpact.metrics import Fairness, fairness
-from fedpact.report.equality import Difference, differences
+from fedpact.report.equality import Difference, Document, differences
 from fedpact.report.reading import RunFolder, read_run
 
 RESUMABLE = ("stopped", "running", "not ended")
@@ -93,9 +93,13 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One configuration or algorithm. missing: seed -> why its run is not among the outcomes."""
+    """One configuration or algorithm. missing: seed -> why its run is not among the outcomes.
+
+    plan: plan.json's content, of whatever seed.
+    """
 
     name: str
+    plan: Document
     outcomes: Sequence[Outcome]
     missing: Mapping[int, str]
 
@@ -130,12 +134,10 @@ class Entry:
     def statuses(self) -> str:
         """How its runs ended, and which are missing."""
         ends = [o.run.status for o in self.outcomes if o.run.status != "finished"]
-        return ", ".join(
-            [
-                *(f"{ends.count(end)} × {end}" for end in dict.fromkeys(ends)),
-                *(f"seed {seed} missing" for seed in sorted(self.missing)),
-            ]
-        )
+        told = [f"{ends.count(end)} × {end}" for end in dict.fromkeys(ends)]
+        if self.missing:
+            told.append(f"missing: seed {', '.join(map(str, sorted(self.missing)))}")
+        return "; ".join(told)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ class Comparison:
     @cached_property
     def differences(self) -> list[Difference]:
         """What the entries' plans differ in."""
-        return differences({e.name: e.outcomes[0].run.plan for e in self.entries if e.outcomes})
+        return differences({entry.name: entry.plan for entry in self.entries})
 
     @cached_property
     def inequalities(self) -> list[str]:
@@ -181,16 +183,17 @@ class Comparison:
 
 def read_comparison(
     folder: Path,
-    names: Sequence[str],
+    plans: Mapping[str, Document],
     seeds: Sequence[int],
     failed: Mapping[tuple[str, int], str] | None = None,
 ) -> Comparison:
-    """Read a comparison's runs, folder/NAME/seed-S. failed: (name, seed) -> why it has no outcome.
+    """Read a comparison's runs, folder/NAME/seed-S, in the order of the plans.
 
-    A run that has not ended is missing, and so is one whose files are damaged.
+    plans: name -> plan.json's content, of whatever seed. failed: (name, seed) -> why there is no
+    outcome. A run that has not ended is missing, and so is one whose files are damaged.
     """
     entries = []
-    for name in names:
+    for name, plan in plans.items():
         outcomes, missing = list[Outcome](), dict[int, str]()
         for seed in seeds:
             why = (failed or {}).get((name, seed))
@@ -199,7 +202,7 @@ def read_comparison(
                 outcomes.append(found)
             else:
                 missing[seed] = found
-        entries.append(Entry(name, outcomes, missing))
+        entries.append(Entry(name, plan, outcomes, missing))
     return Comparison(folder, entries)
 
 

@@ -1,0 +1,143 @@
+"""`fedpact compare`: several configurations or algorithms and seeds, one table and one page."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fedpact.cli.console import StopOnInterrupt, show
+from fedpact.comparison.compare import compare as carry_out
+from fedpact.comparison.compare import default_folder, shares
+from fedpact.comparison.entrants import read_plans
+from fedpact.comparison.pool import Job, News
+from fedpact.report.comparison import document, guarantees, inequality, rows
+from fedpact.report.outcomes import Comparison
+from fedpact.report.text import percent
+
+_BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
+_HEADINGS = ("accuracy", "Ψ", "worst site", "ε", "rounds", "bytes", "seconds")
+
+
+def compare(
+    configs: Annotated[
+        list[Path] | None,
+        typer.Argument(help=".toml or .json configurations; none for the embedded default."),
+    ] = None,
+    algorithms: Annotated[
+        str, typer.Option(help="Run each configuration with these, as in fedavg,fedfdp.")
+    ] = "",
+    overrides: Annotated[
+        list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
+    ] = [],  # noqa: B006 - typer reads the default, nobody changes it
+    seeds: Annotated[int, typer.Option(help="Runs each, with seeds counted from the first's.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder; what has ended there is not run again.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side; 0 for one a core.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
+    chosen = [name.strip() for name in algorithms.split(",") if name.strip()]
+    plans = read_plans(configs or [], chosen, overrides)
+    folder = out or default_folder()
+    console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
+    total = len(plans) * max(seeds, 0)
+    side_by_side, _ = shares(max(jobs, 0), total)
+    console.print(f"{total} runs in {folder}, up to {side_by_side} side by side")
+    stop = StopOnInterrupt(console)
+    with _Live(console) as live:
+        found = carry_out(plans, seeds, folder, jobs=jobs, on_news=live, stop=stop)
+    paths = {"folder": str(folder), "report": str(folder / "comparison.html")}
+    show({**document(found), **paths}, as_json, lambda: _print(found))
+    if live.failed:
+        raise typer.Exit(2)
+
+
+class _Live:
+    """A line a run on a terminal, lines now and then elsewhere; failures are always told."""
+
+    def __init__(self, console: Console) -> None:
+        self.failed = 0
+        self._console = console
+        self._tasks: dict[Job, TaskID] = {}
+        self._told: dict[Job, float] = {}
+        self._progress = Progress(
+            TextColumn("{task.fields[run]}"),
+            BarColumn(bar_width=24),
+            TextColumn("round {task.completed}/{task.total}  {task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> "_Live":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, news: News) -> None:
+        """Show what a run has just done."""
+        job, run = news.job, f"{news.job.name} seed {news.job.seed}"
+        if news.ended:
+            if job in self._tasks:
+                self._progress.remove_task(self._tasks.pop(job))
+            self.failed += news.failed is not None
+            style = "red" if news.failed is not None else None
+            self._line(f"{run}: {'FAILED: ' + news.failed if news.failed else 'done'}", style)
+            return
+        rounds, accuracy = job.plan.rounds, percent(news.accuracy)
+        if job not in self._tasks:
+            self._tasks[job] = self._progress.add_task(accuracy, total=rounds, run=run)
+        if news.accuracy is None:
+            self._progress.update(self._tasks[job], completed=news.round)
+            return
+        self._progress.update(self._tasks[job], completed=news.round, description=accuracy)
+        now = time.monotonic()
+        if now - self._told.get(job, -_BETWEEN_LINES) >= _BETWEEN_LINES:
+            self._told[job] = now
+            if not self._console.is_terminal:
+                self._line(f"{run}: round {news.round}/{rounds}  {accuracy}")
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(Text(text, style=style or ""))
+
+
+def _print(comparison: Comparison) -> None:
+    out = Console(file=sys.stdout, highlight=False)
+    # A pipe has no width: there a row stays on its line.
+    out.width = out.width if out.is_terminal else 200
+    table = Table(title=Text(f"comparison {comparison.folder}"), title_justify="left")
+    table.add_column("")
+    table.add_column("seeds", justify="right")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for row in rows(comparison):
+        figures = (row.accuracy, row.psi, row.worst, row.epsilon, row.rounds, row.bytes)
+        table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
+    out.print(table)
+    pooled = any(o.run.privacy.get("accuracy_pooled") for _, o in comparison.outcomes)
+    simulator = "accuracy (on held-out records), Ψ" if pooled else "Ψ"
+    out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
+    sentence = inequality(comparison)
+    if sentence:
+        out.print(Text(sentence, style="bold red"), soft_wrap=True)
+    for line in guarantees(comparison):
+        out.print(Text(line), soft_wrap=True)
+    for entry in comparison.entries:
+        for why in dict.fromkeys(entry.missing.values()):
+            which = ", ".join(str(seed) for seed, reason in entry.missing.items() if reason == why)
+            line = f"{entry.name} seed {which} is missing: {why}"
+            out.print(Text(line, style="red"), soft_wrap=True)
+    if any(entry.missing for entry in comparison.entries):
+        told = f"the same command with --out {comparison.folder} makes what is missing"
+        out.print(Text(told), soft_wrap=True)
+    out.print(Text(str(comparison.folder / "comparison.html")), soft_wrap=True)

@@ -1,0 +1,102 @@
+"""`fedpact.compare`: several plans, several seeds, one table and one page."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from fedpact import check
+from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
+from fedpact.comparison.pool import Job, News, OnNews, carry_out
+from fedpact.engines.inprocess import available_cores
+from fedpact.errors import PlanError
+from fedpact.folder import Folder, write_whole
+from fedpact.plan import Plan
+from fedpact.report.comparison import document, write_comparison
+from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
+
+
+def _nobody(_: News) -> None:
+    pass
+
+
+def compare(
+    plans: Mapping[str, Plan] | Sequence[Plan],
+    seeds: int | Sequence[int] = 3,
+    out: Path | str | None = None,
+    *,
+    jobs: int = 0,
+    on_news: OnNews = _nobody,
+    stop: Callable[[], bool] = lambda: False,
+) -> Comparison:
+    """Carry out every plan with every seed; write their folders, comparison.html and .json.
+
+    plans: by name, or a list, then named by algorithm. seeds: which, or how many from the first
+    plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by default
+    runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of the same
+    plans, runs that have ended are kept, others are resumed, and missing ones are made.
+    jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
+    run.workers at 0 gets its share of the cores. Runs that share cores take longer: seconds, and
+    budget.seconds, mean the same only with jobs = 1.
+    on_news: called with every round and every end. stop: asked every tenth of a second; true ends
+    the runs under way after their round.
+    A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
+    differ in more than their method are compared, and marked (Comparison.inequalities).
+    Raises InputError (PlanError among them), before anything is written: no plans, plans on
+    different data, a bad name or seed, a folder that holds runs of other plans.
+    """
+    entries = named(plans)
+    comparable(entries)
+    chosen = seeds_of(entries, seeds)
+    folder = default_folder() if out is None else Path(out)
+    side_by_side, workers = shares(jobs, len(entries) * len(chosen))
+    wanted = [
+        Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed))
+        # All entries with one seed before the next: what is there early can be compared.
+        for seed in chosen
+        for name, plan in entries.items()
+    ]
+    missing = [job for job in wanted if not has_ended(job)]
+    failed = carry_out(missing, side_by_side, on_news, stop)
+    documents = {name: plan.model_dump(mode="json") for name, plan in entries.items()}
+    comparison = read_comparison(folder, documents, chosen, failed)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document(comparison), indent=2, default=str) + "\n"
+    write_whole(folder / "comparison.json", text.encode())
+    write_comparison(comparison)
+    return comparison
+
+
+def default_folder() -> Path:
+    """Return a new folder's name under runs/."""
+    return Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def shares(jobs: int, runs: int) -> tuple[int, int]:
+    """Return how many runs go side by side, and how many worker threads each of them gets.
+
+    jobs: 0 for one a core. Neither is below 1.
+    """
+    cores = available_cores()
+    side_by_side = max(1, min(check.natural(jobs=jobs) or cores, runs))
+    return side_by_side, max(1, cores // side_by_side)
+
+
+def has_ended(job: Job) -> bool:
+    """Whether the job's folder holds its whole run, report included.
+
+    Raises PlanError: the folder holds a run of another plan.
+    """
+    folder = Folder(job.folder)
+    if not (job.folder / "plan.json").exists():
+        return False
+    # How it is carried out may differ, what is trained may not.
+    found = Plan.parse(folder.read_json("plan.json")).model_copy(update={"run": job.plan.run})
+    if found != job.plan:
+        raise PlanError(
+            f"{job.folder} holds a run of another configuration: choose another folder with --out, "
+            "or remove that one"
+        )
+    if not all((job.folder / name).exists() for name in ("summary.json", "report.html")):
+        return False
+    return folder.read_json("summary.json")["status"] not in RESUMABLE
