@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpact.errors import InputError
-from fedpact.local import sgd, weighted_mean
+from fedpact.local import proximal_sgd, sgd, weighted_mean
 from fedpact.messages import Reply
 
 
@@ -31,6 +31,22 @@ def test_sgd_steps_against_the_gradient_and_leaves_its_start():
     start = torch.tensor([1.0, 2.0])
     assert torch.equal(sgd(Line(), start, 3, 0.5), start - 0.5 * (1 + 2 + 3))
     assert torch.equal(start, torch.tensor([1.0, 2.0]))
+
+
+def test_a_proximal_step_is_the_objectives_gradient():
+    """∇(F - ⟨h, w⟩ + (μ/2)‖w - w̄‖²) = g - h + μ (w - w̄); the k-th g is k ones, η = 1/2, μ = 3."""
+    centre, h = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -4.0])
+    once = centre - 0.5 * (1 - h)
+    twice = once - 0.5 * (2 - h + 3.0 * (once - centre))
+    found = proximal_sgd(Line(), centre, 2, 0.5, 3.0, linear=h)
+    torch.testing.assert_close(found, twice, rtol=1e-6, atol=0)
+    assert torch.equal(centre, torch.tensor([1.0, 2.0]))
+    assert torch.equal(h, torch.tensor([0.5, -4.0]))
+
+
+def test_without_a_proximal_term_it_is_sgd_bit_for_bit():
+    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(proximal_sgd(Line(), start, 7, 0.3, 0.0), sgd(Line(), start, 7, 0.3))
 
 
 def reply(site, weight, vector, number=0.0):

@@ -5,6 +5,7 @@ Vectors that come from a task are never written to: the sites of a simulation sh
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from fedpact.check import count, positive
@@ -29,6 +30,28 @@ def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:
     w = w.clone()
     for batch in oracle.batches(steps, "gradient"):
         w.add_(batch.gradient(w), alpha=-learning_rate)
+    return w
+
+
+def proximal_sgd(
+    oracle: Oracle,
+    centre: Tensor,
+    steps: int,
+    learning_rate: float,
+    proximal: float,
+    linear: Tensor | None = None,
+) -> Tensor:
+    """Return w [d] after `steps` steps of SGD from w̄ = `centre` on F(w) - ⟨h, w⟩ + (μ/2)‖w - w̄‖².
+
+    That is w ← w - η (g(w) - h + μ (w - w̄)). proximal: μ >= 0. linear: h [d], None for 0.
+    μ = 0 without h is `sgd`, bit for bit.
+    """
+    w = centre.clone()
+    for batch in oracle.batches(steps, "gradient"):
+        step = torch.add(batch.gradient(w), w - centre, alpha=proximal)
+        if linear is not None:
+            step.sub_(linear)
+        w.add_(step, alpha=-learning_rate)
     return w
 
 

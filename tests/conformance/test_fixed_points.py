@@ -102,6 +102,18 @@ def test_fedavg_reaches_the_optimum_at_one_step_only():
     assert float((fedavgs_fixed_point(0.1, 10) - OPTIMUM).norm()) > 0.1
 
 
+@pytest.mark.parametrize("steps", [1, 2, 10, 40])
+def test_fedprox(steps):
+    """A local step scales w - w̄ - m by ρ = 1 - η (a + μ), m the way from w̄ to the minimum of
+    F_i + (μ/2)‖w - w̄‖², a (b - w̄)/(a + μ); so Σ p_i (1 - ρ_i^τ) a_i/(a_i + μ) (w̄ - b_i) = 0."""
+    rate, mu = 0.1, 2.0
+    settings = make("fedprox", learning_rate=rate, local_steps=steps, proximal=mu)
+    w = run("fedprox", settings, 600).vectors["w"]
+    pull = {n: (1 - (1 - rate * (s.a + mu)) ** steps) * s.a / (s.a + mu) for n, s in SITES.items()}
+    expected = weighted({n: pull[n] * SITES[n].b for n in SITES}) / weighted(pull)
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
 def test_ldp_fedsgd(aggregation):
     """With step η_1/t what is left of w - w* is Π (1 - η_1 a/t), a = Σ p_i a_i; without noise the

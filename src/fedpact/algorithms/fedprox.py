@@ -1,0 +1,46 @@
+"""FedProx. Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated optimization in heterogeneous
+networks. arXiv 1812.06127.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η      learning_rate  step size, > 0                                plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          μ      proximal       weight of the proximal term, >= 0             plan
+          w̄      "w"            the broadcast model                           server
+Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g on a Poisson batch of its own:
+          steps on F_i(w) + (μ/2)‖w - w̄‖²                                     (2)
+Server    w ← Σ p_i w_i
+Releases  τ gradient sums: τ events
+Neutral   μ = 0 gives fedavg, bit for bit
+Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
+          part with weights p_i, where it samples them by p_i and averages evenly.
+
+The proximal term holds no records: it needs no clip and no noise. It pulls the gradients' noise
+back too: keep η μ <= 1, or the steps along w - w̄ overshoot. At τ = 1 it is fedavg whatever μ is.
+"""
+
+from pydantic import Field
+
+from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms.fedavg import channels, init, steps, task, update
+from fedpact.local import proximal_sgd, round_steps
+from fedpact.messages import Local, State, Task
+from fedpact.privacy.oracle import Oracle
+
+__all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
+
+
+class Settings(fedavg.Settings):
+    """See Symbols."""
+
+    local_steps: int = Field(default=5, ge=1)
+    proximal: float = Field(default=0.1, ge=0)
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    del memory
+    steps = round_steps(task, settings.local_steps)
+    rate, centre = settings.learning_rate, task.vectors["w"]
+    return Local({"w": proximal_sgd(oracle, centre, steps, rate, settings.proximal)})
