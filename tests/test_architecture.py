@@ -30,7 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folder",),  # a run's files: both sides of the wire write theirs through it
     ("client", "round"),  # the two sides of the wire: neither knows the other
     ("engines",),
-    ("report", "audit"),  # one reads a run's folder and never trains; one attacks a plan's oracle
+    # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties.
+    ("report", "audit", "deploy"),
     ("api",),
     ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),

@@ -1,0 +1,1 @@
+"""A federation on real machines: its files (`write`), its keys, and its processes."""

@@ -1,0 +1,119 @@
+"""Certificates and keys: an authority of the federation's own, the server's, one key a party."""
+
+import datetime
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_CURVE = ec.SECP384R1()
+_DAYS = 825
+_PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a file that only its owner may read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def write_signing_key(path: Path) -> str:
+    """Write a new ECDSA key (P-384, OpenSSH); write its public line beside it and return it."""
+    key = ec.generate_private_key(_CURVE)
+    form = serialization.PrivateFormat.OpenSSH
+    write_secret(path, key.private_bytes(_PEM, form, _BARE))
+    line = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    path.with_suffix(".pub").write_bytes(line + b"\n")
+    return line.decode()
+
+
+def write_runtime_secret(path: Path) -> None:
+    """Write what a party's own two processes know each other by."""
+    write_secret(path, secrets.token_bytes(32))
+
+
+def write_authority(directory: Path) -> None:
+    """Write ca.key and ca.crt: whoever has the key can pass for the federation's server."""
+    key = ec.generate_private_key(_CURVE)
+    name = _name("fedpact federation authority")
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        _certificate(name, name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    write_secret(directory / "ca.key", _private(key))
+    (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
+
+
+def write_server_certificate(authority: Path, directory: Path, host: str) -> None:
+    """Write tls.key and tls.crt for `host`, signed by the authority in the directory `authority`.
+
+    It holds for this machine's own addresses too, where the server's processes talk to each other.
+    """
+    signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise TypeError(f"ca.key is a {type(signer).__name__}: expected an ECDSA key")
+    key = ec.generate_private_key(_CURVE)
+    others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
+    certificate = (
+        _certificate(_name(host), issuer.subject, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(list(others)), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(signer, hashes.SHA384())
+    )
+    write_secret(directory / "tls.key", _private(key))
+    (directory / "tls.crt").write_bytes(certificate.public_bytes(_PEM))
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        # Clocks of two machines differ a little.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+    )
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, _BARE)
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

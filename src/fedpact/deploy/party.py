@@ -1,0 +1,31 @@
+"""`python -m fedpact.deploy.party KIND DIRECTORY`: one party's process, as `local` starts it."""
+
+import sys
+from pathlib import Path
+
+from fedpact.deploy.processes import run_server, run_site
+from fedpact.errors import FedpactError
+from fedpact.messages import RoundRecord
+from fedpact.privacy.terms import ADJACENCY
+
+
+def main() -> None:
+    """Run the party that the command line names."""
+    kind, where = sys.argv[1], Path(sys.argv[2])
+    try:
+        if kind == "server":
+            print(f"ended: {run_server(where, _tell)['status']}", flush=True)
+        else:
+            run_site(where)
+    except FedpactError as error:
+        sys.exit(f"fedpact: {error}")
+
+
+def _tell(record: RoundRecord) -> None:
+    most = max(record.epsilon.values())
+    refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
+    print(f"round {record.round}: ε <= {most:.4g}, {ADJACENCY}{refused}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The files that `fedpact deploy init` writes for people to read and edit."""
+
+from fedpact.engines.federation import Federation
+
+APP = """\
+# What Flower wants to be told of a run. It carries no code that a site runs: a site's process
+# answers with the fedpact that its owner has installed.
+[project]
+name = "fedpact"
+version = "1.0.0"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41,<1.43"]
+
+[tool.flwr.app]
+publisher = "fedpact"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+"""
+
+APP_MODULE = '''\
+"""A run of fedpact: nothing in here is carried out; see `fedpact deploy server` and `site`."""
+
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+server, client = ServerApp(), ClientApp()
+'''
+
+LICENSE = "Apache-2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
+
+README = """\
+# A fedpact deployment
+
+| directory | belongs to | keep secret |
+| --- | --- | --- |
+| `authority/` | whoever sets the federation up; on no machine of the run | `ca.key` |
+| `server/` | the server | `server.key`, `tls.key`, `runtime.secret` |
+| `sites/NAME/` | the site NAME: copy it to that machine, and delete it here | `site.key`, \
+`runtime.secret`, the records |
+
+On one machine, for trying: `fedpact deploy up .`, `fedpact deploy status .`, `fedpact deploy down
+.`
+
+On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
+site's owner reads `site.toml` and `policy.toml` first, and points `records` at the site's records.
+`federation.toml` and `plan.json` are the same everywhere. docs/deployment.md has the whole story.
+"""
+
+SERVER_START = """\
+#!/bin/sh
+# Runs the server until the run has ended; started again, it goes on from the last committed round.
+exec fedpact deploy server "$(dirname "$0")"
+"""
+
+SITE_START = """\
+#!/bin/sh
+# Takes part until it is stopped; started again, it goes on where it was.
+exec fedpact deploy site "$(dirname "$0")"
+"""
+
+
+def federation(of: Federation) -> str:
+    """Return federation.toml."""
+    members = "".join(
+        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        for name, member in of.sites.items()
+    )
+    patience, checks = of.patience, of.checks
+    return f"""\
+# What all parties agree on; public, and the same at every party.
+run = "{of.run}"               # a site takes part in this run and in no other
+address = "{of.address}"       # the server's, as the sites reach it
+server_key = "{of.server_key}"
+classes = {list(of.classes)!r}
+shape = {list(of.shape)}       # of one record
+values = "{of.values}"
+seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
+
+[patience]
+round_seconds = {patience.round_seconds:g}        # how long a round waits for replies
+resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
+join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
+least_replies = {patience.least_replies}          # with fewer, the round is tried again
+retries = {patience.retries}                      # how often, before the run stops
+
+[checks]
+longest = {checks.longest:g}   # a reply's distance over the median of the round's, at most
+{members}"""
+
+
+def site(name: str, records: str, label: str | None, port: int) -> str:
+    """Return site.toml."""
+    column = (
+        f'label = "{label}"' if label else '# label = "..."   # the label\'s column, of a table'
+    )
+    return f"""\
+# The owner's settings; no message can change them. Paths are relative to this directory.
+name = "{name}"                # as in federation.toml
+records = "{records}"          # .npz with x and y, .csv or .parquet: the training records
+{column}
+data_set = "{name}"            # what the ledger is called: one for these records, for ever
+ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
+port = {port}                  # a free one of this machine, for the site's own processes
+"""
+
+
+def policy(algorithm: str, releases: list[str], epsilon: float, delta: float, sigma: float) -> str:
+    """Return policy.toml that allows exactly this run."""
+    names = ", ".join(f'"{name}"' for name in releases)
+    return f"""\
+# What this site allows at most, whatever a server asks. What it does not name is refused.
+# As written it allows the run that it came with, once. (ε, δ) are for one record, under add/remove
+# of one record.
+algorithms = ["{algorithm}"]
+releases = [{names}]
+epsilon_per_run = {epsilon!r}
+delta_per_run = {delta!r}
+epsilon_ever = {epsilon!r}     # all runs on these records together
+delta_ever = {delta!r}
+smallest_sigma = {sigma!r}     # least noise multiplier of any release
+"""

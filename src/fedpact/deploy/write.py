@@ -1,0 +1,135 @@
+"""`fedpact deploy init`: everything that a federation needs, for one configuration."""
+
+import socket
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fedpact.deploy import keys, texts
+from fedpact.engines.federation import (
+    Checks,
+    Federation,
+    Member,
+    Patience,
+    check_deployable,
+)
+from fedpact.engines.scene import Scene
+from fedpact.errors import PlanError
+from fedpact.folder import Folder
+from fedpact.plan import Plan
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a configuration does not say. host, port: the server's address as sites reach it.
+
+    records: whether each site's directory gets its part of the plan's data set, for trying.
+    seeds, patience, checks: see Federation.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8443
+    records: bool = True
+    seeds: str = "secure"
+    patience: Patience = field(default_factory=Patience)
+    checks: Checks = field(default_factory=Checks)
+
+
+def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
+    """Write a deployment of a plan into a new directory and return its federation.
+
+    Raises InputError of some kind for whatever does not fit, before anything is written.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
+    check_deployable(plan)
+    scene = Scene.of(plan)
+    authority, server = directory / "authority", directory / "server"
+    authority.mkdir(parents=True, mode=0o700)
+    server.mkdir()
+    keys.write_authority(authority)
+    keys.write_server_certificate(authority, server, choices.host)
+    line = keys.write_signing_key(server / "server.key")
+    members = dict[str, Member]()
+    for site in scene.sites:
+        key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
+        members[site.name] = Member(size=float(len(site.y)), key=key)
+    federation = Federation.model_validate(
+        {
+            "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
+            "address": f"{choices.host}:{choices.port}",
+            "server_key": line,
+            "classes": scene.dataset.classes,
+            "shape": tuple(scene.dataset.x.shape[1:]),
+            "values": str(scene.dataset.x.dtype).removeprefix("torch."),
+            "seeds": choices.seeds,
+            "patience": choices.patience,
+            "checks": choices.checks,
+            "sites": members,
+        }
+    )
+    _write_server(server, scene)
+    for site in scene.sites:
+        _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
+    for party in (server, *(directory / "sites" / name for name in members)):
+        _write_shared(party, authority, plan, federation)
+    (directory / "README.md").write_text(texts.README, encoding="utf-8")
+    return federation
+
+
+def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federation) -> None:
+    (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
+    keys.write_runtime_secret(party / "runtime.secret")
+    Folder(party).write_json("plan.json", plan.model_dump(mode="json"))
+    (party / "federation.toml").write_text(texts.federation(federation), encoding="utf-8")
+
+
+def _write_server(server: Path, scene: Scene) -> None:
+    app = server / "app"
+    app.mkdir()
+    for name, text in (
+        ("pyproject.toml", texts.APP),
+        ("app.py", texts.APP_MODULE),
+        ("LICENSE", texts.LICENSE),
+    ):
+        (app / name).write_text(text, encoding="utf-8")
+    _write_script(server / "start.sh", texts.SERVER_START)
+    data = scene.dataset
+    if data.x_test is not None and data.y_test is not None:
+        np.savez(server / "test.npz", x=data.x_test.numpy(), y=data.y_test.numpy())
+
+
+def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) -> None:
+    terms, plan = scene.terms[name], scene.plan
+    records = "records.npz" if with_records else "/path/to/records.csv"
+    label = None if with_records else plan.label or "label"
+    (directory / "site.toml").write_text(
+        texts.site(name, records, label, _free_port()), encoding="utf-8"
+    )
+    text = texts.policy(
+        plan.algorithm,
+        sorted(terms.releases),
+        terms.budget.epsilon,
+        terms.budget.delta,
+        min(terms.releases.values()),
+    )
+    (directory / "policy.toml").write_text(text, encoding="utf-8")
+    _write_script(directory / "start.sh", texts.SITE_START)
+    if with_records:
+        site = next(site for site in scene.sites if site.name == name)
+        np.savez(directory / "records.npz", x=site.x.numpy(), y=site.y.numpy())
+    for path in directory.glob("records.npz"):
+        path.chmod(0o600)
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

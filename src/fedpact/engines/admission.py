@@ -1,0 +1,112 @@
+"""Which replies the server lets in: a site may be broken, or lie, without stopping the others.
+
+    form        the vectors and numbers that the algorithm's own local part returns, in their shapes
+    finite      no NaN, no infinity
+    weight      the size that was declared for the site
+    ledger      one that has not become shorter, and has not been exchanged for another
+    longest     no vector much farther from what was told than the others' (see `outliers`)
+
+None of it is a defence against a site that lies within these bounds, and none of it costs a site
+any privacy. The form is found by carrying out the local part on made-up records, so it is right for
+every algorithm.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpact.engines.workshop import Workshop
+from fedpact.losses import cross_entropy
+from fedpact.messages import Reply, State, Task
+from fedpact.params import FlatModel
+from fedpact.privacy.kernel import PlainKernel
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PlainOracle, Records
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a reply has to be made of: vectors in shapes and types, and the names of numbers."""
+
+    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    numbers: frozenset[str]
+
+    @staticmethod
+    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
+        """Return the form of these vectors and numbers."""
+        return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
+
+
+def expected_form(workshop: Workshop, task: Task) -> Form:
+    """Return the form of every honest reply to this task, on records that are nobody's."""
+    x, y = workshop.made_up()
+    kernel = PlainKernel(FlatModel(workshop.module()), cross_entropy)
+    oracle = PlainOracle(Records(x, y), kernel, 1.0, float(len(y)), SeededDraws(0))
+    local = workshop.plan.method.local(task, oracle, State())
+    return Form.of(local.vectors, local.numbers)
+
+
+class Admission:
+    """Checks replies to one run. sizes: what each site declared. longest: see `outliers`.
+
+    ledgers: site -> (length, head) as last seen; it grows as replies are let in, and outlives a
+    restart where its owner keeps it.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, float],
+        longest: float,
+        ledgers: dict[str, tuple[int, str]] | None = None,
+    ) -> None:
+        self._sizes, self._longest = sizes, longest
+        self.ledgers = {} if ledgers is None else ledgers
+
+    def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
+        """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
+        if (reply.run, reply.round) != (task.run, task.round):
+            return "stale"
+        if reply.site != site:
+            return "another's"
+        if reply.weight != self._sizes[site]:
+            return "weight"
+        if Form.of(reply.vectors, reply.numbers) != form:
+            return "form"
+        finite = all(bool(vector.isfinite().all()) for vector in reply.vectors.values())
+        if not (finite and all(map(math.isfinite, reply.numbers.values()))):
+            return "not finite"
+        length, head = self.ledgers.get(site, (0, ""))
+        seen = (reply.ledger_length, reply.ledger_head)
+        if seen != (length, head) and not reply.ledger_length > length:
+            return "ledger"
+        return None
+
+    def admit(self, reply: Reply) -> None:
+        """Remember the ledger of a reply that was let in."""
+        self.ledgers[reply.site] = (reply.ledger_length, reply.ledger_head)
+
+    def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
+        """Return the sites with a vector farther from the task's than `longest` times the median.
+
+        Of fewer than three replies nobody can say which is off. A vector that the task does not
+        have is measured from 0.
+        """
+        if len(replies) < 3:
+            return []
+        found = set[str]()
+        for name in next(iter(replies.values())).vectors:
+            told = task.vectors.get(name)
+            far = {
+                site: float(
+                    torch.linalg.vector_norm(r.vectors[name] - (0 if told is None else told))
+                )
+                for site, r in replies.items()
+            }
+            limit = self._longest * statistics.median(far.values())
+            # A median of 0 says that most sites sent back what they were told.
+            found |= {site for site, distance in far.items() if 0 < limit < distance}
+        return sorted(found)

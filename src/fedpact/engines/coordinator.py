@@ -1,0 +1,229 @@
+"""The server of a deployment: from its directory to a finished run, over whatever transport.
+
+federation.toml, plan.json   what all parties agree on
+test.npz                     a public test set with arrays x and y, if there is one
+run/                         the run's folder; a server that is started again goes on from it
+"""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedpact.data import datasets
+from fedpact.engines.admission import Admission
+from fedpact.engines.federation import Federation, read_plan
+from fedpact.errors import PlanError
+from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.losses import cross_entropy
+from fedpact.messages import RoundRecord
+from fedpact.metrics import evaluate
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.reservations import FIXED, WHY
+from fedpact.privacy.terms import ADJACENCY, Terms
+from fedpact.round import Rounds, Transport
+from fedpact.theory.accounting import epsilon
+
+_COVERS = [
+    "Everything a site sends during training: it passes the site's oracle, which clips and adds "
+    "noise, and its ledger, which charges first.",
+    "The final model and every model on the way, against the server, the other sites and anyone "
+    "who sees them.",
+]
+_DOES_NOT_COVER = [
+    "How long a site takes to answer, and when it is there.",
+    "What a record's owner could be harmed by even if the record were left out.",
+    "Several records of one person: the unit is one record.",
+    "The sites' declared sizes, sampling rates and label names, which are public.",
+]
+_EPSILON = (
+    "ε as the server knows it: every task that was sent counts as charged once. A site that died "
+    "in mid-round may have charged a round twice; its own ledger says so, and stays within what "
+    "was reserved."
+)
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The server's side of one run, checked as a whole when it is made.
+
+    Raises InputError of some kind for whatever does not fit.
+    """
+
+    directory: Path
+    federation: Federation
+    plan: Plan
+    terms: dict[str, Terms]
+
+    @staticmethod
+    def of(directory: Path) -> "Coordinator":
+        """Read a server's directory."""
+        federation = Federation.read(directory / "federation.toml")
+        plan = read_plan(directory / "plan.json")
+        return Coordinator(directory, federation, plan, federation.terms(plan))
+
+    @property
+    def folder(self) -> Folder:
+        """The run's folder."""
+        return Folder(self.directory / "run")
+
+    def admission(self) -> tuple[Admission, Callable[[], None]]:
+        """Return the check of replies, and what makes durable which ledgers it has seen."""
+        path = self.folder.path / "ledgers.json"
+        seen: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        ledgers = {site: (int(length), str(head)) for site, (length, head) in seen.items()}
+        sizes = {name: member.size for name, member in self.federation.sites.items()}
+        admission = Admission(sizes, self.federation.checks.longest, ledgers)
+        return admission, lambda: self.folder.write_json("ledgers.json", admission.ledgers)
+
+    def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:
+        """Carry the run out, or on, and return its summary. on_round: called with every record.
+
+        Raises FedpactError where the transport gives up; what was committed stays.
+        """
+        self._begin()
+        evaluator = _Evaluator(self)
+        at, records = self._restore(evaluator)
+        for record in records:
+            on_round(record)
+        rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
+        for committed, record in rounds(at):
+            at = committed
+            self.folder.commit(at, record)
+            records.append(record)
+            on_round(record)
+        return self._finish(at, records, rounds.status)
+
+    def _begin(self) -> None:
+        folder, plan = self.folder, self.plan.model_dump(mode="json")
+        if (folder.path / "plan.json").exists():
+            if folder.read_json("plan.json") != plan:
+                raise PlanError(
+                    f"{folder.path} holds a run of another plan: name a new run in federation.toml "
+                    "at every party and move that folder away, or put plan.json back"
+                )
+            return
+        packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "flwr", "fedpact")
+        environment = {
+            "run": self.federation.run,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{name: version(name) for name in packages},
+        }
+        folder.write_json("environment.json", environment)
+        folder.write_json("privacy.json", self._statement())
+        folder.write_json("plan.json", plan)
+
+    def _restore(self, evaluator: "_Evaluator") -> tuple[Checkpoint, list[RoundRecord]]:
+        folder = self.folder
+        if (folder.path / "state.safetensors").exists():
+            return folder.restore()
+        w = FlatModel(self.federation.workshop(self.plan).module()).vector
+        at = Checkpoint(self.plan.method.init(w), 0, {})
+        record = evaluator(at, RoundRecord(round=0))
+        (folder.path / "rounds.jsonl").unlink(missing_ok=True)
+        folder.commit(at, record)
+        return at, [record]
+
+    def _finish(self, at: Checkpoint, records: list[RoundRecord], status: str) -> dict[str, Any]:
+        module = self.federation.workshop(self.plan).module()
+        FlatModel(module).load(at.state.vectors["w"])
+        tensors = {name: value.clone() for name, value in module.state_dict().items()}
+        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors))
+        last = records[-1]
+        summary: dict[str, Any] = {
+            "status": status,
+            "private": True,
+            "rounds": last.round,
+            "accuracy": last.accuracy,
+            "loss": last.loss,
+            "psi": None,
+            "worst_site": None,
+            "seconds": sum(record.seconds for record in records),
+            "bytes_down": sum(record.bytes_down for record in records),
+            "bytes_up": sum(record.bytes_up for record in records),
+            "epsilon": dict(last.epsilon),
+            "delta": {name: terms.budget.delta for name, terms in self.terms.items()},
+            "adjacency": ADJACENCY,
+            "accountant": self.plan.privacy.accountant,
+            "model_parameters": FlatModel(module).size,
+        }
+        self.folder.write_json("summary.json", summary)
+        return summary
+
+    def _statement(self) -> dict[str, Any]:
+        test = self.federation.seeds == "test"
+        return {
+            "private": True,
+            "unit": "record",
+            "adjacency": ADJACENCY,
+            "accountant": self.plan.privacy.accountant,
+            "accounting": FIXED,
+            "accounting_reason": WHY[FIXED],
+            "randomness": "seeded test: protects nobody" if test else "secure, at each site",
+            "sizes": "public",
+            "accuracy_pooled": False,
+            "simulator_only": [],
+            "covers": _COVERS,
+            "does_not_cover": _DOES_NOT_COVER,
+            "epsilon_by_round": _EPSILON,
+            "sites": {name: _described(terms) for name, terms in self.terms.items()},
+        }
+
+
+def _described(terms: Terms) -> dict[str, Any]:
+    whole = terms.history(terms.steps)
+    return {
+        "size": terms.size,
+        "rate": terms.rate,
+        "clip": terms.clip,
+        "sigmas": dict(terms.sigmas),
+        "sigma_joint": terms.event.sigma,
+        "steps": terms.steps,
+        **asdict(terms.budget),
+        "epsilon_reserved": epsilon(whole, terms.budget.delta, terms.accountant),
+    }
+
+
+class _Evaluator:
+    """See round.Evaluate: the public test set, and ε by the number of tasks sent."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._terms, self._steps = coordinator.terms, 0
+        self._model = FlatModel(coordinator.federation.workshop(coordinator.plan).module())
+        self._test = _test_set(coordinator)
+        records = coordinator.folder.path / "rounds.jsonl"
+        if records.exists():
+            lines = records.read_text(encoding="utf-8").splitlines()
+            self._steps = sum(RoundRecord.from_json(line).steps for line in lines)
+
+    def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+        self._steps += record.steps
+        spent = {name: self._spent(terms, record.round) for name, terms in self._terms.items()}
+        record = dataclasses.replace(record, epsilon=spent)
+        if self._test is None:
+            return record
+        self._model.load(at.state.vectors["w"])
+        score = evaluate(self._model.module, cross_entropy, *self._test)
+        return dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
+
+    def _spent(self, terms: Terms, rounds: int) -> float:
+        # A round opens with at most one anchor.
+        steps, anchors = min(terms.steps, self._steps), min(terms.anchors, rounds)
+        return terms.epsilon_after(terms.history(steps, anchors))
+
+
+def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
+    path = coordinator.directory / "test.npz"
+    if not path.exists():
+        return None
+    data = datasets.load(str(path), classes=coordinator.federation.classes)
+    return data.x, data.y

@@ -1,0 +1,164 @@
+"""What all parties of a deployment agree on: federation.toml, which is public.
+
+It lies beside plan.json at the server and at every site. The server cannot change it for a site:
+each reads its own copy, and takes part in the run that it names and in no other.
+"""
+
+import ipaddress
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fedpact.engines.workshop import Workshop
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Patience(BaseModel):
+    """How the server waits for sites.
+
+    round_seconds: the longest a round waits for replies. resend_seconds: after so long without an
+    answer a site is asked again; it answers a repeated question with the stored reply, so asking
+    costs no budget. join_seconds: how long a start waits for all sites to be there; later on the
+    missing are not waited for. least_replies: with fewer, the round is tried again. retries: how
+    often, until the run stops; it can be resumed.
+    """
+
+    model_config = _FROZEN
+    round_seconds: float = Field(default=600.0, gt=0)
+    resend_seconds: float = Field(default=60.0, gt=0)
+    join_seconds: float = Field(default=60.0, ge=0)
+    least_replies: int = Field(default=1, ge=1)
+    retries: int = Field(default=2, ge=0)
+
+
+class Checks(BaseModel):
+    """What replies have to be like, beside well-formed.
+
+    longest: of each vector of a reply, its distance from what the sites were told, at most so many
+    times the median distance of the round's replies (with three or more of them).
+    """
+
+    model_config = _FROZEN
+    longest: float = Field(default=100.0, gt=1)
+
+
+class Member(BaseModel):
+    """A site as the others know it. size: N_i, declared. key: its public key, OpenSSH."""
+
+    model_config = _FROZEN
+    size: float = Field(gt=0)
+    key: str
+
+
+class Federation(BaseModel):
+    """See the module.
+
+    run: the run's name. address: the server's, host:port. server_key: its public key, with which
+    it signs what it asks. classes, shape, values: the labels' names and the form of a record.
+    seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
+    with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
+    machine's own, and its ledgers are hypothetical.
+    """
+
+    model_config = _FROZEN
+    run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    address: str = Field(pattern=r"^[^\s/]+:\d+$")
+    server_key: str
+    classes: tuple[str, ...] = Field(min_length=1)
+    shape: tuple[int, ...]
+    values: Literal["float32", "int64"] = "float32"
+    seeds: Literal["secure", "test"] = "secure"
+    patience: Patience = Patience()
+    checks: Checks = Checks()
+    sites: dict[str, Member] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _tests_stay_at_home(self) -> Self:
+        host = self.address.rsplit(":", 1)[0].strip("[]")
+        if self.seeds == "test" and not _is_this_machine(host):
+            raise ValueError(
+                f'seeds = "test" with address = {self.address!r}: noise that follows from a seed '
+                "protects nobody, so a run over a network is refused with it; leave seeds out"
+            )
+        if self.patience.least_replies > len(self.sites):
+            raise ValueError(
+                f"patience.least_replies = {self.patience.least_replies}: there are "
+                f"{len(self.sites)} sites"
+            )
+        return self
+
+    @staticmethod
+    def read(path: Path) -> "Federation":
+        """Read federation.toml. Raises PlanError, naming every mistake."""
+        return parse_toml(Federation, path)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The sites' names, sorted."""
+        return tuple(sorted(self.sites))
+
+    def terms(self, plan: Plan) -> dict[str, Terms]:
+        """Return every site's terms, from public numbers alone."""
+        return plan.terms({name: member.size for name, member in self.sites.items()})
+
+    def workshop(self, plan: Plan) -> Workshop:
+        """Return what a party of this federation computes with."""
+        return Workshop(plan, self.example(), len(self.classes))
+
+    def example(self) -> Tensor:
+        """Return a record of zeros."""
+        return torch.zeros(self.shape, dtype=getattr(torch, self.values))
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan that a deployment carries out. Raises PlanError: none, or not a private one."""
+    plan = Plan.read(path)
+    check_deployable(plan)
+    return plan
+
+
+def check_deployable(plan: Plan) -> None:
+    """Raise PlanError for a plan that can only be simulated."""
+    if not plan.private:
+        raise PlanError(
+            'privacy.mode is "none": a deployment trains private runs only; simulate the plain twin'
+        )
+    if plan.noisy_sizes:
+        raise PlanError(
+            'privacy.sizes is "noisy": in a deployment every site declares its size in '
+            'federation.toml before the run; use privacy.sizes = "public" and a round number'
+        )
+
+
+def parse_toml(kind: type[_Model], path: Path) -> _Model:
+    """Read a TOML file as a pydantic model. Raises PlanError, naming every mistake."""
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{path} cannot be read ({error}): expected a file that `fedpact deploy init` wrote"
+        ) from None
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise PlanError(
+            f"{path} is not understood: {told}; expected {', '.join(kind.model_fields)}"
+        ) from None

@@ -1,0 +1,71 @@
+"""The server's process: starts a run at its SuperLink, takes it on, and carries it out."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flwr.common.serde import run_from_proto
+from flwr.proto.runtime_pb2 import PullTaskInputRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from fedpact.engines.admission import expected_form
+from fedpact.engines.coordinator import Coordinator
+from fedpact.engines.flower import seal
+from fedpact.engines.flower.control import SuperLink
+from fedpact.engines.flower.runtime import Desk
+from fedpact.engines.flower.transport import FlowerTransport
+from fedpact.errors import FedpactError
+from fedpact.messages import RoundRecord
+
+OnRound = Callable[[RoundRecord], None]
+_START_SECONDS = 60.0
+
+
+def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[str, Any]:
+    """Carry out a run over a Grid and return its summary."""
+    key = seal.read_private_key(coordinator.directory / "server.key")
+    admission, remember = coordinator.admission()
+    workshop = coordinator.federation.workshop(coordinator.plan)
+    form = partial(expected_form, workshop)
+    transport = FlowerTransport(grid, coordinator.federation, key, admission, form, remember)
+    return coordinator.run(transport, on_round)
+
+
+def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:
+    """Carry out the run at the SuperLink of this machine, which listens at `address`.
+
+    Raises FedpactError: it does not answer, or the run cannot go on.
+    """
+    root = coordinator.directory / "ca.crt"
+    link = SuperLink(address, root)
+    desk = Desk(address, TaskType.SERVER_APP, coordinator.directory / "runtime.secret", root)
+    try:
+        link.wait(_START_SECONDS)
+        link.enrol(coordinator.federation)
+        number = link.start_run(coordinator.directory / "app")
+        token = _token_of(desk, number)
+        with desk.work(token) as client:
+            given = client.PullTaskInput(PullTaskInputRequest())
+            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+            TaskIdentity.node_id = given.context.node_id
+            grid = HttpGrid(address, root_certificates=desk.root, token=token)
+            grid.set_run(run_from_proto(given.run))
+            return coordinate(coordinator, grid, on_round)
+    finally:
+        desk.close()
+        link.close()
+
+
+def _token_of(desk: Desk, run: int) -> str:
+    """Take on the task of this run; tasks of others, which somebody may have submitted, wait."""
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end:
+        found = desk.next()
+        if found is not None and found[0].run_id == run:
+            return found[1]
+        time.sleep(0.1)
+    raise FedpactError(f"the SuperLink did not hand out run {run}: see the log of the server")

@@ -1,0 +1,220 @@
+"""The transport over Flower's Grid: asks the sites, waits, asks again, and checks what comes back.
+
+A site is known by its public key, which Flower's SuperLink has verified, and its answers by their
+signature under that key. A site that is not there is not waited for; one that is there and does
+not answer is asked again until the round's time is over. Whoever did not answer, or was rejected,
+stands in the round's record as a refusal, and the round goes on with the others.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedpact.engines.admission import Admission, Form
+from fedpact.engines.federation import Federation
+from fedpact.engines.flower import codec, seal
+from fedpact.errors import FedpactError, InputError
+from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
+
+_log = logging.getLogger("fedpact.server")
+_POLL_SECONDS = 0.1
+_NODES_SECONDS = 1.0
+_CODE = re.compile(r"[a-z ]{1,20}")
+
+
+class TooFewReplies(FedpactError):
+    """A round got fewer replies than federation.toml asks for, however often it was tried."""
+
+
+@dataclass
+class Seconds:
+    """Where the time of exchanges went: on sites and Flower together, or on our own work here."""
+
+    waiting: float = 0.0
+    own: float = 0.0
+
+
+@dataclass
+class _Round:
+    """One round under way. answers: what is settled. asked: when each site was last asked."""
+
+    tasks: dict[str, Task]
+    form: Form
+    answers: dict[str, Reply | Refusal] = field(default_factory=dict[str, Reply | Refusal])
+    asked: dict[str, float] = field(default_factory=dict[str, float])
+    sent: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def open(self) -> list[str]:
+        return [site for site in self.tasks if site not in self.answers]
+
+    @property
+    def replies(self) -> dict[str, Reply]:
+        return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Reply)}
+
+
+class FlowerTransport:
+    """See round.Transport.
+
+    key: the server's private key. form: the form of replies to a task. on_admitted: called when a
+    round's replies are settled, before they are handed on.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        federation: Federation,
+        key: ec.EllipticCurvePrivateKey,
+        admission: Admission,
+        form: Callable[[Task], Form],
+        on_admitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._grid, self._federation, self._key = grid, federation, key
+        self._admission, self._form, self._on_admitted = admission, form, on_admitted
+        self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
+        self._nodes = dict[str, int]()
+        self._looked, self._joined = 0.0, False
+        self.seconds = Seconds()
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """See Transport."""
+        return self._federation.names
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """See Transport. Raises TooFewReplies."""
+        patience, any_task = self._federation.patience, next(iter(tasks.values()))
+        this = _Round(tasks, self._form(any_task))
+        self._wait_for_all()
+        for _ in range(patience.retries + 1):
+            self._collect(this)
+            if not this.open or len(this.replies) >= patience.least_replies:
+                break
+            _log.warning("round %d: too few replies, tried again", any_task.round)
+        for site in self._admission.outliers(any_task, this.replies):
+            self._reject(this, site, "far off")
+        replies = this.replies
+        for site in this.open:
+            this.answers[site] = _refusal(tasks[site], site, "absent")
+        spent = all(isinstance(a, Refusal) and a.code == "budget" for a in this.answers.values())
+        if len(replies) < patience.least_replies and not spent:
+            raise TooFewReplies(
+                f"round {any_task.round} got {len(replies)} replies of at least "
+                f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "
+                f"times {patience.round_seconds:g} s: {_summary(this)}. What was sent is not lost: "
+                "sites keep their replies; resume the run when they can be reached"
+            )
+        for reply in replies.values():
+            self._admission.admit(reply)
+        self._on_admitted()
+        yield from (answer for _, answer in sorted(this.answers.items()))
+
+    def _wait_for_all(self) -> None:
+        """Give sites the time to come, once; later on the missing are not waited for."""
+        end = time.monotonic() + self._federation.patience.join_seconds
+        while not self._joined and time.monotonic() < end:
+            self._joined = set(self._present()) == set(self.sites)
+            if not self._joined:
+                time.sleep(_POLL_SECONDS)
+        self._joined = True
+
+    def _collect(self, this: _Round) -> None:
+        """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
+        patience = self._federation.patience
+        end = time.monotonic() + patience.round_seconds
+        while this.open and time.monotonic() < end:
+            present = self._present()
+            self._ask(this, present)
+            started = time.monotonic()
+            arrived = list(self._grid.pull_messages(list(this.sent))) if this.sent else []
+            self.seconds.waiting += time.monotonic() - started
+            for message in arrived:
+                self._take(this, message)
+            waited_for = any(site in present for site in this.open)
+            if not waited_for and len(this.replies) >= patience.least_replies:
+                break
+            if not arrived:
+                time.sleep(_POLL_SECONDS)
+                self.seconds.waiting += _POLL_SECONDS
+
+    def _present(self) -> dict[str, int]:
+        """Return site -> node of the sites that are connected, as of a second ago."""
+        if time.monotonic() - self._looked >= _NODES_SECONDS:
+            found = dict[str, int]()
+            for node in self._grid.get_nodes():
+                for name, member in self._federation.sites.items():
+                    if seal.same_key(member.key, node.public_key):
+                        found[name] = node.node_id
+            for name in sorted(set(found) ^ set(self._nodes)):
+                _log.info("site %s %s", name, "is connected" if name in found else "is gone")
+            self._nodes, self._looked = found, time.monotonic()
+        return self._nodes
+
+    def _ask(self, this: _Round, present: dict[str, int]) -> None:
+        now, patience = time.monotonic(), self._federation.patience
+        for site in this.open:
+            last = this.asked.get(site)
+            if site not in present or (last and now - last < patience.resend_seconds):
+                continue
+            block = to_bytes(this.tasks[site])
+            record = codec.pack(block, seal.sign(self._key, f"task for {site}", block))
+            # A site that comes back later is not to spend budget on a round that is over.
+            message = Message(record, present[site], "train", ttl=patience.round_seconds)
+            for number in self._grid.push_messages([message]):
+                if number:
+                    this.sent[number] = site
+            this.asked[site] = now
+
+    def _take(self, this: _Round, message: Message) -> None:
+        started = time.monotonic()
+        site = this.sent.pop(message.metadata.reply_to_message_id, None)
+        if site is None or site in this.answers:
+            return
+        if message.has_error():
+            _log.warning("site %s: Flower reports error %s", site, message.error.code)
+            return
+        answer = self._checked(this, site, message)
+        if isinstance(answer, str):
+            self._reject(this, site, answer)
+        else:
+            this.answers[site] = answer
+        self.seconds.own += time.monotonic() - started
+
+    def _checked(self, this: _Round, site: str, message: Message) -> Reply | Refusal | str:
+        """Return a site's answer, or what is wrong with it."""
+        task = this.tasks[site]
+        try:
+            block, signature = codec.unpack(message.content)
+            if not seal.is_signed(self._keys[site], f"reply of {site}", block, signature):
+                return "key"
+            answer = from_bytes(block)
+        except InputError:
+            return "unreadable"
+        if isinstance(answer, Refusal):
+            about = answer.run, answer.round, answer.site
+            known = _CODE.fullmatch(answer.code) and about == (task.run, task.round, site)
+            return answer if known else "stale"
+        if not isinstance(answer, Reply):
+            return "unreadable"
+        return self._admission.fault(site, task, answer, this.form) or answer
+
+    def _reject(self, this: _Round, site: str, why: str) -> None:
+        _log.warning("site %s: its reply is rejected: %s", site, why)
+        this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
+
+
+def _refusal(task: Task, site: str, code: str) -> Refusal:
+    return Refusal(task.run, task.round, site, code)
+
+
+def _summary(this: _Round) -> str:
+    return ", ".join(
+        f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
+        for site, answer in sorted(this.answers.items())
+    )

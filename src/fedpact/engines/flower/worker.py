@@ -1,0 +1,71 @@
+"""A site's process: takes tasks from its SuperNode, and answers those that its server signed."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message
+from flwr.supercore.constant import TaskType
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
+
+from fedpact.engines.flower import codec, seal
+from fedpact.engines.flower.runtime import Desk
+from fedpact.engines.site import Site, answer
+from fedpact.errors import InputError
+from fedpact.messages import Refusal, to_bytes
+
+_log = logging.getLogger("fedpact.site")
+_POLL_SECONDS = 0.1
+
+
+def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Message:
+    """Return a site's signed answer to a message; to one that its server did not sign, a refusal.
+
+    key: the site's private key.
+    """
+    server = seal.public_key(site.federation.server_key)
+    try:
+        block, signature = codec.unpack(message.content)
+        signed = seal.is_signed(server, f"task for {site.name}", block, signature)
+    except InputError:
+        block, signed = b"", False
+    if signed:
+        reply, told = answer(site, block)
+    else:
+        reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
+    _log.info(told)
+    record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
+    return Message(record, reply_to=message)
+
+
+def work(
+    site: Site,
+    directory: Path,
+    alive: Callable[[], bool],
+) -> None:
+    """Answer tasks until `alive` says no. directory: the site's, with its key and secret."""
+    key = seal.read_private_key(directory / "site.key")
+    address = f"127.0.0.1:{site.settings.port}"
+    desk = Desk(address, TaskType.CLIENT_APP, directory / "runtime.secret", None)
+    try:
+        while alive():
+            found = desk.next()
+            if found is None:
+                time.sleep(_POLL_SECONDS)
+            else:
+                _serve(site, key, desk, found[1])
+    finally:
+        desk.close()
+
+
+def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> None:
+    """Carry out one task. What the network loses is asked for again, and then lies stored."""
+    try:
+        with desk.work(token) as client:
+            message, context, _, _ = pull_task_input(client)
+            push_message(client, respond(site, key, message), context)
+    except (httpx.HTTPError, RuntimeError) as error:
+        _log.warning("an answer was not handed over (%s): waiting to be asked again", error)

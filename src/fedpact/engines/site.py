@@ -1,0 +1,217 @@
+"""A site on its own machine: from its directory to an answer. Charge, compute, commit, reply.
+
+    site.toml           the owner's: where the records are (SiteSettings)
+    policy.toml         the owner's: what is allowed at most (privacy.policy)
+    federation.toml     the run it takes part in
+    plan.json           what it trains
+    ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
+    memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
+    reply.bin           its last reply, for when it is asked again
+
+Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
+which follow from its own copies of the plan and the federation.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedpact.client import Client
+from fedpact.data import datasets
+from fedpact.engines.federation import Federation, parse_toml, read_plan
+from fedpact.engines.inprocess import Bench
+from fedpact.errors import DataError, PlanError
+from fedpact.folder import write_whole
+from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.secure import SecureDraws
+
+
+class SiteSettings(BaseModel):
+    """The owner's settings; paths are relative to the site's directory.
+
+    name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
+    table. data_set: what the ledger is called, one for each set of records and for its whole life.
+    ledger: where it lies, on a local disk. port: a free one of this machine, for the site's own
+    processes to talk to each other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    records: str
+    label: str | None = None
+    data_set: str
+    ledger: str = "ledger.jsonl"
+    port: int = Field(gt=0, lt=65536)
+
+
+class Site:
+    """An open site; one process at a time holds it, by its ledger's lock.
+
+    Opening reserves the run's events in the ledger, if the policy allows them.
+    Raises FedpactError of some kind for whatever does not fit; then nothing is promised.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.settings = parse_toml(SiteSettings, directory / "site.toml")
+        self.federation = Federation.read(directory / "federation.toml")
+        self.plan = read_plan(directory / "plan.json")
+        self.name, self.run = self.settings.name, self.federation.run
+        if self.name not in self.federation.sites:
+            raise PlanError(
+                f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"
+            )
+        self._policy = Policy.read(directory / "policy.toml")
+        self._terms = self.federation.terms(self.plan)[self.name]
+        self._records = self._load(directory / self.settings.records)
+        self._bench = self.federation.workshop(self.plan).bench(check=True)
+        self._test = self.federation.seeds == "test"
+        self._secure = SecureDraws()
+        self.ledger = Ledger(
+            directory / self.settings.ledger, self.settings.data_set, hypothetical=self._test
+        )
+        try:
+            self._take_part()
+        except BaseException:
+            self.ledger.close()
+            raise
+        self._last = _LastReply(directory / "reply.bin")
+        self._client = Client[Bench](
+            self.name,
+            self._terms.size,
+            self.plan.method,
+            self._oracle,
+            self.ledger,
+            directory / "memory.safetensors",
+            self._policy,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.ledger.close()
+
+    def handle(self, task: Task) -> bytes:
+        """Return the encoded answer to a task; a repeated question gets the stored reply.
+
+        A refusal's code depends on public quantities only: "run", "stale", "budget", "policy".
+        """
+        if task.run != self.run:
+            return self._refusal(task, "run")
+        stored = self._last.answer_to(task)
+        if stored is not None:
+            return stored
+        if self._last.is_newer_than(task):
+            return self._refusal(task, "stale")
+        answer = self._client.handle(task, self._bench)
+        block = to_bytes(answer)
+        if isinstance(answer, Reply):
+            self._last.keep(task, block)
+        return block
+
+    def epsilon(self) -> float:
+        """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
+        return self._terms.epsilon_after(self.ledger.spent(self.run))
+
+    def _refusal(self, task: Task, code: str) -> bytes:
+        return to_bytes(Refusal(task.run, task.round, self.name, code))
+
+    def _take_part(self) -> None:
+        if not self.ledger.has_reserved(self.run):
+            self._policy.check_run(self.plan.algorithm, self._terms, self.ledger.total())
+        terms = self._terms
+        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
+
+    def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
+        test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
+        charge = Charge(
+            self.ledger, self.run, task.round, task.digest + memory.digest, task.attempt
+        )
+
+        def left() -> float:
+            return self._terms.steps_after(self.ledger.spent(self.run))
+
+        draws = test or self._secure
+        return PrivateOracle(self._records, bench.private, self._terms, draws, charge, left)
+
+    def _load(self, path: Path) -> Records:
+        federation = self.federation
+        data = datasets.load(str(path), self.settings.label, classes=federation.classes)
+        found = tuple(data.x.shape[1:]), str(data.x.dtype).removeprefix("torch.")
+        if found != (federation.shape, federation.values):
+            raise DataError(
+                f"a record of {path} has shape {found[0]} and type {found[1]}: federation.toml has "
+                f"{federation.shape} and {federation.values}; bring the file into that form"
+            )
+        return Records(data.x, data.y)
+
+
+class _LastReply:
+    """The last reply and the question that it answers, in one file, written before it is sent."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._key: _Question = "", 0, 0, ""
+        self._block = b""
+        with suppress(FileNotFoundError):
+            head, _, self._block = path.read_bytes().partition(b"\n")
+            run, number, attempt, digest = json.loads(head)
+            self._key = run, number, attempt, digest
+
+    def answer_to(self, task: Task) -> bytes | None:
+        return self._block if self._key == _key(task) else None
+
+    def is_newer_than(self, task: Task) -> bool:
+        run, number, attempt, _ = self._key
+        return run == task.run and (number, attempt) >= (task.round, task.attempt)
+
+    def keep(self, task: Task, block: bytes) -> None:
+        key = _key(task)
+        write_whole(self._path, json.dumps(key).encode() + b"\n" + block)
+        self._key, self._block = key, block
+
+
+def _key(task: Task) -> "_Question":
+    return task.run, task.round, task.attempt, task.digest
+
+
+_Question = tuple[str, int, int, str]
+
+
+def decode_task(block: bytes) -> Task:
+    """Decode a task. Raises InputError: another kind of message, or none."""
+    message = from_bytes(block)
+    if not isinstance(message, Task):
+        raise DataError(f"a {type(message).__name__} came where a task is expected")
+    return message
+
+
+def answer(site: Site, block: bytes) -> tuple[bytes, str]:
+    """Return a site's answer to an encoded task, and what to write into the site's own log.
+
+    Whatever goes wrong inside leaves the site as a refusal with the code "error" and no word more.
+    """
+    run, number = "", 0
+    try:
+        task = decode_task(block)
+        run, number = task.run, task.round
+        encoded = site.handle(task)
+        message = from_bytes(encoded)
+        what = f"refused: {message.code}" if isinstance(message, Refusal) else "replied"
+        return encoded, f"round {number}: {what}, ε <= {site.epsilon():.4g} spent"
+    except Exception as error:  # the text may speak of records: it stays here
+        told = f"round {number}: {type(error).__name__}: {error}"
+        return to_bytes(Refusal(run, number, site.name, "error")), told

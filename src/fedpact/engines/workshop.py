@@ -1,0 +1,56 @@
+"""What a party computes with: the plan's model and kernel, from the public form of a record."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.engines.inprocess import Bench
+from fedpact.losses import cross_entropy
+from fedpact.models.build import build
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.noise import stream
+
+
+@dataclass(frozen=True, eq=False)
+class Workshop:
+    """Builds models and kernels for records like `example` [*shape], of which only the form counts.
+
+    classes: the number of labels.
+    """
+
+    plan: Plan
+    example: Tensor
+    classes: int
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call."""
+        return build(self.plan.model, self.example, self.classes, self.plan.seed)
+
+    def bench(self, *, check: bool = False) -> Bench:
+        """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
+
+        Raises ModelError: a model that mixes records, or that cannot be trained as asked.
+        """
+        model = FlatModel(self.module())
+        mode = self.plan.privacy.mode
+        if mode == "none":
+            return Bench(PlainKernel(model, cross_entropy))
+        kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
+        kernel = kind(model, cross_entropy)
+        if check:
+            kernel.verify(*self.made_up())
+        return Bench(kernel)
+
+    def made_up(self) -> tuple[Tensor, Tensor]:
+        """Return four records x, y that are nobody's."""
+        generator = stream("made-up records")
+        shape = (4, *self.example.shape)
+        if self.example.is_floating_point():
+            x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
+        else:
+            x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
+        return x, torch.randint(self.classes, (4,), generator=generator)
