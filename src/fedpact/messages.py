@@ -161,6 +161,22 @@ class RoundRecord:
         return RoundRecord(**raw)
 
 
+def split(state: State, prefix: str) -> tuple[State, State]:
+    """Return what a part keeps under `prefix`, without the prefix, and the rest."""
+    own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
+    own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
+    rest_v = {k: v for k, v in state.vectors.items() if not k.startswith(prefix)}
+    rest_n = {k: n for k, n in state.numbers.items() if not k.startswith(prefix)}
+    return State(own_v, own_n), State(rest_v, rest_n)
+
+
+def join(own: State, prefix: str, rest: State) -> State:
+    """Return the rest with a part's own under `prefix`: what `split` takes apart."""
+    vectors = {prefix + key: vector for key, vector in own.vectors.items()}
+    numbers = {prefix + key: number for key, number in own.numbers.items()}
+    return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
+
+
 Message = Task | Reply | Refusal | State
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Task, Reply, Refusal, State)}

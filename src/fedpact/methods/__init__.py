@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.messages import Local, Reply, State, Task, join, split
 from fedpact.privacy.oracle import Anchor, Oracle
+
+__all__ = ["Around", "Method", "join", "split"]
 
 
 class Method:
@@ -121,19 +123,3 @@ class Around(Method):
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
         return self.inner.update(state, replies)
-
-
-def split(state: State, prefix: str) -> tuple[State, State]:
-    """Return what a wrapper keeps under `prefix`, without the prefix, and the rest."""
-    own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
-    own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
-    rest_v = {k: v for k, v in state.vectors.items() if not k.startswith(prefix)}
-    rest_n = {k: n for k, n in state.numbers.items() if not k.startswith(prefix)}
-    return State(own_v, own_n), State(rest_v, rest_n)
-
-
-def join(own: State, prefix: str, rest: State) -> State:
-    """Return the rest with a wrapper's own under `prefix`: what `split` takes apart."""
-    vectors = {prefix + key: vector for key, vector in own.vectors.items()}
-    numbers = {prefix + key: number for key, number in own.numbers.items()}
-    return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})

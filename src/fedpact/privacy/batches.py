@@ -24,6 +24,11 @@ _SLACK = 1e-5
 class Batch(Protocol):
     """One Poisson batch, on which each declared channel answers once."""
 
+    @property
+    def noise_variance(self) -> float:
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
+        ...
+
     def gradient(self, w: Tensor, weighting: Weighting = ...) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d]."""
         ...
@@ -66,6 +71,8 @@ class Channels:
 
 class PlainBatch(Channels):
     """See Batch. Its channels close as a private batch's do, so that no plain run asks for more."""
+
+    noise_variance = 0.0
 
     def __init__(
         self,
@@ -141,6 +148,11 @@ class NoisyBatch(Channels, Generic[K]):
         self._x, self._y, self._terms = x, y, terms
         self._kernel, self._add_noise = kernel, add_noise
         super().__init__(channels)
+
+    @property
+    def noise_variance(self) -> float:
+        """See Batch."""
+        return self._terms.noise_variance
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch."""
