@@ -111,7 +111,7 @@ def check_structure(module, x=None, rows=None):
 
 
 def units(kernel):
-    return {o.path for o in kernel._generic.cover.owners if o.layer is None}
+    return {o.path for o in kernel._level.cover.owners if o.layer is None}
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,11 @@ class Geometry:
         left, right, top, bottom = self.pad
         return self.mode == "constant" and left == right and top == bottom
 
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of x [n, C, H, W], where `plain` holds."""
+        padding = (self.pad[2], self.pad[0])
+        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
     def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """Per-sample gradients [n, |weight|] from x [n, C, H, W] and g [n, O, h, w]."""
         n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])

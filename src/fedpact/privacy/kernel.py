@@ -23,7 +23,7 @@ from fedpact import check
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.generic import Generic, Measured, one_each, trainable
+from fedpact.privacy.bookkeeping import BookKeeping, Measured, one_each, trainable
 from fedpact.privacy.separation import Mixers, check_separation
 from fedpact.privacy.tape import gradients, requiring_grad
 
@@ -50,7 +50,7 @@ class PerSampleKernel:
         check_precision(model)
         self._mixers = Mixers(model.module)
         self._mixers.check()
-        self._generic = Generic(model, loss)
+        self._level = BookKeeping(model, loss)
         self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class PerSampleKernel:
         def weigh(losses: Tensor, _: slice) -> Tensor:
             return _weights(weights, losses)
 
-        return self._sum(self._generic.gradients, x.detach(), y, clip, weigh)
+        return self._sum(self._level.gradients, x.detach(), y, clip, weigh)
 
     def clipped_difference(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, bound: float
@@ -92,7 +92,7 @@ class PerSampleKernel:
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
 
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
-            return self._generic.differences(x, y, w, anchor)
+            return self._level.differences(x, y, w, anchor)
 
         total = self._sum(measure, x.detach(), y, bound, lambda losses, _: torch.ones_like(losses))
         self.model.load(w)
@@ -111,7 +111,7 @@ class PerSampleKernel:
     def _contributions(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
         one = torch.eye(len(x), dtype=self.model.vector.dtype, device=x.device)
-        rows = [self._sum(self._generic.gradients, x, y, clip, partial(_fixed, row)) for row in one]
+        rows = [self._sum(self._level.gradients, x, y, clip, partial(_fixed, row)) for row in one]
         return torch.stack(rows)
 
     def _alone(self, x: Tensor, y: Tensor) -> Tensor:

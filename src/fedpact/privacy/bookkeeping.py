@@ -1,7 +1,8 @@
-"""Per-sample gradients of any model that keeps records apart, by autograd and the tape.
+"""Book-keeping: norms and weighted sums of per-sample gradients, from one pass over a batch.
 
-One forward and one backward pass of the activations record every layer's input and output gradient
-(tape); the layers' rules turn them into norms and weighted sums (cover, layers, fallback).
+One forward and one backward pass of the activations record every layer's input and output gradient:
+by a plan where the model is a chain of layers (compiled), else by autograd (tape). The layers'
+rules turn them into norms and sums (cover, layers), and what has no rule is replayed (fallback).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy import parts
+from fedpact.privacy.compiled import Plan
 from fedpact.privacy.cover import Cover, NotAUnit, Owner
 from fedpact.privacy.difference import difference, held
 from fedpact.privacy.fallback import Random, Whole
 from fedpact.privacy.layers import Layer
 from fedpact.privacy.parts import Part
+from fedpact.privacy.stages import Unfit
 from fedpact.privacy.tape import Call, Recorded, record, requiring_grad
 
 
@@ -39,12 +42,13 @@ _FEW = 32
 _Share = tuple[dict[str, str], Part]
 
 
-class Generic:
+class BookKeeping:
     """Measures batches. Raises ModelError where a model or a loss does not keep records apart."""
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
         self._model, self._loss = model, loss
         self.cover = Cover(model)
+        self.plan = Plan.of(model, self.cover.owners)
         self._whole = Whole(model, loss)
         self._random = False
         self._trainable = trainable(model)
@@ -54,17 +58,20 @@ class Generic:
 
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
+        for rows in self._parts(len(x)):
+            yield from self._gradients(x, y, rows)
+
+    def _gradients(self, x: Tensor, y: Tensor, rows: slice) -> Iterator[tuple[slice, Measured]]:
         if not self._random:
             try:
-                for rows in self._parts(len(x)):
-                    losses, calls = self._pass(x[rows], y[rows])
-                    yield rows, self._measured(losses, self._shares(calls))
+                losses, calls = self._pass(x[rows], y[rows])
+                yield rows, self._measured(losses, self._shares(calls))
                 return
             except Random:
                 self._random = True
-        for rows in slices(len(x), self._whole.step):
-            losses, found = self._whole.rows(x[rows], y[rows])
-            yield rows, self._measured(losses, [self._whole.share(found)])
+        for inner in slices(rows, self._whole.step):
+            losses, found = self._whole.rows(x[inner], y[inner])
+            yield inner, self._measured(losses, [self._whole.share(found)])
 
     def differences(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
@@ -80,7 +87,7 @@ class Generic:
             return
         # A unit is replayed at the weights it was recorded at; two points would take two replays
         # with two sets of weights, so the model is differentiated as a whole instead.
-        for rows in slices(len(x), self._whole.step):
+        for rows in slices(slice(0, len(x)), self._whole.step):
             self._model.load(anchor)
             below, before = self._whole.rows(x[rows], y[rows])
             self._model.load(w)
@@ -109,32 +116,45 @@ class Generic:
         """So many records at once that the largest convolution's gradients can be kept."""
         most = parts.KEEP_BYTES // max(1, self._instance)
         # A few records at a time would cost more than making their gradients twice.
-        return slices(batch, most if most >= _FEW else batch)
+        return slices(slice(0, batch), most if most >= _FEW else batch)
 
     def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         """Losses [B], and each owner's calls with their output gradients."""
-        while True:
-            owners = self.cover.owners
-            entries = [
-                Recorded(o.module, partial(o.accept, len(x)), fresh=o.layer is not None)
-                for o in owners
-            ]
+        if self.plan is not None and self.plan.holds:
             try:
-                with requiring_grad(self._trainable, False):
-                    losses, calls = record(
-                        entries, lambda: one_each(self._loss(self._output(x), y), len(x))
-                    )
-                    if losses.requires_grad:
-                        torch.autograd.backward(losses, torch.ones_like(losses))
-                return losses.detach(), [
-                    _checked(o, made) for o, made in zip(owners, calls, strict=True)
+                losses, made = self.plan.run(_by_pixel(x) if self._images(x) else x, y, self._loss)
+                found = [made.get(id(o.module)) for o in self.cover.owners]
+                return one_each(losses, len(x)), [[c] if c else [] for c in found]
+            except Unfit:
+                self.plan = None
+        while True:
+            try:
+                losses, calls = self._taped(x, y)
+                return losses, [
+                    _checked(o, made) for o, made in zip(self.cover.owners, calls, strict=True)
                 ]
             except NotAUnit as found:
                 self.cover.promote(found.owner)
 
+    def _taped(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
+        entries = [
+            Recorded(o.module, partial(o.accept, len(x)), fresh=o.layer is not None)
+            for o in self.cover.owners
+        ]
+        with requiring_grad(self._trainable, False):
+            losses, calls = record(
+                entries, lambda: one_each(self._loss(self._output(x), y), len(x))
+            )
+            if losses.requires_grad:
+                torch.autograd.backward(losses, torch.ones_like(losses))
+        return losses.detach(), calls
+
+    def _images(self, x: Tensor) -> bool:
+        return self._channels_last and x.dim() == 4
+
     def _output(self, x: Tensor) -> Tensor:
         """The model's output, the images laid out by pixel if it can: pooling is 9 times faster."""
-        if self._channels_last and x.dim() == 4:
+        if self._images(x):
             try:
                 return self._model.module(_by_pixel(x))
             except RuntimeError:
@@ -187,10 +207,11 @@ def _both(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below.isfinite(), above, below)
 
 
-def slices(batch: int, most: int) -> list[slice]:
-    """A batch in slices of nearly equal length, at most `most`."""
-    count = -(-batch // max(1, most))
-    ends = [i * batch // count for i in range(count + 1)]
+def slices(rows: slice, most: int) -> list[slice]:
+    """Rows in slices of nearly equal length, at most `most`."""
+    length = rows.stop - rows.start
+    count = -(-length // max(1, most))
+    ends = [rows.start + i * length // count for i in range(count + 1)]
     return [slice(i, j) for i, j in pairwise(ends)]
 
 
