@@ -8,6 +8,7 @@ rounds.jsonl        one RoundRecord a line; round 0 is the initial model
 state.safetensors   the server's last committed state, with its progress
 model.safetensors   the final model's weights
 summary.json        the outcome, once there is one
+audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
 sites/NAME/         ledger.jsonl, memory.safetensors: the site's own
 """

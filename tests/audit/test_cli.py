@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
+from fedpact.api import run as carry_out
 from fedpact.audit.target import Target
 from fedpact.cli.main import app
-from fedpact.errors import PrivacyError
+from fedpact.errors import DataError, PlanError, PrivacyError
+from fedpact.plan import Plan
+from fedpact.report.text import lower
 
 QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
 
@@ -31,6 +35,10 @@ def test_one_json_document_with_everything_an_epsilon_needs():
     assert (one["canaries"], one["events"]) == (60, 2)
     for bound in [one, *document["methods"]["many-runs"]["bounds"]]:
         assert 0 <= bound["epsilon"] <= bound["claimed"]
+    # The same once more in one form: one-run, three δ and a channel's noise, AUC.
+    assert [c["quantity"] for c in document["checks"]] == ["ε", "ε", "ε", "ε", "σ", "AUC"]
+    assert document["checks"][0]["bound"] == one["epsilon"]
+    assert [c["confidence"] for c in document["checks"]] == [0.95] * 4 + [0.999, 0.95]
 
 
 def test_text():
@@ -76,6 +84,60 @@ def test_a_wrong_claim_ends_with_an_error(monkeypatch, audited):
     assert isinstance(result.exception, PrivacyError)
     assert "site 'site-00'" in str(result.exception)
     assert not json.loads(result.stdout)["passed"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    carry_out(Plan.read(None, ["rounds=2", "sites=3"]), folder)
+    return folder
+
+
+def audit(*arguments):
+    return CliRunner().invoke(app, ["audit", "--method", "one-run", "--canaries", "60", *arguments])
+
+
+def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatch):
+    result = audit(str(run), "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document == json.loads((run / "audit.json").read_text())
+    # Of the run's own site, with the claim that its statement makes.
+    stated = json.loads((run / "privacy.json").read_text())
+    site = stated["sites"][document["site"]]
+    assert (document["epsilon"], document["delta"]) == (site["epsilon"], site["delta"])
+    assert (document["mechanism"], document["events"]) == (stated["mechanism"], site["steps"])
+    page = (run / "report.html").read_text()
+    (check,) = document["checks"]
+    assert f"ε ≥ {lower(check['bound'])}</td>" in page
+    assert check["found"] in page
+    assert "No attack contradicts the claim" in page
+
+
+def test_a_wrong_claim_is_marked_in_the_runs_report(run, monkeypatch, audited):
+    honest = Target.of
+
+    def broken(scene):
+        return dataclasses.replace(honest(scene), make=audited.broken["noise halved"])
+
+    monkeypatch.setattr(Target, "of", broken)
+    result = CliRunner().invoke(app, ["audit", str(run), "--method", "many-runs"])
+    assert isinstance(result.exception, PrivacyError)
+    assert "CONTRADICTS THE CLAIM" in (run / "report.html").read_text()
+
+
+def test_the_audit_of_a_folder_is_of_its_own_configuration_and_records(run, tmp_path):
+    result = audit(str(run), "--set", "privacy.epsilon=8.0")
+    assert isinstance(result.exception, PlanError)
+    assert "the folder of a run" in str(result.exception)
+    result = audit(str(tmp_path))
+    assert isinstance(result.exception, DataError)
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    (moved / "partition.json").unlink()
+    result = audit(str(moved))
+    assert isinstance(result.exception, DataError)
+    assert "not on this machine" in str(result.exception)
 
 
 @pytest.mark.parametrize("arguments", [("--method", "magic"), ("--canaries", "0")])

@@ -17,6 +17,8 @@ from fedpact.privacy.oracle import Records
 _EVENTS = 200
 # The right noise is at the claim itself, not below it, so the check fails as often as this.
 _ERROR = 1e-3
+CONFIDENCE = 1 - _ERROR
+"""With which the upper bounds on all channels' noise hold together."""
 
 
 @dataclass(frozen=True)

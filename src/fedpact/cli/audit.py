@@ -4,28 +4,33 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from fedpact.audit.many_runs import ManyRuns, many_runs
-from fedpact.audit.membership import Membership, membership
-from fedpact.audit.one_run import OneRun, one_run
+from fedpact.audit.findings import Check, Finding, checks
+from fedpact.audit.many_runs import many_runs
+from fedpact.audit.membership import membership
+from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target
+from fedpact.check import count
 from fedpact.cli.console import show
-from fedpact.cli.run import AsJson, Config, Overrides
+from fedpact.cli.run import AsJson, Overrides
+from fedpact.data.partition import Partition
 from fedpact.engines.scene import Scene
-from fedpact.errors import InputError, PrivacyError
+from fedpact.errors import DataError, InputError, PlanError, PrivacyError
+from fedpact.folder import Folder
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY
+from fedpact.report.page import write_report
+from fedpact.report.reading import read_run
 
 CONFIDENCE = 0.95
 # A run of this many events takes minutes on a model above this size.
 _SMALL_MODEL = 20_000
-
-Finding = OneRun | ManyRuns | Membership
 
 
 class Method(StrEnum):
@@ -38,7 +43,13 @@ class Method(StrEnum):
 
 
 def audit(
-    config: Config = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A .toml or .json configuration, none for the embedded default; or the folder of "
+            "a run, which then keeps the outcome and shows it in its report."
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     method: Annotated[
         Method, typer.Option(help="The attack; all leaves out many-runs for large models.")
@@ -50,24 +61,47 @@ def audit(
 
     It cannot prove a claim right, only wrong: then it ends with exit code 2.
     """
-    scene = Scene.of(Plan.read(config, overrides))
+    count(canaries=canaries)
+    run = config if config is not None and config.is_dir() else None
+    scene = Scene.of(Plan.read(config, overrides)) if run is None else _scene_of(run, overrides)
     target = Target.of(scene)
-    document, findings = _document(target), dict[Method, Finding]()
+    findings = dict[str, Finding]()
     with _one_thread():
         for chosen in _methods(method, target):
-            findings[chosen] = _carry_out(chosen, scene, target, canaries)
-    document["methods"] = {
-        m.value: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()
-    }
-    document["passed"] = all(finding.passed for finding in findings.values())
-    show(document, as_json, lambda: _print(document, findings))
+            findings[chosen.value] = _carry_out(chosen, scene, target, canaries)
+    found = checks(findings, CONFIDENCE)
+    document = _document(target, findings, found)
+    if run is not None:
+        Folder(run).write_json("audit.json", document)
+        write_report(run)
+    show(document, as_json, lambda: _print(document, found, run))
     if not document["passed"]:
-        failed = ", ".join(m.value for m, f in findings.items() if not f.passed)
+        failed = ", ".join(dict.fromkeys(c.method for c in found if not c.passed))
         raise PrivacyError(
             f"the audit of site {target.terms.site!r} contradicts its claim (method {failed}): at "
             f"{CONFIDENCE:.0%} confidence the mechanism is not what its accountant was told; do "
             "not run it on data"
         )
+
+
+def _scene_of(run: Path, overrides: list[str]) -> Scene:
+    """Return a run's own plan, data and partition. Raises PlanError, DataError."""
+    if overrides:
+        raise PlanError(
+            f"--set {overrides[0]} with the folder of a run: its report would show the audit of "
+            f"another configuration; audit {run / 'plan.json'} with --set instead"
+        )
+    # A folder whose report cannot be written is found out before minutes of attacks.
+    read_run(run)
+    folder = Folder(run)
+    if not folder.partition.exists():
+        raise DataError(
+            f"{run} has no partition.json: the run's records are not on this machine; audit "
+            f"{run / 'plan.json'}, which tries its mechanism on a partition made anew"
+        )
+    return Scene.of(
+        Plan.parse(folder.read_json("plan.json")), None, Partition.load(folder.partition)
+    )
 
 
 @contextmanager
@@ -100,7 +134,7 @@ def _carry_out(method: Method, scene: Scene, target: Target, canaries: int) -> F
             raise InputError(f"method is {method!r}: expected one method")
 
 
-def _document(target: Target) -> dict[str, Any]:
+def _document(target: Target, findings: dict[str, Finding], found: list[Check]) -> dict[str, Any]:
     terms = target.terms
     return {
         "site": terms.site,
@@ -108,57 +142,31 @@ def _document(target: Target) -> dict[str, Any]:
         "delta": terms.budget.delta,
         "adjacency": ADJACENCY,
         "accountant": terms.accountant,
+        "mechanism": terms.mechanism,
         "confidence": CONFIDENCE,
         "events": terms.steps,
         "model_parameters": target.w.numel(),
+        "checks": [check.document() for check in found],
+        "methods": {m: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()},
+        "passed": all(check.passed for check in found),
     }
 
 
-def _print(document: dict[str, Any], findings: dict[Method, Finding]) -> None:
+def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:
     out = Console(highlight=False, soft_wrap=True)
     out.print(
         f"site {document['site']}: claimed ε = {document['epsilon']:g} at δ = "
         f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
         f"Each method's bounds hold with {document['confidence']:.0%} confidence."
     )
-    for method, finding in findings.items():
-        for line in _lines(finding):
-            out.print(f"{method.value:<11} {line}", markup=False)
-    if Method.many_runs not in findings and len(findings) > 1:
+    for check in found:
+        out.print(f"{check.method:<11} {check.text}", markup=False)
+    methods = {check.method for check in found}
+    if "many-runs" not in methods and len(methods) > 1:
         out.print(
             f"many-runs   left out: the model has {document['model_parameters']:,} parameters"
         )
     good = document["passed"]
     out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")
-
-
-def _lines(finding: Finding) -> list[str]:
-    match finding:
-        case OneRun():
-            return [
-                f"ε >= {finding.epsilon:.3f} of {finding.claimed:.3f} at δ = {finding.delta:g}: "
-                f"{finding.correct} of {finding.guesses} guesses right, "
-                f"{finding.canaries} canaries, {finding.events} events"
-            ]
-        case ManyRuns():
-            return [
-                *(
-                    f"ε >= {b.epsilon:.3f} of {b.claimed:.3f} at δ = {b.delta:g}, "
-                    f"{finding.events} events: seen in {b.counts.seen_with} runs of "
-                    f"{b.counts.runs_with} with the canary, {b.counts.seen_without} without "
-                    f"({finding.attack})"
-                    for b in finding.bounds
-                ),
-                *(
-                    f"noise of {n.channel}: σ <= {n.at_most:.4f}, measured {n.measured:.4f}, "
-                    f"claimed {n.claimed:.4f}"
-                    for n in finding.noise
-                ),
-            ]
-        case Membership():
-            a = finding.auc
-            return [
-                f"AUC {a.value:.3f} ({a.low:.3f} to {a.high:.3f}) of at most "
-                f"{finding.ceiling:.3f}: {finding.members} members, {finding.others} others, "
-                f"advantage {finding.advantage:.3f}"
-            ]
+    if run is not None:
+        out.print(f"{run / 'audit.json'}, shown in {run / 'report.html'}", markup=False)

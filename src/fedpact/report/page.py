@@ -13,7 +13,7 @@ from fedpact.folder import write_whole
 from fedpact.metrics import fairness, ranking
 from fedpact.report import budgets, figures
 from fedpact.report.reading import RunFolder, read_run
-from fedpact.report.text import duration, number, percent, size, upper
+from fedpact.report.text import duration, lower, number, percent, size, upper
 
 _STATUS = {
     "finished": "finished",
@@ -96,6 +96,7 @@ def headline(run: RunFolder) -> list[Card]:
     return [
         *_learning_cards(run),
         _epsilon_card(run),
+        *_audit_card(run),
         Card(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
@@ -151,6 +152,17 @@ def _epsilon_card(run: RunFolder) -> Card:
         f"{run.privacy['accountant']}" + (f"; OVER BUDGET: {', '.join(over[:5])}" if over else ""),
         bad=bool(over),
     )
+
+
+def _audit_card(run: RunFolder) -> list[Card]:
+    audit = run.audit
+    if audit is None or (most := audit.most) is None:
+        return []
+    note = f"by {most.method}, {100 * most.confidence:.4g} % confidence; claimed {audit.claim}" + (
+        "; THE AUDIT CONTRADICTS THE CLAIM" if audit.wrong else ""
+    )
+    value = f"≥ {lower(most.bound)} of {upper(audit.epsilon)}"
+    return [Card("ε audited", value, note, bad=audit.wrong)]
 
 
 def _facts(run: RunFolder) -> list[str]:

@@ -1,7 +1,8 @@
 """A run's folder as the report sees it: read from its files, checked, nothing computed by training.
 
 Needed: plan.json, privacy.json, rounds.jsonl. Without summary.json the run has not ended yet;
-partition.json and environment.json may be missing in a folder that did not come from a simulation.
+partition.json and environment.json may be missing in a folder that did not come from a simulation;
+audit.json is there where the run was audited.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 from fedpact.errors import DataError
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.report.audits import Audit
 
 Document = dict[str, Any]
 
@@ -57,6 +59,7 @@ class RunFolder:
     environment: Document
     records: list[RoundRecord]
     labels: LabelTable | None
+    audit: Audit | None
 
     @property
     def private(self) -> bool:
@@ -152,6 +155,7 @@ def read_run(folder: Path) -> RunFolder:
             environment=_read(folder / "environment.json", needed=False),
             records=_read_records(folder / "rounds.jsonl"),
             labels=_label_table(labels) if labels else None,
+            audit=Audit.of(_read(folder / "audit.json", needed=False)),
         )
         _check(run)
         # Taken here, so that a damaged file is found before anything is drawn.
@@ -252,4 +256,15 @@ def _check(run: RunFolder) -> None:
         raise DataError(
             f"privacy.json in {run.path} has private = {private} and the terms of {len(sites)} "
             "sites: expected terms in a private run and none in a plain one; restore the file"
+        )
+    if run.audit:
+        _check_audit(run, run.audit)
+
+
+def _check_audit(run: RunFolder, audit: Audit) -> None:
+    site = run.site_privacy.get(audit.site)
+    if site is None or (site.epsilon_allowed, site.delta) != (audit.epsilon, audit.delta):
+        raise DataError(
+            f"audit.json in {run.path} speaks of {audit.claim}, which privacy.json does not grant: "
+            "expected the audit of this run; remove it, or audit the folder again"
         )

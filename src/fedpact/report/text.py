@@ -1,7 +1,7 @@
 """Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
 
 import math
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 _MISSING = "–"
 
@@ -12,12 +12,25 @@ def upper(value: float, digits: int = 4) -> str:
     >>> upper(1.99951), upper(2.0), upper(1e-5), upper(1 / 6000, digits=3)
     ('2', '2', '1e-05', '0.000167')
     """
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def lower(value: float, digits: int = 4) -> str:
+    """Return what bounds from below, as a measured ε does, rounded down.
+
+    >>> lower(0.23149), lower(2.0)
+    ('0.2314', '2')
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
     if math.isnan(value):
         return "not recorded"
     if math.isinf(value):
         return "∞"
     # repr, not the exact binary value: 1.1 is 1.1, and not a hair more.
-    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    rounded = Context(prec=digits, rounding=rounding).create_decimal(repr(float(value)))
     return f"{float(rounded):.{digits}g}"
 
 

@@ -1,0 +1,120 @@
+"""What the methods found, in one form: a bound beside a claim, with everything that it needs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedpact.audit.many_runs import ManyRuns
+from fedpact.audit.membership import Membership
+from fedpact.audit.noise_level import CONFIDENCE as NOISE_CONFIDENCE
+from fedpact.audit.one_run import OneRun
+
+Finding = OneRun | ManyRuns | Membership
+
+_SIGN = {"ε": ">=", "σ": "<=", "AUC": ">="}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bound that was measured, and what the accountant states of the same.
+
+    quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, bounded from
+    above; "AUC" of a membership attack, bounded from below, where the claim is the most that
+    (ε, δ) leaves room for. confidence: with which the bound holds. found: how it came about.
+    """
+
+    method: str
+    quantity: str
+    bound: float
+    claimed: float
+    delta: float | None
+    confidence: float
+    found: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stands. Not, where one of the two is not a number."""
+        if self.quantity == "σ":
+            return self.claimed <= self.bound
+        return self.bound <= self.claimed
+
+    @property
+    def text(self) -> str:
+        """One line for a reader."""
+        at = "" if self.delta is None else f" at δ = {self.delta:g}"
+        return (
+            f"{self.quantity} {_SIGN[self.quantity]} {self.bound:.4g}, claimed "
+            f"{self.claimed:.4g}{at}: {self.found}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain data for a JSON file, which knows no infinity: null is no number."""
+        numbers = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+        return {**numbers, "passed": self.passed}
+
+
+def checks(findings: Mapping[str, Finding], confidence: float) -> list[Check]:
+    """Return what all methods found; each method's bounds hold together with the confidence."""
+    return [
+        check for method, finding in findings.items() for check in _of(method, finding, confidence)
+    ]
+
+
+def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
+    match finding:
+        case OneRun():
+            told = (
+                f"{finding.correct} of {finding.guesses} guesses right, {finding.canaries} "
+                f"canaries, {finding.events} events"
+            )
+            return [
+                Check(
+                    method,
+                    "ε",
+                    finding.epsilon,
+                    finding.claimed,
+                    finding.delta,
+                    confidence,
+                    told,
+                )
+            ]
+        case ManyRuns():
+            return [*_of_runs(method, finding, confidence), *_of_noise(method, finding)]
+        case Membership():
+            a = finding.auc
+            told = (
+                f"AUC {a.value:.3f} ({a.low:.3f} to {a.high:.3f}), {finding.members} members, "
+                f"{finding.others} others, advantage {finding.advantage:.3f}"
+            )
+            return [Check(method, "AUC", a.low, finding.ceiling, None, confidence, told)]
+
+
+def _of_runs(method: str, finding: ManyRuns, confidence: float) -> list[Check]:
+    made = list[Check]()
+    for b in finding.bounds:
+        told = (
+            f"{finding.events} events, seen in {b.counts.seen_with} runs of {b.counts.runs_with} "
+            f"with the canary, {b.counts.seen_without} without ({finding.attack})"
+        )
+        made.append(Check(method, "ε", b.epsilon, b.claimed, b.delta, confidence, told))
+    return made
+
+
+def _of_noise(method: str, finding: ManyRuns) -> list[Check]:
+    return [
+        Check(
+            method,
+            "σ",
+            n.at_most,
+            n.claimed,
+            None,
+            NOISE_CONFIDENCE,
+            f"noise of {n.channel}, measured {n.measured:.4f}, from releases of a site without "
+            "records",
+        )
+        for n in finding.noise
+    ]

@@ -1,0 +1,120 @@
+"""The audit of a run's mechanism as its page shows it: what is claimed, and what was measured."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedpact.errors import DataError
+from fedpact.report.text import lower, upper
+
+_WORDS = {
+    "ε": ("ε ≥ {}", "ε ≤ {}"),
+    "σ": ("σ ≤ {}", "σ = {}"),
+    "AUC": ("AUC ≥ {}", "AUC ≤ {}"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bound that was measured, and what the accountant states of the same.
+
+    quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above.
+    """
+
+    method: str
+    quantity: str
+    bound: float
+    claimed: float
+    delta: float | None
+    confidence: float
+    found: str
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the numbers contradict each other, whatever else the file says of them."""
+        return not (
+            self.claimed <= self.bound if self.quantity == "σ" else self.bound <= self.claimed
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Measured, claimed, δ and confidence as text."""
+        measured, claimed = _WORDS[self.quantity]
+        return (
+            measured.format((upper if self.quantity == "σ" else lower)(self.bound)),
+            claimed.format(upper(self.claimed)),
+            "–" if self.delta is None else upper(self.delta),
+            f"{100 * self.confidence:.4g} %",
+        )
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What audit.json holds: the claim of one site, and the checks."""
+
+    site: str
+    epsilon: float
+    delta: float
+    adjacency: str
+    accountant: str
+    checks: tuple[Check, ...]
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> "Audit | None":
+        """Return what `fedpact audit` wrote, None for an empty document. Raises DataError."""
+        if not document:
+            return None
+        try:
+            audit = Audit(
+                site=str(document["site"]),
+                epsilon=float(document["epsilon"]),
+                delta=float(document["delta"]),
+                adjacency=str(document["adjacency"]),
+                accountant=str(document["accountant"]),
+                checks=tuple(_check(raw) for raw in document["checks"]),
+            )
+            # Taken here, so that a damaged file is found before anything is drawn.
+            _ = [check.cells for check in audit.checks]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"audit.json is not what `fedpact audit` writes ({type(error).__name__}: {error}): "
+                "remove it, or audit the folder again"
+            ) from error
+        return audit
+
+    @property
+    def claim(self) -> str:
+        """(ε, δ) as it was claimed, with adjacency and accountant."""
+        return (
+            f"(ε, δ) = ({upper(self.epsilon)}, {upper(self.delta)}) of site {self.site} for one "
+            f"record, {self.adjacency}; accountant {self.accountant}"
+        )
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the claim is contradicted."""
+        return any(check.wrong for check in self.checks)
+
+    @property
+    def most(self) -> Check | None:
+        """The largest lower bound on ε at the claim's own δ; None where none was sought."""
+        found = [c for c in self.checks if c.quantity == "ε" and c.delta == self.delta]
+        return max(found, key=lambda check: check.bound, default=None)
+
+
+def _check(raw: Mapping[str, Any]) -> Check:
+    return Check(
+        method=str(raw["method"]),
+        quantity=str(raw["quantity"]),
+        bound=_number(raw["bound"]),
+        claimed=_number(raw["claimed"]),
+        delta=None if raw["delta"] is None else float(raw["delta"]),
+        confidence=float(raw["confidence"]),
+        found=str(raw["found"]),
+    )
+
+
+def _number(value: float | None) -> float:
+    """null stands for an infinite number."""
+    return math.inf if value is None else float(value)

@@ -1,0 +1,104 @@
+"""The audit on a run's page: the bound beside the claim, and a mark where the claim falls."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpact.errors import DataError
+from fedpact.report.page import headline, write_report
+from fedpact.report.reading import read_run
+
+Build = Callable[..., Path]
+SITES = ["north", "south"]
+
+
+def audit(**changes: Any) -> dict[str, Any]:
+    """What `fedpact audit` writes: one ε of 0.23149, one noise, one AUC, all as they should be."""
+    whole = {"method": "one-run", "delta": None, "confidence": 0.95, "found": "guesses"}
+    return {
+        "site": "north",
+        "epsilon": 2.0,
+        "delta": 1e-5,
+        "adjacency": "add/remove one record",
+        "accountant": "best",
+        "passed": True,
+        "checks": [
+            {**whole, "quantity": "ε", "bound": 0.23149, "claimed": 1.9, "delta": 1e-5},
+            {**whole, "quantity": "σ", "bound": 2.6, "claimed": 2.5, "confidence": 0.999},
+            {**whole, "quantity": "AUC", "bound": 0.45, "claimed": 0.88},
+        ],
+        **changes,
+    }
+
+
+def shown(folder: Path, document: dict[str, Any] | None) -> str:
+    if document is not None:
+        (folder / "audit.json").write_text(json.dumps(document))
+    return " ".join(write_report(folder).read_text(encoding="utf-8").split())
+
+
+def row(*cells: str) -> str:
+    return "".join(f'<td class="n">{cell}</td>' for cell in cells)
+
+
+def test_the_bound_stands_beside_the_claim_with_all_it_needs(build: Build) -> None:
+    text = shown(build(SITES), audit())
+    for part in (
+        # A lower bound is rounded down, a claim up.
+        row("ε ≥ 0.2314", "ε ≤ 1.9", "1e-05", "95 %"),
+        row("σ ≤ 2.6", "σ = 2.5", "–", "99.9 %"),
+        row("AUC ≥ 0.45", "AUC ≤ 0.88"),
+        "of site north for one record, add/remove one record; accountant best",
+        "No attack contradicts the claim",
+    ):
+        assert part in text
+    assert "CONTRADICTS" not in text
+
+
+@pytest.mark.parametrize(
+    ("place", "bound"), [(0, 1.91), (1, 2.49), (2, 0.881), (0, None)], ids=["ε", "σ", "AUC", "∞"]
+)
+def test_a_claim_that_falls_is_marked_whatever_the_file_says(build: Build, place, bound) -> None:
+    wrong = audit()
+    wrong["checks"][place]["bound"] = bound
+    assert wrong["passed"]
+    folder = build(SITES)
+    text = shown(folder, wrong)
+    # Once in the headline, once in its row.
+    assert text.count("CONTRADICTS THE CLAIM") == 2
+    assert "THE CLAIM IS WRONG" in text
+    (card,) = [c for c in headline(read_run(folder)) if c.label == "ε audited"]
+    assert card.bad
+
+
+def test_the_headline_shows_the_largest_bound_at_the_budgets_delta(build: Build) -> None:
+    several = audit()
+    several["checks"] += [
+        {**several["checks"][0], "bound": 0.5, "method": "many-runs"},
+        {**several["checks"][0], "bound": 0.9, "delta": 0.05},
+    ]
+    folder = build(SITES)
+    shown(folder, several)
+    (card,) = [c for c in headline(read_run(folder)) if c.label == "ε audited"]
+    assert card.value == "≥ 0.5 of 2"
+    assert not card.bad
+    for part in ("many-runs", "site north", "(2, 1e-05)", "add/remove one record", "95 %"):
+        assert part in card.note
+
+
+def test_a_run_without_an_audit_says_so(build: Build) -> None:
+    folder = build(SITES)
+    assert "Not audited" in shown(folder, None)
+    assert "ε audited" not in [card.label for card in headline(read_run(folder))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"site": "east"}, {"epsilon": 3.0}, {"delta": 1e-6}, {"checks": 3}, {"checks": [{}]}],
+)
+def test_the_audit_of_another_run_or_half_an_audit_is_refused(build: Build, changes) -> None:
+    with pytest.raises(DataError, match="audit"):
+        shown(build(SITES), audit(**changes))
