@@ -4,6 +4,8 @@ Vectors that come from a task are never written to: the sites of a simulation sh
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from fedpact.check import count, positive
 from fedpact.errors import InputError
 from fedpact.messages import Reply, State, Task
 from fedpact.privacy.oracle import Oracle
+
+Aggregation = Literal["size", "uniform"]
+"""The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (the number of sites) for each."""
 
 
 def round_steps(task: Task, own: int) -> int:
@@ -53,6 +58,13 @@ def proximal_sgd(
             step.sub_(linear)
         w.add_(step, alpha=-learning_rate)
     return w
+
+
+def weighed(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:
+    """Yield the replies, one at a time, with the weights that `aggregation` gives them."""
+    if aggregation == "size":
+        return replies
+    return (replace(reply, weight=1.0) for reply in replies)
 
 
 def weighted_mean(

@@ -114,6 +114,19 @@ def test_fedprox(steps):
     torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
 
 
+EVENLY = (1.0 * SITES["a"].b + 4.0 * SITES["b"].b) / 5  # the minimum of F_a + F_b
+
+
+@pytest.mark.parametrize(("aggregation", "optimum"), [("size", OPTIMUM), ("uniform", EVENLY)])
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_scaffold_reaches_the_optimum_whatever_the_steps(steps, aggregation, optimum):
+    """With c_i = ∇F_i(w*) and c = 0 no step from w* moves anything; fedavg stops elsewhere."""
+    settings = make("scaffold", learning_rate=0.1, local_steps=steps, aggregation=aggregation)
+    state = run("scaffold", settings, 400)
+    torch.testing.assert_close(state.vectors["w"], optimum, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state.vectors["c"], torch.zeros_like(optimum), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
 def test_ldp_fedsgd(aggregation):
     """With step η_1/t what is left of w - w* is Π (1 - η_1 a/t), a = Σ p_i a_i; without noise the

@@ -1,0 +1,82 @@
+"""SCAFFOLD. Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. SCAFFOLD: stochastic controlled
+averaging for federated learning. arXiv 1910.06378. Its option II, with η_g = 1.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η_l    learning_rate  step size, > 0                                plan
+          K, τ   local_steps    local iterations of a round, >= 1             plan
+          c_i    memory "c"     the site's control variate [d]                released
+          c      "c"            Σ p_i c_i [d]                                 released
+          p_i    aggregation    N_i / Σ N ("size"), or even ("uniform")       plan
+Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Poisson batch of its own  (3)
+          c_i ← c_i - c + (w̄ - w_i)/(τη)                                      (4), option II
+          which is the mean of the round's τ gradients, and is computed as that
+          upload c_i. A site without c_i, in its first round, takes c for it: fedavg's steps
+Server    c ← Σ p_i c_i,  w ← w̄ - τη c
+Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
+Neutral   τ = 1 gives fedavg, to rounding
+Differs   Only c_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
+          By (4) Σ p_i w_i = w̄ - τη (Σ p_i c_i⁺ + c - Σ p_i c_i), c_i before the round and c_i⁺
+          after it. As c = Σ p_i c_i, the server's w is the paper's mean of the w_i.
+          The sites that reply are the federation: c is the mean of their c_i, whoever replied
+          before. So a site that stops takes its c_i along, and one that returns, or whose reply was
+          lost, brings a c_i that only bends its own path. The paper's c keeps the c_i of sites that
+          were not asked; here all are asked.
+          Weights p_i, and with them the optimum of Σ p_i F_i; the paper's are even.
+
+Noise: c_i has that of a mean of τ gradients, v_i/τ a coordinate, new in every round; it does not
+add up. It moves a site's path about as far as the gradients' own noise does, and w only by how
+gradients change along the path: where they do not, w has fedavg's noise exactly.
+Any τ > 1 is worth it where sites differ. At τ = 1 fedavg is the same and is told d numbers less.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms.fedavg import channels, steps, task
+from fedpact.local import Aggregation, round_steps, weighed, weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+__all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1}, tolerance=1e-12)
+
+
+class Settings(fedavg.Settings):
+    """See Symbols."""
+
+    local_steps: int = Field(default=5, ge=1)
+    aggregation: Aggregation = "size"
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": w, "c": torch.zeros_like(w)})
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    steps = round_steps(task, settings.local_steps)
+    w, c = task.vectors["w"].clone(), task.vectors["c"]
+    correction = c - memory.vectors.get("c", c)
+    total = torch.zeros_like(w)
+    for batch in oracle.batches(steps, "gradient"):
+        gradient = batch.gradient(w)
+        total.add_(gradient)
+        w.add_(gradient + correction, alpha=-settings.learning_rate)
+    mean = total.div_(steps)
+    return Local({"c": mean}, {"local_steps": steps}, State({"c": mean}))
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    replies = weighed(replies, settings.aggregation)
+    mean = weighted_mean(replies, vectors=("c",), numbers=("local_steps",))
+    c, steps = mean.vectors["c"], mean.numbers["local_steps"]
+    w = state.vectors["w"].add(c, alpha=-settings.learning_rate * steps)
+    return State({"w": w, "c": c})
