@@ -19,7 +19,7 @@ from fedpact.theory.proxvr import (
     most_tau,
     rounds,
 )
-from fedpact.theory.proxvr_search import minimise
+from fedpact.theory.proxvr_search import minimise, path
 
 SPEC = Losses(smoothness=1.0, weak_convexity=0.5, heterogeneity=1.0)
 
@@ -242,7 +242,9 @@ def test_the_box_holds_every_point_that_is_as_good():
         assert all(low <= x <= high for (low, high), x in zip(box, _point(best), strict=True))
         for _ in range(3000):
             tau = max(1, round(best.tau * math.exp(rng.gauss(0, 3))))
-            beta = least_beta(tau, best.solver) * (1 + (not best_is_tight(how)) * rng.random())
+            beta = least_beta(tau, how.get("solver", "sarah")) * (
+                1 + (not best_is_tight(how)) * rng.random()
+            )
             mu = losses.weak_convexity + losses.smoothness * 10 ** rng.uniform(-1, 4)
             if beta > 3 and objective(losses, gamma, mu, beta, tau) <= best.objective:
                 assert all(
@@ -287,6 +289,16 @@ def test_more_heterogeneity_means_a_larger_penalty_and_more_exact_sites():
         assert values == sorted(values, reverse=True)
 
 
+def test_the_path_for_drawing_is_near_the_certified_optimum():
+    for solver in ("sarah", "svrg"):
+        gammas = [1e-4, 0.01, 1.0]
+        for gamma, drawn in zip(gammas, path(SPEC, gammas, solver), strict=True):
+            best = minimise(SPEC, gamma, solver, whole=False)
+            assert best.lower <= drawn.objective <= best.objective * (1 + 1e-4)
+            assert drawn.tau == pytest.approx(best.tau, rel=0.006)
+            assert drawn.mu == pytest.approx(best.mu, rel=0.006)
+
+
 def test_leaving_the_bound_is_never_worse_and_whole_iterations_are_never_better():
     rng = random.Random(6)
     for _ in range(10):
@@ -323,6 +335,8 @@ def test_leaving_the_bound_is_never_worse_and_whole_iterations_are_never_better(
         lambda: minimise(SPEC, math.inf),
         lambda: minimise(SPEC, 0.01, "sgd"),  # type: ignore[arg-type]
         lambda: minimise(SPEC, 0.01, gap=0.0),
+        lambda: path(SPEC, [0.1, math.nan]),
+        lambda: path(SPEC, [0.1, 0.0]),
         lambda: minimise(Losses(1.0, 0.5, 1e300), 0.01),
     ],
 )

@@ -17,7 +17,8 @@ makes μ less than the objective, and (1 + γτ) times the least value at θ = 0
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -42,21 +43,29 @@ _LEVELS: Final = 60
 
 
 @dataclass(frozen=True)
-class Optimum:
-    """The best parameters found, and what is proven: no others have an objective below `lower`.
+class Parameters:
+    """What FedProxVR runs with, and what Lemma 1 and Theorem 1 then promise.
 
-    objective: (1 + γτ)/Θ, rounds times their cost in units of Δ(w⁰) d_com/ε. tau is a whole number
-    unless the search was over real ones. mu_range, beta_range, tau_range: a box that holds every
-    optimum. cells: how many intervals of τ were bounded.
+    objective: (1 + γτ)/Θ, rounds times their cost in units of Δ(w⁰) d_com/ε. tau is an int where
+    the search was over whole numbers.
     """
 
-    solver: Solver
     mu: float
     beta: float
     tau: float
     theta: float
     decrease: float
     objective: float
+
+
+@dataclass(frozen=True)
+class Optimum(Parameters):
+    """The best parameters found, and what is proven: no others have an objective below `lower`.
+
+    mu_range, beta_range, tau_range: a box that holds every optimum. cells: how many intervals of τ
+    were bounded.
+    """
+
     lower: float
     mu_range: tuple[float, float]
     beta_range: tuple[float, float]
@@ -121,11 +130,14 @@ class _Search:
             mu = x + self.weak
             return np.where(lost < 1, mu / (1 - lost), np.inf), mu
 
-    def values(self, taus: Vector) -> tuple[Vector, Vector]:
-        """The least objective at each τ, and its μ."""
+    def at(self, taus: Vector) -> tuple[Vector, Vector]:
+        """The least μ/(1 - P) at each τ, whatever γ, and its μ."""
         low = self.betas(taus)
-        least, mu = self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
-        return (1 + self.gamma * taus) * least, mu
+        return self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
+
+    def values(self, taus: Vector) -> Vector:
+        """The least objective at each τ."""
+        return (1 + self.gamma * taus) * self.at(taus)[0]
 
     def bounds(self, first: Vector, last: Vector) -> Vector:
         """A lower bound of the objective on each interval of τ, exact where it is one point."""
@@ -154,27 +166,71 @@ def minimise(
     >>> best.tau, round(best.mu, 1), round(best.beta, 1), round(best.objective, 1)
     (226, 22.3, 19.4, 231.3)
     """
-    check.positive(gamma=gamma)
     check.fraction(gap=gap)
+    search = _search(losses, gamma, solver, tight)
+    best, ends = _box(search, whole)
+    best, lower, cells = _branch(search, best, ends, whole, gap)
+    tau = int(best[1]) if whole else best[1]
+    found = _parameters(losses, search, tau, float(search.at(np.array([best[1]]))[1][0]))
+    smooth = losses.smoothness
+    largest = found.objective / (1 + gamma * ends[0])
+    betas = [float(b) for b in search.betas(np.array(ends))]
+    if not tight:
+        betas[1] = max(betas[1], 3 + math.sqrt(9 + (largest / smooth) ** 2))
+    return Optimum(
+        **asdict(found),
+        lower=lower * smooth * (1 - _ROUNDING),
+        mu_range=(losses.weak_convexity + search.least_x * smooth, largest),
+        beta_range=(betas[0], betas[1]),
+        tau_range=ends,
+        cells=cells,
+    )
+
+
+def path(losses: Losses, gammas: Sequence[float], solver: Solver = "sarah") -> list[Parameters]:
+    """Return the optimum of (23) for each γ > 0, on a grid of τ of 0.5 %: for drawing.
+
+    What is best over μ at a given τ does not depend on γ, so one pass serves all. No certificate.
+    """
+    search = _search(losses, min(gammas), solver, tight=True)
+    _, (first, last) = _box(search, whole=False)
+    taus = np.geomspace(first, last, math.ceil(math.log(last / first) / 0.005) + 1)
+    least, mus = search.at(taus)
+    found: list[Parameters] = []
+    for gamma in gammas:
+        here = replace(search, gamma=check.positive(gamma=gamma))
+        best = int(((1 + gamma * taus) * least).argmin())
+        found.append(_parameters(losses, here, float(taus[best]), float(mus[best])))
+    return found
+
+
+def _search(losses: Losses, gamma: float, solver: Solver, tight: bool) -> _Search:
+    check.positive(gamma=gamma)
     if solver not in ("sarah", "svrg"):
         raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
-    smooth = losses.smoothness
-    search = _Search(losses.weak_convexity / smooth, 1 + losses.heterogeneity, gamma, solver, tight)
-    first = 5 * 9 / 8 - 4 * 3 / 8 if tight and solver == "sarah" else 1.0  # β > 3
+    weak = losses.weak_convexity / losses.smoothness
+    return _Search(weak, 1 + losses.heterogeneity, gamma, solver, tight)
+
+
+def _box(search: _Search, whole: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return some (objective, τ), and the least and largest τ that can be better."""
+    first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
     first = float(math.ceil(first)) if whole else first
     starts: Vector = np.ldexp(first, np.arange(64))
-    values, _ = search.values(starts)
-    best = (float(values.min()), float(starts[values.argmin()]))
-    if not math.isfinite(best[0]):
+    values = search.values(starts)
+    best = float(values.min())
+    if not math.isfinite(best):
         raise InputError(
-            f"losses is {losses!r}: no μ, β and τ within float64 have Θ > 0; expected milder ones"
+            f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
+            "expected a smaller one"
         )
     everywhere = np.array([np.inf])
     floor, _ = search.least(everywhere, np.array([3.0]), everywhere)
-    last = max(first, (best[0] / float(floor[0]) - 1) / gamma)
-    last = float(math.floor(last)) if whole else last
-    best, lower, cells = _branch(search, best, (first, last), whole, gap)
-    return _optimum(losses, search, best[1], lower, (first, last), cells, whole)
+    last = max(first, (best / float(floor[0]) - 1) / search.gamma)
+    return (best, float(starts[values.argmin()])), (
+        first,
+        float(math.floor(last)) if whole else last,
+    )
 
 
 def _branch(
@@ -193,7 +249,7 @@ def _branch(
     for level in range(_LEVELS):
         bounds = search.bounds(left, right)
         middle = np.floor(np.sqrt(left * right)) if whole else np.sqrt(left * right)
-        values, _ = search.values(middle)
+        values = search.values(middle)
         cells += left.size
         best = min(best, (float(values.min()), float(middle[values.argmin()])))
         done = (bounds >= best[0] * (1 - gap)) | (left == right) | (level == _LEVELS - 1)
@@ -205,39 +261,12 @@ def _branch(
     return best, min(best[0], lower), cells
 
 
-def _optimum(
-    losses: Losses,
-    search: _Search,
-    tau: float,
-    lower: float,
-    ends: tuple[float, float],
-    cells: int,
-    whole: bool,
-) -> Optimum:
-    smooth = losses.smoothness
-    taus = np.array([tau])
-    _, mus = search.values(taus)
-    low = search.betas(taus)
+def _parameters(losses: Losses, search: _Search, tau: float, mu: float) -> Parameters:
+    """The parameters at τ and at μ in units of L."""
+    low = search.betas(np.array([tau]))
     high = low if search.tight else np.array([np.inf])
-    beta, mu = float(search.best_beta(mus, low, high)[0]), float(mus[0]) * smooth
+    beta = float(search.best_beta(np.array([mu]), low, high)[0])
+    mu *= losses.smoothness
     theta = local_accuracy(losses, mu, beta, tau)
     per_round = decrease(losses, mu, theta)
-    objective = (1 + search.gamma * tau) / per_round
-    largest = objective / (1 + search.gamma * ends[0])
-    betas = [float(b) for b in search.betas(np.array(ends))]
-    if not search.tight:
-        betas[1] = max(betas[1], 3 + math.sqrt(9 + (largest / smooth) ** 2))
-    return Optimum(
-        solver=search.solver,
-        mu=mu,
-        beta=beta,
-        tau=int(tau) if whole else tau,
-        theta=theta,
-        decrease=per_round,
-        objective=objective,
-        lower=lower * smooth * (1 - _ROUNDING),
-        mu_range=(losses.weak_convexity + search.least_x * smooth, largest),
-        beta_range=(betas[0], betas[1]),
-        tau_range=ends,
-        cells=cells,
-    )
+    return Parameters(mu, beta, tau, theta, per_round, (1 + search.gamma * tau) / per_round)
