@@ -10,13 +10,14 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Poisson batch of its own  (3)
           c_i ← c_i - c + (w̄ - w_i)/(τη)                                      (4), option II
           which is the mean of the round's τ gradients, and is computed as that
-          upload c_i. A site without c_i, in its first round, takes c for it: fedavg's steps
-Server    c ← Σ p_i c_i,  w ← w̄ - τη c
+          upload u_i = w̄ - τη c_i: w_i without its corrections
+          A site without c_i, in its first round, takes c for it: these are fedavg's steps
+Server    w ← Σ p_i u_i,  c ← (w̄ - w)/(τη), which is Σ p_i c_i
 Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
-Neutral   τ = 1 gives fedavg, to rounding
-Differs   Only c_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
-          By (4) Σ p_i w_i = w̄ - τη (Σ p_i c_i⁺ + c - Σ p_i c_i), c_i before the round and c_i⁺
-          after it. As c = Σ p_i c_i, the server's w is the paper's mean of the w_i.
+Neutral   τ = 1 gives fedavg, bit for bit
+Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
+          Σ p_i w_i = Σ p_i u_i - τη (c - Σ p_i c_i), c_i from before the round. As c = Σ p_i c_i,
+          the server's w is the paper's mean of the w_i.
           The sites that reply are the federation: c is the mean of their c_i, whoever replied
           before. So a site that stops takes its c_i along, and one that returns, or whose reply was
           lost, brings a c_i that only bends its own path. The paper's c keeps the c_i of sites that
@@ -43,7 +44,7 @@ from fedpact.privacy.oracle import Oracle
 
 __all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
 
-NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1}, tolerance=1e-12)
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
 
 class Settings(fedavg.Settings):
@@ -61,22 +62,23 @@ def init(w: Tensor, settings: Settings) -> State:
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """See Algorithm."""
-    steps = round_steps(task, settings.local_steps)
+    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     w, c = task.vectors["w"].clone(), task.vectors["c"]
     correction = c - memory.vectors.get("c", c)
     total = torch.zeros_like(w)
     for batch in oracle.batches(steps, "gradient"):
         gradient = batch.gradient(w)
         total.add_(gradient)
-        w.add_(gradient + correction, alpha=-settings.learning_rate)
-    mean = total.div_(steps)
-    return Local({"c": mean}, {"local_steps": steps}, State({"c": mean}))
+        w.add_(gradient + correction, alpha=-rate)
+    uncorrected = task.vectors["w"].add(total, alpha=-rate)
+    memory = State({"c": total.div_(steps)})
+    return Local({"w": uncorrected}, {"local_steps": steps}, memory)
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """See Algorithm."""
     replies = weighed(replies, settings.aggregation)
-    mean = weighted_mean(replies, vectors=("c",), numbers=("local_steps",))
-    c, steps = mean.vectors["c"], mean.numbers["local_steps"]
-    w = state.vectors["w"].add(c, alpha=-settings.learning_rate * steps)
+    mean = weighted_mean(replies, numbers=("local_steps",))
+    w, steps = mean.vectors["w"], mean.numbers["local_steps"]
+    c = torch.sub(state.vectors["w"], w).div_(settings.learning_rate * steps)
     return State({"w": w, "c": c})
