@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from fedpact import check
 from fedpact.errors import InputError
+from fedpact.privacy.remaining import Remaining, remaining
+from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import (
     Accountant,
     Budget,
@@ -22,7 +25,6 @@ from fedpact.theory.accounting import (
 )
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
-ADJACENCY = "add/remove one record"
 NAMES: dict[tuple[str, str], str] = {
     ("best", "balle"): "best, the smaller one of PLD and RDP",
     ("best", "mironov"): "best, the smaller one of PLD and RDP (Mironov's conversion)",
@@ -76,22 +78,69 @@ def account(
     every: Annotated[
         bool, typer.Option("--all", help="Every accountant and conversion side by side.")
     ] = False,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            help="A site's ledger: --epsilon and --delta are for all its runs and one more."
+        ),
+    ] = None,
+    joint: Annotated[
+        bool,
+        typer.Option(
+            "--joint",
+            help="With --ledger: its runs' events and the new ones as one fixed sequence. Cheaper, "
+            "and a proof only if nothing of the new run follows from what the others released.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
     setting = Setting(q, sigma, steps, epsilon, delta)
+    left = _left(setting, ledger, joint)
     ways: list[tuple[Accountant, Conversion]] = [_way(accountant, conversion)]
     if every:
         ways = [("best", "balle"), ("pld", "balle"), ("rdp", "balle"), ("rdp", "mironov")]
-    answers = [_solve(setting, by, how) for by, how in ways]
+    answers = [_solve(setting, left, by, how) for by, how in ways]
+    covers = _covers(left, joint)
     if as_json:
-        shared = {"solved_for": setting.open()[0], "adjacency": ADJACENCY, "covers": _covers()}
+        shared = {
+            "solved_for": setting.open()[0],
+            "adjacency": ADJACENCY,
+            "covers": covers,
+            **({"ledger": _described(left, joint)} if left else {}),
+        }
         body = {"results": answers} if every else answers[0]
         print(json.dumps(shared | body, indent=2))
         return
-    _show(setting.open()[0], answers)
+    _show(setting.open()[0], answers, covers)
+
+
+def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
+    """Return what is left of a ledger; None without one. Raises InputError: half a question."""
+    if ledger is None:
+        if joint:
+            raise InputError(
+                "--joint is given without --ledger: name the ledger whose runs to join"
+            )
+        return None
+    if setting.epsilon is None:
+        raise InputError(
+            "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
+            "share, and two of --q, --sigma and --steps; the third is what one more run may have"
+        )
+    return remaining(ledger, Budget(setting.epsilon, setting.delta), joint=joint)
+
+
+def _described(left: Remaining, joint: bool) -> dict[str, Any]:
+    return {
+        "site": left.site,
+        "runs": left.runs,
+        "epsilon_reserved": left.epsilon_reserved,
+        "delta_reserved": left.delta_reserved,
+        "combined": "joint" if joint else "apart",
+    }
 
 
 def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
@@ -103,43 +152,62 @@ def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
     )
 
 
-def _solve(setting: Setting, by: Accountant, how: Conversion) -> dict[str, Any]:
+def _solve(
+    setting: Setting, left: Remaining | None, by: Accountant, how: Conversion
+) -> dict[str, Any]:
     """Fill in what is open, and add the ε of the completed setting."""
     q, sigma, steps = setting.q, setting.sigma, setting.steps
     if steps is not None:
         check.count(steps=steps)
+    budget, spent = None, dict[SampledGaussian, int]()
     if setting.epsilon is not None:
-        budget = Budget(setting.epsilon, setting.delta)
+        budget = left.budget if left else Budget(setting.epsilon, setting.delta)
+        spent = dict(left.spent) if left else {}
         if q is None and sigma is not None and steps is not None:
-            q = largest_rate(budget, sigma, steps, by, how)
+            q = largest_rate(budget, sigma, steps, by, how, spent)
         elif sigma is None and q is not None and steps is not None:
-            sigma = smallest_sigma(budget, q, steps, by, how)
+            sigma = smallest_sigma(budget, q, steps, by, how, spent)
         elif q is not None and sigma is not None:
-            steps = max_steps(SampledGaussian(q, sigma), budget, by, how)
+            steps = max_steps(SampledGaussian(q, sigma), budget, by, how, spent)
     if q is None or sigma is None or steps is None:
         raise InputError("one of q, sigma and steps could not be determined")
-    spent = epsilon({SampledGaussian(q, sigma): steps}, setting.delta, by, how)
+    delta = budget.delta if budget else setting.delta
+    event = SampledGaussian(q, sigma)
+    cost = epsilon({**spent, event: spent.get(event, 0) + steps}, delta, by, how)
     return {
         "q": q,
         "sigma": sigma,
         "steps": steps,
         # JSON knows no infinity: null says that no finite bound was found.
-        "epsilon": spent if math.isfinite(spent) else None,
-        "delta": setting.delta,
-        "target_epsilon": setting.epsilon,
+        "epsilon": cost if math.isfinite(cost) else None,
+        "delta": delta,
+        "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
         "conversion": how if by != "pld" else None,
     }
 
 
-def _covers() -> str:
-    return (
+def _covers(left: Remaining | None, joint: bool) -> str:
+    """Say what ε is of, and on what it rests."""
+    new = (
         "all releases together, whoever sees them, each computed from a Poisson batch with "
         "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"
     )
+    if left is None:
+        return new
+    site = f"the {left.runs} earlier runs of site {left.site}"
+    if joint:
+        return (
+            f"the new run and every event that {site} reserved, as one sequence, if nothing of the "
+            f"new run follows from what they released: {new}"
+        )
+    return (
+        f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
+        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}), it stays in the budget of them all"
+    )
 
 
-def _show(solved: str, answers: list[dict[str, Any]]) -> None:
+def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
     table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
     for column in ("ε", "δ", "q", "σ", "releases", "accountant"):
         table.add_column(column)
@@ -154,7 +222,7 @@ def _show(solved: str, answers: list[dict[str, Any]]) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {_covers()}.")
+    console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {covers}.")
 
 
 def _digits(value: float, rounding: str | None) -> str:

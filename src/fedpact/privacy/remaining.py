@@ -1,0 +1,81 @@
+"""What a ledger leaves of a budget for one more run on the same records.
+
+    apart    The new run may cost (ε - Σ ε_i, δ - Σ δ_i), with what each earlier run reserved. This
+             holds whatever the new run's q, σ and steps were chosen from (basic composition).
+    joint    The events that earlier runs reserved and the new run's are one sequence at δ, which
+             costs less. It is a proof only where that sequence was fixed: every earlier run
+             reserved fixed events, and nothing of the new run follows from what they released.
+
+Reserved counts, not spent ones: how far a run went may have followed from what it released.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpact.errors import BudgetExhausted, InputError
+from fedpact.privacy.receipt import receipt
+from fedpact.privacy.reservations import FILTER
+from fedpact.privacy.terms import ADJACENCY
+from fedpact.theory.accounting import Budget, History, SampledGaussian
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What is left. budget: of the new run, together with `spent`, the events that share it.
+
+    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them.
+    """
+
+    site: str
+    runs: int
+    epsilon_reserved: float
+    delta_reserved: float
+    budget: Budget
+    spent: History
+
+
+def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
+    """Return what a ledger leaves of the budget `whole`, which all runs on its records share.
+
+    Raises LedgerError: no ledger, or an altered one. BudgetExhausted: nothing is left. InputError:
+    joint, with a run whose events were chosen as it went.
+    """
+    told = receipt(path)
+    runs = told["runs"].values()
+    epsilon = math.fsum(run["epsilon_reserved"] for run in runs)
+    delta = math.fsum(run["delta"] for run in runs)
+    if joint:
+        return Remaining(told["site"], len(runs), epsilon, delta, whole, _events(path, told))
+    left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
+    if not min(left) > 0:
+        raise BudgetExhausted(
+            f"ledger {path} has reserved (ε, δ) = ({epsilon:g}, {delta:g}) for {len(runs)} runs, "
+            f"{ADJACENCY}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for one more; "
+            "raise the budget's ε and δ, both, or ask for --joint where all events were fixed"
+        )
+    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {})
+
+
+def _rest(whole: float, spent: float) -> float:
+    """Return the largest number that added to `spent` is at most `whole`, in floating point too."""
+    left = whole - spent
+    while left > 0 and spent + left > whole:
+        left = math.nextafter(left, 0.0)
+    return left
+
+
+def _events(path: Path, told: dict[str, Any]) -> History:
+    events = Counter[SampledGaussian]()
+    for name, run in told["runs"].items():
+        if run["accounting"] == FILTER:
+            raise InputError(
+                f"--joint with run {name!r} of ledger {path}: its events were chosen from what it "
+                "released, so they are no fixed sequence; leave --joint out, and the run counts "
+                "with the whole (ε, δ) that it reserved"
+            )
+        for event in run["events"]:
+            events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
+    return events
