@@ -1,0 +1,419 @@
+"""The transport against a Grid in memory: who answers late, never, twice, wrongly or falsely.
+
+The sites are real ones (engines.site), so what comes back is what a network would carry.
+"""
+
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import Message
+from flwr.app.error import Error
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedpact.engines.admission import expected_form
+from fedpact.engines.coordinator import Coordinator
+from fedpact.engines.flower import codec, seal, transport
+from fedpact.engines.flower.server import coordinate
+from fedpact.engines.flower.transport import TooFewReplies
+from fedpact.engines.flower.worker import respond
+from fedpact.engines.site import Site
+from fedpact.folder import Folder
+from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.privacy.receipt import receipt
+
+NAMES = ("site-00", "site-01", "site-02")
+
+
+class Node:
+    """One site behind the network. `behave(message, answer)` returns what arrives, if anything."""
+
+    def __init__(self, number, directory):
+        self.number, self.directory = number, directory
+        self.site = Site(directory)
+        self.key = seal.read_private_key(directory / "site.key")
+        self.here, self.behave, self.heard = True, lambda _, answer: answer(), []
+
+    def hear(self, message):
+        self.heard.append(codec.unpack(message.content)[0])
+        return self.behave(message, lambda: respond(self.site, self.key, message))
+
+    def forge(self, message, block, key=None, name=None):
+        signature = seal.sign(key or self.key, f"reply of {name or self.site.name}", block)
+        return Message(codec.pack(block, signature), reply_to=message)
+
+    def change(self, message, answer, **changes):
+        """The site's own answer with other fields, signed by it."""
+        reply = from_bytes(codec.unpack(answer().content)[0])
+        return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
+
+
+class Grid:
+    """Flower's Grid in memory; a message is answered when it is pulled."""
+
+    def __init__(self, nodes):
+        self.nodes, self.waiting, self.count = {node.number: node for node in nodes}, {}, 0
+
+    def get_nodes(self):
+        found = []
+        for node in self.nodes.values():
+            line = (node.directory / "site.pub").read_text()
+            pem = seal.public_key(line).public_bytes(
+                seal.serialization.Encoding.PEM,
+                seal.serialization.PublicFormat.SubjectPublicKeyInfo,
+            )
+            if node.here:
+                found.append(SimpleNamespace(node_id=node.number, public_key=pem))
+        return found
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            self.count += 1
+            message.metadata.__dict__["_message_id"] = str(self.count)
+            self.waiting[str(self.count)] = message
+            numbers.append(str(self.count))
+        return numbers
+
+    def pull_messages(self, numbers):
+        replies = []
+        for number in list(numbers):
+            message = self.waiting.get(number)
+            if message is None:
+                continue
+            TaskIdentity.node_id = message.metadata.dst_node_id
+            reply = self.nodes[message.metadata.dst_node_id].hear(message)
+            TaskIdentity.node_id = 1
+            # None is lost; whoever is asked again gets a new message.
+            del self.waiting[number]
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    # Rounds in memory are over before the next look at who is there would be due.
+    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+@pytest.fixture
+def federation(make, tmp_path, request):
+    """(run, nodes): `run()` carries the deployment out and returns its records by round."""
+    patience = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
+    patience |= getattr(request, "param", {})
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=3)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+    grid = Grid(nodes)
+
+    def run():
+        records = []
+        coordinator = Coordinator.of(directory / "server")
+        try:
+            run.summary = coordinate(coordinator, grid, records.append)
+        finally:
+            run.records = records
+        return records
+
+    run.directory = directory
+    yield run, nodes
+    for node in nodes:
+        node.site.ledger.close()
+
+
+def charged(node):
+    runs = receipt(node.directory / "ledger.jsonl")["runs"]
+    return sum(event["spent"] for run in runs.values() for event in run["events"])
+
+
+def test_all_is_well(federation):
+    run, nodes = federation
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    assert all(record.refused == {} for record in records)
+    assert run.summary["status"] == "finished"
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_a_lost_reply_is_asked_for_again_and_costs_nothing_more(federation):
+    run, nodes = federation
+    nodes[1].behave = lambda message, answer: (
+        answer() if len(nodes[1].heard) % 2 == 0 else answer() and None
+    )
+    records = run()
+    assert all(record.refused == {} for record in records)
+    assert len(nodes[1].heard) == 6
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_a_flower_error_is_asked_for_again(federation):
+    run, nodes = federation
+
+    def once(message, answer):
+        if len(nodes[2].heard) == 1:
+            return Message(Error(code=3, reason="a text that nobody reads"), reply_to=message)
+        return answer()
+
+    nodes[2].behave = once
+    assert all(record.refused == {} for record in run())
+
+
+def test_a_silent_site_costs_its_round_the_time_and_no_more(federation):
+    run, nodes = federation
+    nodes[0].behave = lambda message, answer: None
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "absent"}] * 3
+    assert run.summary["status"] == "finished"
+    assert charged(nodes[0]) == 0
+
+
+def test_a_site_that_is_away_is_not_waited_for_and_may_come_later(federation):
+    run, nodes = federation
+    nodes[2].here = False
+
+    def then_come(message, answer):
+        number = from_bytes(nodes[0].heard[-1]).round
+        nodes[2].here = number >= 2
+        return answer()
+
+    nodes[0].behave = then_come
+    records = run()
+    assert records[1].refused == {"site-02": "absent"}
+    assert records[1].seconds < 0.6
+    assert records[3].refused == {}
+    # It is told that nothing of it has been included before.
+    assert from_bytes(nodes[2].heard[0]).included == -1
+
+
+def lies(node):
+    """(what is wrong, how a site that does it behaves)"""
+    d = 650
+    nan = torch.full((d,), math.nan)
+
+    def changed(**changes):
+        return lambda message, answer: node.change(message, answer, **changes)
+
+    def of_round(number):
+        def behave(message, answer):
+            task = from_bytes(node.heard[-1])
+            old = Task(**{**vars(task), "round": number})
+            return node.forge(message, to_bytes(Reply(**{**_reply(node, old), "round": number})))
+
+        return behave
+
+    stranger = seal.ec.generate_private_key(seal.ec.SECP384R1())
+    return {
+        "form": [
+            changed(vectors={"w": torch.zeros(d + 1)}),
+            changed(vectors={"w": torch.zeros(d).double()}),
+            changed(vectors={"w": torch.zeros(d), "more": torch.zeros(1)}),
+            changed(vectors={}),
+            changed(numbers={"loss": 1.0}),
+        ],
+        "not finite": [
+            changed(vectors={"w": nan}),
+            changed(vectors={"w": torch.full((d,), math.inf)}),
+        ],
+        "far off": [changed(vectors={"w": torch.full((d,), 1e6)})],
+        "weight": [changed(weight=1e9), changed(weight=math.nan), changed(weight=-1.0)],
+        "stale": [of_round(0), changed(run="another"), changed(round=2**40)],
+        "another's": [changed(site="site-01")],
+        "ledger": [changed(ledger_length=0), changed(ledger_length=-5)],
+        "key": [
+            lambda message, answer: node.forge(message, _block(answer), key=stranger),
+            lambda message, answer: node.forge(message, _block(answer), name="site-01"),
+        ],
+        "unreadable": [
+            lambda message, answer: node.forge(message, b"\x00" * 40),
+            lambda message, answer: node.forge(message, node.heard[-1]),  # a task is no reply
+            lambda message, answer: Message(type(answer().content)({}), reply_to=message),
+        ],
+    }
+
+
+def _block(answer):
+    return codec.unpack(answer().content)[0]
+
+
+def _reply(node, task):
+    return {
+        "run": task.run,
+        "round": task.round,
+        "site": node.site.name,
+        "weight": float(node.site._terms.size),
+        "vectors": {"w": torch.zeros(650)},
+        "numbers": {},
+        "ledger_head": "f" * 64,
+        "ledger_length": 99,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "form",
+        "not finite",
+        "far off",
+        "weight",
+        "stale",
+        "another's",
+        "ledger",
+        "key",
+        "unreadable",
+    ],
+)
+def test_a_bad_reply_is_rejected_and_the_round_goes_on(federation, wrong):
+    """Each lie is told by one site in one round; the two others make the round."""
+    run, nodes = federation
+    waiting = list(lies(nodes[0])[wrong])
+
+    def behave(message, answer):
+        number = from_bytes(nodes[0].heard[-1]).round
+        return waiting[number - 1](message, answer) if number <= len(waiting) else answer()
+
+    nodes[0].behave = behave
+    records = run()
+    rejected = {"site-00": f"rejected: {wrong}"}
+    expected = [rejected] * min(3, len(waiting)) + [{}] * (3 - min(3, len(waiting)))
+    assert [record.refused for record in records[1:]] == expected
+    assert run.summary["status"] == "finished"
+    # What was let in is what honest sites sent: the model is finite and near the others'.
+    assert run.summary["loss"] < 10
+
+
+def test_all_lies_of_form_are_told_apart_one_by_one(federation):
+    """More lies than rounds in one run: the rest of them, against the check itself."""
+    run, nodes = federation
+    run()
+    coordinator = Coordinator.of(run.directory / "server")
+    admission, _ = coordinator.admission()
+    task = from_bytes(nodes[0].heard[0])
+    form = expected_form(coordinator.federation.workshop(coordinator.plan), task)
+    good = _reply(nodes[0], task)
+    assert admission.fault("site-00", task, Reply(**good), form) is None
+    for vectors in (
+        {"w": torch.zeros(651)},
+        {"w": torch.zeros(650).double()},
+        {"w": torch.zeros(650), "more": torch.zeros(1)},
+        {"w": torch.zeros(1, 650)},
+        {},
+    ):
+        bad = Reply(**{**good, "vectors": vectors})
+        assert admission.fault("site-00", task, bad, form) == "form"
+    for numbers in ({"loss": 1.0},):
+        assert (
+            admission.fault("site-00", task, Reply(**{**good, "numbers": numbers}), form) == "form"
+        )
+
+
+def test_a_shortened_ledger_is_found_out_over_a_restart_of_the_server(federation):
+    """The site puts an old backup of its ledger back and would spend its budget again."""
+    run, nodes = federation
+    backup = run.directory / "backup"
+    rounds = {"now": 0}
+
+    def behave(message, answer):
+        rounds["now"] = from_bytes(nodes[1].heard[-1]).round
+        if rounds["now"] == 1:
+            shutil.copy(nodes[1].directory / "ledger.jsonl", backup)
+        if rounds["now"] == 3:
+            nodes[1].site.ledger.close()
+            shutil.copy(backup, nodes[1].directory / "ledger.jsonl")
+            nodes[1].site = Site(nodes[1].directory)
+        return answer()
+
+    nodes[1].behave = behave
+    records = run()
+    assert records[2].refused == {}
+    assert records[3].refused == {"site-01": "rejected: ledger"}
+
+
+def test_a_task_that_the_server_did_not_sign_is_refused(federation):
+    run, nodes = federation
+    task = Task(nodes[0].site.run, 1, "fedavg", {"w": torch.zeros(650)}, {})
+    block = to_bytes(task)
+    server = seal.read_private_key(run.directory / "server" / "server.key")
+    stranger = seal.ec.generate_private_key(seal.ec.SECP384R1())
+    for signature in (
+        seal.sign(stranger, "task for site-00", block),
+        seal.sign(server, "task for site-01", block),
+        seal.sign(server, "reply of site-00", block),
+        seal.sign(server, "task for site-00", block + b" "),
+        b"",
+    ):
+        message = Message(codec.pack(block, signature), 10, "train")
+        message.metadata.__dict__["_message_id"] = "x"
+        answer = from_bytes(codec.unpack(respond(nodes[0].site, nodes[0].key, message).content)[0])
+        assert answer == Refusal("", 0, "site-00", "unsigned")
+    assert charged(nodes[0]) == 0
+    good = Message(codec.pack(block, seal.sign(server, "task for site-00", block)), 10, "train")
+    good.metadata.__dict__["_message_id"] = "y"
+    answer = codec.unpack(respond(nodes[0].site, nodes[0].key, good).content)[0]
+    assert isinstance(from_bytes(answer), Reply)
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
+def test_too_few_replies_stop_the_run_which_then_goes_on_without_new_charges(federation):
+    run, nodes = federation
+    for node in nodes[1:]:
+        node.behave = lambda message, answer, node=node: (
+            answer() if from_bytes(node.heard[-1]).round == 1 else None
+        )
+    with pytest.raises(TooFewReplies, match=r"1 replies of at least 2.*site-01 absent"):
+        run()
+    assert [record.round for record in run.records] == [0, 1]
+    for node in nodes[1:]:
+        node.behave = lambda _, answer: answer()
+    assert [record.round for record in run()] == [0, 1, 2, 3]
+    # site-00 had replied to round 2 before: it was asked again, and not charged again.
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_a_server_that_died_before_it_committed_gets_the_same_replies_again(
+    federation, monkeypatch
+):
+    run, nodes = federation
+    commit, sent = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == 2 and not sent:
+            sent.extend((node.directory / "reply.bin").read_bytes() for node in nodes)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    # The sites restart, too: what they sent is on their disks.
+    for node in nodes:
+        node.site.ledger.close()
+        node.site = Site(node.directory)
+        node.behave = lambda message, answer, node=node: again(message, answer, node)
+    repeated = []
+
+    def again(message, answer, node):
+        if from_bytes(node.heard[-1]).round == 2:
+            repeated.append((node.directory / "reply.bin").read_bytes())
+        return answer()
+
+    assert [record.round for record in run()] == [0, 1, 2, 3]
+    assert repeated == sent
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_the_run_ends_when_every_budget_is_spent(federation):
+    run, nodes = federation
+    for node in nodes:
+        # Two rounds' events are gone already.
+        for number in (101, 102):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0, 1]
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"] == 2.0

@@ -1,0 +1,140 @@
+"""What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
+
+import stat
+import tomllib
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.deploy.write import Choices, write
+from fedpact.engines.federation import Federation, Patience, read_plan
+from fedpact.engines.flower import codec, require_flower, seal
+from fedpact.engines.site import Site
+from fedpact.errors import InputError, PlanError
+from fedpact.plan import Plan
+from fedpact.privacy.policy import Policy
+
+SECRETS = ("*.key", "runtime.secret", "records.npz")
+
+
+def test_every_party_has_the_same_plan_and_federation(written):
+    parties = [written / "server", *sorted((written / "sites").iterdir())]
+    assert len(parties) == 4
+    for name in ("federation.toml", "plan.json", "ca.crt"):
+        assert len({(party / name).read_bytes() for party in parties}) == 1
+
+
+def test_what_was_chosen_is_what_is_read_back(make, tmp_path):
+    patience = Patience(
+        round_seconds=7.5, resend_seconds=1.25, join_seconds=0, least_replies=2, retries=9
+    )
+    directory = make(tmp_path / "d", {"patience": patience, "host": "server.example.org"})
+    found = Federation.read(directory / "server" / "federation.toml")
+    assert found.patience == patience
+    assert found.seeds == "secure"
+    assert found.address.startswith("server.example.org:")
+    assert found.classes == tuple("0123456789")
+    assert read_plan(directory / "server" / "plan.json").rounds == 5
+
+
+def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):
+    secret = [path for pattern in SECRETS for path in written.rglob(pattern)]
+    # 3 sites with a key, a secret and records; the server's two keys and secret; the authority's.
+    assert len(secret) == 3 * 3 + 3 + 1
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
+    assert len({path.read_bytes() for path in secret}) == len(secret)
+
+
+def test_the_server_certificate_is_the_authoritys_and_names_the_host(make, tmp_path):
+    directory = make(tmp_path / "d", {"host": "10.1.2.3"})
+    server = x509.load_pem_x509_certificate((directory / "server" / "tls.crt").read_bytes())
+    authority = x509.load_pem_x509_certificate((directory / "server" / "ca.crt").read_bytes())
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "10.1.2.3" in map(str, names.get_values_for_type(x509.IPAddress))
+    key = load_pem_private_key((directory / "server" / "tls.key").read_bytes(), None)
+    assert key.public_key() == server.public_key()
+
+
+def test_the_policy_allows_this_run_once_and_names_its_noise(written):
+    site = written / "sites" / "site-01"
+    policy = Policy.read(site / "policy.toml")
+    terms = Federation.read(site / "federation.toml").terms(read_plan(site / "plan.json"))
+    assert policy.smallest_sigma == min(terms["site-01"].releases.values())
+    assert (policy.epsilon_ever, policy.delta_ever) == (2.0, 1e-5)
+    policy.check_run("fedavg", terms["site-01"], (0.0, 0.0))
+
+
+def test_every_comment_names_a_setting_that_is_there(written):
+    """Every line of the owner's files is a comment, a table's head, or a key that is read."""
+    for name in ("site.toml", "policy.toml"):
+        text = (written / "sites" / "site-00" / name).read_text()
+        tomllib.loads(text)
+        assert text.startswith("# ")
+
+
+def test_sites_with_records_of_their_own(make, tmp_path):
+    """--no-records: the owner names a file, here a table with other columns' names."""
+    directory = make(tmp_path / "d", {"records": False})
+    site = directory / "sites" / "site-00"
+    assert not list(site.glob("*.npz"))
+    with pytest.raises(InputError, match=r"/path/to/records\.csv"):
+        Site(site)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"privacy": {"mode": "none"}}, "private runs"), ({"privacy": {"sizes": "noisy"}}, "sizes")],
+)
+def test_what_can_only_be_simulated_is_refused_before_anything_is_written(tmp_path, change, told):
+    with pytest.raises(PlanError, match=told):
+        write(tmp_path / "d", Plan.parse(change), Choices())
+    assert not (tmp_path / "d").exists()
+
+
+def test_nothing_is_written_over(written):
+    with pytest.raises(PlanError, match="not empty"):
+        write(written, Plan.parse({}), Choices())
+
+
+def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("fedpact.engines.flower.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"fedpact\[deploy\]"):
+        require_flower()
+    for arguments in (["init", "d"], ["up", "d"]):
+        outcome = CliRunner().invoke(app, ["deploy", *arguments], catch_exceptions=True)
+        assert isinstance(outcome.exception, InputError)
+
+
+def test_a_block_survives_the_codec_and_anything_else_is_no_message():
+    block, signature = bytes(range(256)) * 5, b"signed"
+    assert codec.unpack(codec.pack(block, signature)) == (block, signature)
+    packed = codec.pack(block, signature)
+    for missing in ("fedpact", "seal"):
+        record = type(packed)({k: v for k, v in packed.items() if k != missing})
+        with pytest.raises(InputError, match="no fedpact message"):
+            codec.unpack(record)
+
+
+def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):
+    key = seal.read_private_key(written / "server" / "server.key")
+    other = seal.read_private_key(written / "sites" / "site-00" / "site.key")
+    signature = seal.sign(key, "task for a", b"block")
+    assert seal.is_signed(key.public_key(), "task for a", b"block", signature)
+    assert not seal.is_signed(key.public_key(), "task for b", b"block", signature)
+    assert not seal.is_signed(key.public_key(), "task for a", b"blocc", signature)
+    assert not seal.is_signed(other.public_key(), "task for a", b"block", signature)
+    assert not seal.is_signed(key.public_key(), "task for a", b"block", b"")
+    # The end of the purpose cannot be moved into the block.
+    assert not seal.is_signed(key.public_key(), "task", b" for a\0block", signature)
+
+
+def test_keys_that_are_none_are_told_apart(written, tmp_path):
+    (tmp_path / "key").write_text("no key")
+    with pytest.raises(InputError, match="cannot be read"):
+        seal.read_private_key(tmp_path / "key")
+    with pytest.raises(InputError, match="no OpenSSH public key"):
+        seal.public_key("ssh-rsa nonsense")
