@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from fedpact.cli import data, deploy, ledger
+from fedpact.cli import data, deploy, ledger, tune
 from fedpact.cli.account import account
 from fedpact.cli.audit import audit
 from fedpact.cli.compare import compare
@@ -29,6 +29,7 @@ for command in (run, resume, plan, report, compare, account, tradeoffs, audit):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(tune.app, name="tune")
 app.add_typer(deploy.app, name="deploy")
 
 

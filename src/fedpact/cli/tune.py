@@ -1,0 +1,126 @@
+"""`fedpact tune`: parameters by the papers' theory, and how far that theory carries."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.console import show
+from fedpact.cli.tune_fedfdp import Question, answer, print_answer
+from fedpact.cli.tune_fedproxvr import Setting, document, print_document
+from fedpact.cli.tune_figure import check_name, draw
+from fedpact.cli.tune_measure import from_run
+from fedpact.errors import InputError
+
+app = typer.Typer(
+    help="Choose an algorithm's parameters by its paper's theory.", no_args_is_help=True
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+RunFolder = Annotated[
+    Path | None, typer.Argument(help="The folder of a run to measure; none for given numbers.")
+]
+
+
+@app.command()
+def fedproxvr(
+    run: RunFolder = None,
+    smoothness: Annotated[
+        float | None, typer.Option("--L", help="L, smoothness of each record's loss, > 0.")
+    ] = None,
+    weak_convexity: Annotated[
+        float | None, typer.Option("--lam", help="λ, weak convexity of a site's loss, 0 <= λ <= L.")
+    ] = None,
+    heterogeneity: Annotated[
+        float | None, typer.Option("--sigma2", help="σ̄² = Σ p_n σ_n², >= 0. Not a noise.")
+    ] = None,
+    gamma: Annotated[
+        float | None,
+        typer.Option(help="γ = d_cmp/d_com, time of a local step over that of the messages, > 0."),
+    ] = None,
+    solver: Annotated[str, typer.Option(help="sarah or svrg.")] = "sarah",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Draw the optimum against γ here, .png or .svg; a RUN's is drawn in it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find FedProxVR's μ, β and τ of least training time, with a proof that they are the best.
+
+    With RUN, what is not given is measured: d_com and d_cmp from the rounds' seconds, and L, λ, σ̄²
+    from the simulation's records.
+    """
+    given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
+    if out is not None:
+        check_name(out)
+    if run is None:
+        if missing := [f"--{name}" for name, value in given.items() if value is None]:
+            raise InputError(
+                f"{', '.join(missing)} missing: expected all of --L, --lam, --sigma2 and --gamma, "
+                "or the folder of a run, from which the others are measured"
+            )
+        numbers, measured = {k: v for k, v in given.items() if v is not None}, {}
+    else:
+        numbers, measured = from_run(run, given)
+        out = run / "fedproxvr.png" if out is None else out
+    setting = Setting(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
+    found = document(setting, measured)
+    if out is not None:
+        draw(setting, out)
+        found["figure"] = str(out)
+    show(found, as_json, lambda: print_document(found))
+
+
+@app.command()
+def fedfdp(
+    run: RunFolder = None,
+    gradient_bound: Annotated[
+        float, typer.Option("--G", help="G, bound on a record's gradient.")
+    ] = 1.0,
+    smoothness: Annotated[float, typer.Option("--L", help="L, smoothness.")] = 1.0,
+    convexity: Annotated[float, typer.Option("--mu", help="μ, strong convexity.")] = 0.1,
+    gap: Annotated[
+        float, typer.Option("--Gamma", help="Γ = F* - Σ p_i F_i*, heterogeneity.")
+    ] = 0.5,
+    sigma: Annotated[
+        float | None, typer.Option(help="σ, the gradient's noise. [default: the RUN's, or 2]")
+    ] = None,
+    clip: Annotated[
+        float | None, typer.Option("--C", help="C, the clip. [default: the RUN's, or 0.1]")
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option("--d", help="d, parameters. [default: the RUN's, or 582026]")
+    ] = None,
+    batch: Annotated[
+        float | None,
+        typer.Option("--B", help="B̂, the smallest expected batch. [default: the RUN's, or 75]"),
+    ] = None,
+    least: Annotated[
+        float | None,
+        typer.Option("--Q0", help="Least ℓ - F. [default: -F of the RUN's first round, or -2.3]"),
+    ] = None,
+    most: Annotated[float, typer.Option("--Q1", help="Most ℓ - F.")] = 2.5,
+    start: Annotated[
+        float, typer.Option("--Delta1", help="Δ1 = E‖w_1 - w*‖², squared distance at the start.")
+    ] = 1.0,
+    steps: Annotated[
+        int | None, typer.Option("--T", help="T, rounds. [default: the RUN's, or 600]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain the choice of FedFDP's λ: why the theorem gives 0, and what to do instead.
+
+    The defaults are the paper's experiment where it has one. None of them changes the answer as
+    long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
+    """
+    given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
+    question = Question(
+        gradient_bound=gradient_bound,
+        smoothness=smoothness,
+        convexity=convexity,
+        gap=gap,
+        most_difference=most,
+        start=start,
+        given={name: value for name, value in given.items() if value is not None},
+    )
+    found = answer(question, run)
+    show(found, as_json, lambda: print_answer(found))

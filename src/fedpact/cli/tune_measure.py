@@ -1,0 +1,216 @@
+"""What a run says about FedProxVR's constants: γ from its rounds, L, λ and σ̄² from its records.
+
+The records of a simulation are on this machine, and the estimates are exact numbers of them: no
+site would release them, and no (ε, δ) covers them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpact.costs import Costs
+from fedpact.data.partition import Partition
+from fedpact.engines.scene import Scene
+from fedpact.errors import DataError, InputError
+from fedpact.folder import Folder
+from fedpact.losses import cross_entropy
+from fedpact.messages import RoundRecord
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.report.reading import read_run
+from fedpact.theory.curvature import (
+    Estimate,
+    Spectrum,
+    Vector,
+    heterogeneity,
+    smoothness,
+    spectrum,
+    weak_convexity,
+)
+
+SITES, RECORDS, SINGLE, ITERATIONS = 20, 500, 3, 15
+UNPROTECTED = (
+    "L, λ and σ̄² were estimated from the simulation's records: exact numbers of them, which no "
+    "(ε, δ) covers. L and λ are seen from below; σ̄² grows as a run converges, and where the sites' "
+    "optima differ it has no bound (docs/errata.md, V5)."
+)
+
+
+def from_run(
+    run: Path, given: Mapping[str, float | None]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return L, lam, sigma2 and gamma, measured where they are not given, and what to report.
+
+    Raises DataError: no such run, or its records are not on this machine. InputError: rounds that
+    do not tell γ.
+    """
+    found = read_run(run)
+    numbers = {name: value for name, value in given.items() if value is not None}
+    notes, measured = list[str](), dict[str, Any]()
+    if "gamma" not in numbers:
+        costs = split(found.records)
+        numbers["gamma"] = costs.gamma
+        measured["costs"] = asdict(costs)
+        notes.append(costs.note)
+    if wanted := {"L", "lam", "sigma2"} - set(numbers):
+        estimates = _estimates(run)
+        chosen = {"L": estimates["L"], "lam": estimates["lam"]}
+        # Assumption 1 is about every w, so of two points the worse.
+        chosen["sigma2"] = max(
+            estimates["sigma2_first"], estimates["sigma2_last"], key=lambda e: e.value
+        )
+        numbers |= {name: chosen[name].value for name in wanted}
+        if "lam" in wanted:
+            # Records and sites are different samples: an L-smooth loss is L-weakly convex at most.
+            numbers["lam"] = min(numbers["lam"], numbers["L"])
+        measured["estimates"] = {
+            name: {"value": e.value, "low": e.low, "high": e.high} for name, e in estimates.items()
+        }
+        notes += [UNPROTECTED, _spreads(estimates)]
+    return numbers, {"run": str(run), **measured, "notes": notes}
+
+
+# ---------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a round beside its steps, and of one local iteration; how they were told apart."""
+
+    d_com: float
+    d_cmp: float
+    rounds: int
+    separated: bool
+    note: str
+
+    @property
+    def gamma(self) -> float:
+        """γ = d_cmp/d_com."""
+        return self.d_cmp / self.d_com
+
+
+def split(records: Sequence[RoundRecord]) -> Split:
+    """Return d_com and d_cmp by least squares of seconds = d_com + d_cmp τ over the rounds.
+
+    Where all τ are equal they cannot be told apart, and each gets half of a round. Raises
+    InputError: no rounds with steps, or seconds that leave nothing for one of the two.
+    """
+    costs = Costs()
+    for record in records:
+        if record.round and record.steps:
+            costs = costs.after(record.bytes_down + record.bytes_up, record.steps, record.seconds)
+    if not costs.rounds or not costs.seconds > 0:
+        raise InputError(
+            "the run has no round with local steps and seconds: expected at least one; give "
+            "--gamma, or run more rounds"
+        )
+    if costs.rounds * costs.squares == costs.steps**2:
+        tau, each = costs.steps // costs.rounds, costs.seconds / costs.rounds
+        note = (
+            f"All {costs.rounds} rounds had τ = {tau}, so their {each:.3g} s cannot be split into "
+            f"messages and local steps. Half of it is put on each: d_com = {each / 2:.3g} s, "
+            f"d_cmp = {each / 2 / tau:.3g} s, γ = 1/τ. Anything else is as possible: give --gamma, "
+            "or a run with several τ."
+        )
+        return Split(each / 2, each / 2 / tau, costs.rounds, False, note)
+    d_com, d_cmp = costs.split_seconds()
+    if not (d_com > 0 and d_cmp > 0):
+        raise InputError(
+            f"the rounds' seconds give d_com = {d_com:.3g} and d_cmp = {d_cmp:.3g}: expected both "
+            "> 0, the time of a round to grow with τ; give --gamma"
+        )
+    note = (
+        f"{costs.rounds} rounds of several τ: d_com = {d_com:.3g} s a round, d_cmp = {d_cmp:.3g} s "
+        "a local step, by least squares. In a simulation messages cross no network."
+    )
+    return Split(d_com, d_cmp, costs.rounds, True, note)
+
+
+# ---------------------------------------------------------------- curvature
+
+
+def _spreads(estimates: Mapping[str, Estimate]) -> str:
+    names = {
+        "L": "L",
+        "lam": "λ",
+        "sigma2_first": "σ̄² at the first model",
+        "sigma2_last": "σ̄² at the last",
+    }
+    parts = (
+        f"{names[key]} = {e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" for key, e in estimates.items()
+    )
+    return (
+        f"{', '.join(parts)}; in brackets the 5 % and 95 % points over sites or records drawn anew."
+    )
+
+
+def _estimates(run: Path) -> dict[str, Estimate]:
+    if not Folder(run).partition.exists():
+        raise DataError(
+            f"{run} has no partition.json: the records are with the sites, so L, λ and σ̄² cannot "
+            "be estimated here; give --L, --lam and --sigma2"
+        )
+    plan = Plan.parse(Folder(run).read_json("plan.json"))
+    scene = Scene.of(plan, partition=Partition.load(Folder(run).partition))
+    checkpoint, _ = Folder(run).restore()
+    model = FlatModel(scene.module().double().eval())
+    points = [model.vector.clone(), checkpoint.state.vectors["w"].double()]
+    draws = np.random.default_rng(plan.seed)
+    chosen = sorted(draws.permutation(len(scene.sites))[:SITES].tolist())
+    sites = [_sample(scene.sites[i].x, scene.sites[i].y, draws) for i in chosen]
+    sizes = [float(len(scene.sites[i].y)) for i in chosen]
+    single, whole, gradients = list[Spectrum](), list[Spectrum](), list[Vector]()
+    for w in points:
+        model.load(w)
+        gradients.append(np.stack([_gradient(model, x, y) for x, y in sites]))
+        for x, y in sites:
+            whole.append(_spectrum(model, x, y, draws))
+            single += [_spectrum(model, x[i : i + 1], y[i : i + 1], draws) for i in range(SINGLE)]
+    return {
+        "L": smoothness(single, draws),
+        "lam": weak_convexity(whole, draws),
+        "sigma2_first": heterogeneity(gradients[0], sizes, draws),
+        "sigma2_last": heterogeneity(gradients[1], sizes, draws),
+    }
+
+
+def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """At most RECORDS of a site's records, in an order drawn."""
+    order = torch.from_numpy(draws.permutation(len(y))[:RECORDS])
+    x = x[order]
+    return x.double() if x.is_floating_point() else x, y[order]
+
+
+def _slopes(
+    model: FlatModel, x: Tensor, y: Tensor, *, again: bool
+) -> tuple[list[nn.Parameter], Tensor]:
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    loss = cross_entropy(model.module(x), y).mean()
+    slopes = torch.autograd.grad(loss, parameters, create_graph=again)
+    return parameters, torch.cat([g.reshape(-1) for g in slopes])
+
+
+def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
+    return _slopes(model, x, y, again=False)[1].numpy()
+
+
+def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
+    return spectrum(_product(model, x, y), model.size, draws, ITERATIONS)
+
+
+def _product(model: FlatModel, x: Tensor, y: Tensor) -> Callable[[Vector], Vector]:
+    """v -> Hv of the mean loss, at the model's present weights."""
+    parameters, slope = _slopes(model, x, y, again=True)
+
+    def product(v: Vector) -> Vector:
+        rows = torch.autograd.grad(
+            slope @ torch.from_numpy(v), parameters, retain_graph=True, materialize_grads=True
+        )
+        return torch.cat([row.reshape(-1) for row in rows]).numpy()
+
+    return product
