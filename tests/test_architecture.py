@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     ("privacy", "data", "models", "metrics"),
-    ("local", "control"),  # what several algorithms share
+    ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),
     ("methods",),  # an algorithm with its settings, and what goes around any of them
     ("plan",),
@@ -41,7 +41,7 @@ _LEVEL = {unit: level for level, row in enumerate(LAYERS) for unit in row}
 
 # An algorithm meets records through the oracle's surface alone: no kernel, no data, no metrics.
 # The shared steps are held to the same rule.
-ALGORITHM_UNITS = ("algorithms", "local", "control")
+ALGORITHM_UNITS = ("algorithms", "local", "control", "fairness")
 ALGORITHMS_MAY_IMPORT = (
     *ALGORITHM_UNITS,
     "privacy.oracle",

@@ -3,6 +3,7 @@
 data = "digits"              top level: what to train on what, how long
 [partition]                  how records become sites         (data.partition.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
+[fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [server]                     what the server does with the    (methods.server.ServerSettings)
                              aggregate
 [privacy] [budget] [run]     below
@@ -24,6 +25,7 @@ from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
+from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
@@ -90,6 +92,7 @@ class Plan(BaseModel):
     partition: PartitionSettings = PartitionSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
+    fairness: FairnessSettings = FairnessSettings()
     server: ServerSettings = ServerSettings()
     budget: Limits = Limits()
     run: Running = Running()
@@ -109,6 +112,10 @@ class Plan(BaseModel):
                 "give sampling_rate instead"
             )
         method = self.method
+        if self.private and method.settings.plain_only:
+            raise ValueError(
+                f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
+            )
         if self.privacy.mode == "batch_clipped" and method.weighs_records:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "
@@ -127,7 +134,7 @@ class Plan(BaseModel):
     @cached_property
     def method(self) -> Method:
         """The algorithm with its settings, and all that goes around it."""
-        return combined(self.algorithm, self.algorithm_settings, self.server)
+        return combined(self.algorithm, self.algorithm_settings, self.fairness, self.server)
 
     @cached_property
     def algorithm_settings(self) -> BaseSettings:

@@ -40,6 +40,11 @@ class BaseSettings(BaseModel):
         return None
 
     @property
+    def plain_only(self) -> str:
+        """Why a private run of it is refused; empty where it is not."""
+        return ""
+
+    @property
     def controlled(self) -> bool:
         """Whether τ follows what is left of the budgets; see methods.Method."""
         return False

@@ -9,9 +9,19 @@ from typing import Final
 from fedpact.algorithms import BaseSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
+from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.server import ServerOptimised, ServerSettings
 
+_OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
+
 REFUSED: Final[dict[str, dict[str, str]]] = {
+    "fairness": {
+        "fedfdp": _OWN_FAIRNESS + ": set its settings.fairness_weight",
+        "fedfair": _OWN_FAIRNESS + ": set its settings.fairness_weight",
+        "fedproxvr": "its gradient differences are clipped to how far a gradient can move, and a "
+        "weight that follows the loss moves too: the weighted difference has no such bound",
+        "ldp_fedsgd": "it sends a gradient, not a model at which the site could release its loss",
+    },
     "server": {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
@@ -20,9 +30,14 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
 """Table of a plan -> algorithm -> why the two do not go together."""
 
 
-def combined(name: str, settings: BaseSettings, server: ServerSettings) -> Method:
+def combined(
+    name: str, settings: BaseSettings, fairness: FairnessSettings, server: ServerSettings
+) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
+    if fairness.weight > 0:
+        _check("fairness", name)
+        method = FairMethod(method, fairness)
     if server.optimiser != "none":
         _check("server", name)
         method = ServerOptimised(method, server)

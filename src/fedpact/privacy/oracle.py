@@ -40,9 +40,10 @@ from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.terms import Anchor, Terms
-from fedpact.privacy.weighting import Fair, Uniform, Weighting
+from fedpact.privacy.weighting import UNIFORM, Fair, Uniform, Weighting
 
 __all__ = [
+    "UNIFORM",
     "Anchor",
     "Batch",
     "Charge",

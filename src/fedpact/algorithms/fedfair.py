@@ -1,0 +1,100 @@
+"""FedFair. Ling, Fu, Wang, Li, Cheng, Chen. Fairness-aware federated learning with differential
+privacy. arXiv 2402.16028: the algorithm without privacy. Its private form is fedfdp.
+
+Symbols   paper  code             meaning, unit or range                       who chooses it
+          η      learning_rate    step size, > 0                               plan
+          λ      fairness_weight  >= 0; 0 gives FedAvg                         plan, tune fedfdp
+          E      local_steps      local iterations of a round; 1/q is an epoch plan
+          F      "loss"           Σ p_i F_i(w_i) of the last round             the sites
+Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each batch b
+          Δ = F_i(w_i, b) - F,  w_i ← w_i - η max(0, 1 + λΔ) ∇F_i(w_i, b)
+          and at the end F_i(w_i) on all records
+Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  as long as F is no finite number, λ counts as 0
+Releases  exact numbers: a plan refuses it where privacy.mode is not "none". The loss before each
+          step would be a release of its own; fedfdp weighs records inside their clip instead
+Neutral   λ = 0 gives fedavg, bit for bit
+Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
+          Poisson batches, divided by their expected size, for batch loss and gradient alike: the
+          batch loss is F_i(w_i, b) on average.
+"""
+
+import math
+from collections.abc import Iterable
+
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.local import round_steps, weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Anchor, Oracle
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
+
+# A plain oracle's losses have no bound.
+_UNUSED_BOUND = 10.0
+
+
+class Settings(BaseSettings):
+    """See Symbols."""
+
+    learning_rate: float = Field(default=0.5, gt=0)
+    local_steps: int = Field(default=2, ge=1)
+    fairness_weight: float = Field(default=0.1, ge=0)
+
+    @property
+    def anchor(self) -> Anchor:
+        """See BaseSettings: F_i(w_i)."""
+        return Anchor(1.0, {"loss": 1.0})
+
+    @property
+    def plain_only(self) -> str:
+        """See BaseSettings."""
+        return (
+            "it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its private "
+            "form"
+        )
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    del settings
+    return {"gradient": 1.0, "loss": 1.0}
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """See Algorithm."""
+    del state
+    return settings.local_steps
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return State({"w": w})
+
+
+def task(state: State, settings: Settings) -> State:
+    """See Algorithm."""
+    del settings
+    return state
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    del memory
+    w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
+    for batch in oracle.batches(round_steps(task, settings.local_steps), *channels(settings)):
+        weight = 1.0
+        if settings.fairness_weight > 0:
+            gap = batch.loss(w, _UNUSED_BOUND) - reference
+            if math.isfinite(reference):
+                weight = max(0.0, 1 + settings.fairness_weight * gap)
+        w.add_(batch.gradient(w), alpha=-settings.learning_rate * weight)
+    return Local({"w": w}, {"loss": oracle.anchor("loss").loss(w, _UNUSED_BOUND)})
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    del state, settings
+    return weighted_mean(replies, numbers=("loss",))

@@ -1,0 +1,158 @@
+"""What fairness takes at a site: the round's loss as a release, and records weighted by it.
+
+F_i = Σ_B clamp(ℓ_j, 0, C_l) + noise, over the expected batch size, is released on a batch that the
+solver asks for anyway: one joint event. C_l follows a quantile of the losses (Andrew, Thakkar,
+McMahan, Ramaswamy, arXiv 1905.03871), whose count is released on that batch too, or FedFDP's (16).
+
+Defaults: losses with an exponential tail have E[min(C_l, ℓ)] = γ E[ℓ], so γ = 0.9 underestimates F
+by a tenth where the median would halve it. A count at ten times the gradient's noise raises the
+noise of the joint event by half a percent. The quantile's step is the one of Andrew et al.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor
+
+from fedpact.errors import InputError, PlanError
+from fedpact.privacy.oracle import UNIFORM, Batch, Fair, Oracle, Uniform, Weighting
+
+
+class LossRelease(BaseModel):
+    """The part of a Settings that says how a loss is released.
+
+    loss_bound: C_l⁰ > 0, kept in [least_loss_bound, most_loss_bound]. loss_noise, count_noise: the
+    noise of loss and count over the gradient's, > 0. loss_quantile: γ in (0, 1), the share of
+    losses at most C_l. quantile_rate: η_q > 0, the step of log C_l.
+    """
+
+    loss_bound_rule: Literal["quantile", "mean"] = "quantile"
+    loss_bound: float = Field(default=2.5, gt=0)
+    least_loss_bound: float = Field(default=0.01, gt=0)
+    most_loss_bound: float = Field(default=10.0, gt=0)
+    loss_noise: float = Field(default=2.5, gt=0)
+    loss_quantile: float = Field(default=0.9, gt=0, lt=1)
+    quantile_rate: float = Field(default=0.2, gt=0)
+    count_noise: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.least_loss_bound <= self.loss_bound <= self.most_loss_bound:
+            raise PlanError(
+                f"loss_bound is {self.loss_bound:g}: expected a number between least_loss_bound = "
+                f"{self.least_loss_bound:g} and most_loss_bound = {self.most_loss_bound:g}"
+            )
+        return self
+
+    @property
+    def loss_channels(self) -> dict[str, float]:
+        """What a loss is released by: channel -> noise relative to the gradient's."""
+        if self.loss_bound_rule == "quantile":
+            return {"loss": self.loss_noise, "below": self.count_noise}
+        return {"loss": self.loss_noise}
+
+    def released(self, batch: Batch, w: Tensor, bound: float) -> tuple[float, float]:
+        """Return the loss F_i at w [d], clipped to C_l = bound, and the next C_l."""
+        loss = batch.loss(w, bound)
+        if self.loss_bound_rule == "quantile":
+            return loss, self.next_bound(bound, batch.below(w, bound))
+        # NaN gives the least.
+        return loss, min(max(self.least_loss_bound, loss), self.most_loss_bound)
+
+    def next_bound(self, bound: float, share: float) -> float:
+        """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
+        # On the logarithm, as a share with much noise would overflow the exponential.
+        logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
+        least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
+        return math.exp(min(max(logarithm, least), most))
+
+
+def weighting(fairness_weight: float, reference: float) -> Weighting:
+    """Return how records count against the reference F: alike, as long as F is no finite number."""
+    if fairness_weight == 0 or not math.isfinite(reference):
+        return Uniform()
+    return Fair(fairness_weight, reference)
+
+
+class FairOracle:
+    """An oracle whose gradients weigh records; the last batch asked for also answers `extra`.
+
+    A solver asks it for gradients alone; `last_batch` stays open when the solver is done.
+    """
+
+    def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
+        self._inner, self._weights, self._extra = inner, weights, extra
+        self._source: Iterator[Batch] = iter(())
+        self._last: Batch | None = None
+
+    @property
+    def last_batch(self) -> Batch:
+        """The last batch asked for, still open. Raises InputError where none was."""
+        if self._last is None:
+            raise InputError("no batch was asked for: expected a solver of at least one step")
+        return self._last
+
+    @property
+    def batch_size(self) -> float:
+        """See Oracle."""
+        return self._inner.batch_size
+
+    @property
+    def noise_variance(self) -> float:
+        """See Oracle."""
+        return self._inner.noise_variance
+
+    @property
+    def steps_left(self) -> float:
+        """See Oracle."""
+        return self._inner.steps_left
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle."""
+        return self._inner.unprotected(w)
+
+    def anchor(self, *channels: str) -> Batch:
+        """See Oracle. Without weights: what opens a round is the solver's own."""
+        return self._inner.anchor(*channels)
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """See Oracle."""
+        if count > 1:
+            for batch in self._inner.batches(count - 1, *channels):
+                yield FairBatch(batch, self._weights)
+        # Not exhausted, which would close the batch.
+        self._source = iter(self._inner.batches(1, *channels, *self._extra))
+        self._last = next(self._source)
+        yield FairBatch(self._last, self._weights)
+
+
+class FairBatch:
+    """A batch whose gradient has these weights."""
+
+    def __init__(self, inner: Batch, weights: Weighting) -> None:
+        self._inner, self._weights = inner, weights
+
+    @property
+    def noise_variance(self) -> float:
+        """See Batch."""
+        return self._inner.noise_variance
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """See Batch. Raises InputError: the solver has weights of its own."""
+        if not isinstance(weighting, Uniform):
+            raise InputError(f"weighting is {weighting}: expected none, the batch has one already")
+        return self._inner.gradient(w, self._weights)
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """See Batch. Without weights: a weighted gradient's differences have no bound."""
+        return self._inner.difference(w, anchor, bound)
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        return self._inner.loss(w, bound)
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        return self._inner.below(w, bound)

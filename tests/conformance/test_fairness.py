@@ -1,0 +1,46 @@
+"""Fairness as a wrapper: around fedavg it is fedfdp. Combinations without a meaning are refused."""
+
+import pytest
+import torch
+
+from fedpact.errors import PlanError
+from fedpact.methods.combine import REFUSED
+from fedpact.plan import Plan
+
+both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
+RULES = ["quantile", "mean"]
+
+
+def method(**tables):
+    return Plan.parse({"privacy": {"mode": "none"}, **tables}).method
+
+
+@both_forms
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_around_fedavg_it_is_fedfdp_bit_for_bit(federation, private, rule, steps):
+    common = {"learning_rate": 0.7, "local_steps": steps}
+    release = {"loss_bound_rule": rule, "loss_bound": 1.5, "loss_noise": 3.0}
+    around = method(algorithm="fedavg", settings=common, fairness={"weight": 0.4, **release})
+    itself = method(algorithm="fedfdp", settings={"fairness_weight": 0.4, **common, **release})
+    runs = [federation(private=private).run(one, 4) for one in (around, itself)]
+    assert torch.equal(runs[0].vectors["w"], runs[1].vectors["w"])
+    assert runs[0].numbers["fair/loss"] == runs[1].numbers["loss"]
+
+
+def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):
+    one = method(algorithm="fedavg", fairness={"weight": 0.0})
+    other = method(algorithm="fedavg")
+    assert one.channels == other.channels == {"gradient": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("table", "algorithm"), [(table, name) for table in REFUSED for name in REFUSED[table]]
+)
+def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
+    on = {"fairness": {"weight": 0.1}, "server": {"optimiser": "momentum"}}
+    tables = {"algorithm": algorithm, "privacy": {"mode": "none"}}
+    Plan.parse(tables)
+    with pytest.raises(PlanError, match=f"{table}.*{algorithm}") as refusal:
+        Plan.parse({**tables, table: on[table]})
+    assert REFUSED[table][algorithm] in str(refusal.value)
