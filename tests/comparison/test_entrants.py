@@ -1,0 +1,137 @@
+from pathlib import Path
+
+import pytest
+
+from fedpact.comparison.compare import compare, shares
+from fedpact.comparison.entrants import comparable, named, read_plans, seeded, seeds_of
+from fedpact.engines.inprocess import available_cores
+from fedpact.errors import InputError, PlanError
+from fedpact.plan import Plan
+
+TOML = """
+rounds = 7
+sites = 3
+algorithm = "{}"
+[settings]
+{}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "my study.toml"
+    path.write_text(TOML.format("fedfdp", "learning_rate = 0.75\nfairness_weight = 0.25"))
+    return path
+
+
+def test_a_configuration_is_read_as_run_reads_it(config: Path) -> None:
+    assert read_plans([config], (), ["rounds=9"]) == {"my-study": Plan.read(config, ["rounds=9"])}
+    assert read_plans([]) == {"default": Plan.read(None)}
+
+
+def test_algorithms_get_those_settings_that_they_know(config: Path) -> None:
+    plans = read_plans([config], ["fedavg", "fedfdp"])
+    assert list(plans) == ["fedavg", "fedfdp"]
+    assert plans["fedfdp"] == Plan.read(config)
+    assert plans["fedavg"].algorithm == "fedavg"
+    assert plans["fedavg"].settings == {"learning_rate": 0.75}
+    # Everything else is one and the same.
+    same = {"algorithm": "fedfdp", "settings": plans["fedfdp"].settings}
+    assert Plan.parse({**plans["fedavg"].model_dump(mode="json"), **same}) == plans["fedfdp"]
+
+
+def test_an_override_of_a_setting_goes_to_those_that_know_it(config: Path) -> None:
+    plans = read_plans(
+        [config],
+        ["fedavg", "fedfdp"],
+        ["settings.fairness_weight=0.5", "settings.learning_rate=2.0", "sites=4"],
+    )
+    assert plans["fedavg"].settings == {"learning_rate": 2.0}
+    assert plans["fedfdp"].settings == {"learning_rate": 2.0, "fairness_weight": 0.5}
+    assert {plan.sites for plan in plans.values()} == {4}
+
+
+def test_a_setting_that_nobody_knows_is_refused(config: Path) -> None:
+    with pytest.raises(PlanError, match=r"settings\.nonsense is no setting of fedavg or fedfdp"):
+        read_plans([config], ["fedavg", "fedfdp"], ["settings.nonsense=1"])
+    with pytest.raises(PlanError, match="nowhere"):
+        read_plans([], ["fedavg", "nowhere"])
+
+
+def test_every_file_runs_with_every_algorithm(config: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(TOML.format("fedavg", "learning_rate = 1.5"))
+    plans = read_plans([config, other], ["fedavg", "fedfdp"])
+    assert list(plans) == ["my-study-fedavg", "my-study-fedfdp", "other-fedavg", "other-fedfdp"]
+    assert plans["other-fedfdp"].settings == {"learning_rate": 1.5}
+
+
+def test_files_of_one_name_are_numbered(config: Path, tmp_path: Path) -> None:
+    assert list(read_plans([config, config])) == ["my-study", "my-study-2"]
+
+
+def test_plans_in_a_list_are_named_by_algorithm() -> None:
+    plans = [Plan(), Plan(rounds=3), Plan(algorithm="fedfdp"), Plan(rounds=4)]
+    found = named(plans)
+    assert list(found) == ["fedavg", "fedavg-2", "fedfdp", "fedavg-3"]
+    assert list(found.values()) == plans
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a b", "é", "a\n"])
+def test_names_that_cannot_be_folders_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="an entry is called"):
+        named({name: Plan()})
+
+
+def test_no_plans_and_names_alike_are_refused() -> None:
+    with pytest.raises(InputError, match="nothing to compare"):
+        named([])
+    with pytest.raises(InputError, match="differ by more than case"):
+        named({"a": Plan(), "A": Plan()})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data": "mnist"}, "differ in data .one: 'digits', two: 'mnist'."),
+        ({"run": {"ledgers": "kept"}}, "two: run.ledgers is 'kept'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_written(
+    tmp_path: Path, change: dict, told: str
+) -> None:
+    plans = {"one": Plan(), "two": Plan.parse(change)}
+    for refuse in (lambda: comparable(plans), lambda: compare(plans, 1, tmp_path / "c")):
+        with pytest.raises(PlanError, match=told):
+            refuse()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_run_with_the_same_seeds() -> None:
+    plans = {"one": Plan(seed=7), "two": Plan(seed=1)}
+    assert seeds_of(plans, 3) == [7, 8, 9]
+    assert seeds_of(plans, [5, 2]) == [5, 2]
+    for bad in (0, -1, [], [1, 1], [-1], [True]):
+        with pytest.raises(InputError, match="seed"):
+            seeds_of(plans, bad)
+
+
+def test_a_seed_changes_nothing_else() -> None:
+    plan = Plan.parse({"rounds": 9, "run": {"evaluate_every": 3}})
+    changed = seeded(plan, 5, workers=4)
+    assert (changed.seed, changed.run.workers, changed.run.evaluate_every) == (5, 4, 3)
+    assert seeded(changed, plan.seed, workers=1).run.workers == 4
+    assert changed.model_copy(update={"seed": 0, "run": plan.run}) == plan
+
+
+@pytest.mark.parametrize(("jobs", "runs"), [(0, 1), (0, 1000), (1, 9), (2, 9), (1000, 3), (0, 0)])
+def test_the_cores_are_shared_out(jobs: int, runs: int) -> None:
+    side_by_side, workers = shares(jobs, runs)
+    assert side_by_side >= 1
+    assert workers >= 1
+    assert side_by_side <= max(1, runs)
+    assert jobs == 0 or side_by_side <= jobs
+    # Never more threads than cores, unless so many runs were asked for.
+    assert side_by_side * workers <= max(available_cores(), side_by_side)
+    with pytest.raises(InputError, match="jobs is -1"):
+        shares(-1, 3)

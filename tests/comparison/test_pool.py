@@ -1,0 +1,163 @@
+"""Processes side by side: what fails is told, what goes on goes on. The processes are stand-ins."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedpact.comparison import pool
+from fedpact.comparison.pool import Job, News, carry_out
+from fedpact.plan import Plan
+
+# Acts on the name of the job's folder; two rounds where nothing else is asked.
+WORKER = """
+import json, os, signal, sys, time
+asked = json.load(sys.stdin)
+what = asked["folder"].split("/")[-2]
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+def say(**line): print(json.dumps(line), flush=True)
+for r in range(asked["plan"]["rounds"]):
+    say(round=r, accuracy=None if r else 0.25)
+    if what == "slow":
+        for _ in range(200):
+            if stopped: sys.exit(0)
+            time.sleep(0.05)
+    if what == "deaf":
+        time.sleep(60)
+if what == "refuses":
+    say(error="the paragraph"); sys.exit(2)
+if what == "crashes":
+    print("noise", file=sys.stderr); raise RuntimeError("a bug")
+if what == "dies":
+    print('{"round"', end="", flush=True); os.kill(os.getpid(), signal.SIGKILL)
+if what == "silent":
+    sys.exit(3)
+if what == "floods":
+    sys.stderr.write("x" * 1_000_000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_WORKER", [sys.executable, "-c", WORKER])
+
+
+def jobs(folder: Path, *names: str) -> list[Job]:
+    plan = Plan(rounds=2)
+    return [Job(name, seed, plan, folder / name / f"s{seed}") for seed, name in enumerate(names)]
+
+
+def never() -> bool:
+    return False
+
+
+def test_every_job_ends_once_and_its_rounds_come_in_order(tmp_path: Path) -> None:
+    news: list[News] = []
+    wanted = jobs(tmp_path, *"abcde")
+    assert carry_out(wanted, 2, news.append, never) == {}
+    for job in wanted:
+        mine = [n for n in news if n.job is job]
+        assert [(n.round, n.accuracy, n.ended) for n in mine] == [
+            (0, 0.25, False),
+            (1, None, False),
+            (0, None, True),
+        ]
+        assert all(n.failed is None for n in mine)
+
+
+def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
+    under_way: set[Job] = set()
+    most = 0
+
+    def watch(news: News) -> None:
+        nonlocal most
+        (under_way.discard if news.ended else under_way.add)(news.job)
+        most = max(most, len(under_way))
+
+    carry_out(jobs(tmp_path, *"abcdef"), 1, watch, never)
+    # The news of an end may come together with the next one's first round, never after it.
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("refuses", "the paragraph"),
+        ("crashes", "the process ended with code 1: RuntimeError: a bug; see "),
+        ("dies", "the process was ended by signal 9, as it is where memory runs out; see "),
+        ("silent", "the process ended with code 3: it printed nothing; see "),
+    ],
+)
+def test_a_failure_is_explained_and_the_others_go_on(tmp_path: Path, name: str, told: str) -> None:
+    news: list[News] = []
+    failed = carry_out(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
+    assert list(failed) == [(name, 1)]
+    assert failed[name, 1].startswith(told)
+    ends = {n.job.name: n.failed for n in news if n.ended}
+    assert ends == {"a": None, "b": None, name: failed[name, 1]}
+    kept = tmp_path / name / "s1.error.txt"
+    assert kept.exists() == (name != "refuses")
+    if name == "crashes":
+        assert str(kept) in failed[name, 1]
+        assert "noise" in kept.read_text()
+        assert "Traceback" in kept.read_text()
+
+
+def test_a_failure_that_is_mended_leaves_no_trace(tmp_path: Path) -> None:
+    kept = tmp_path / "a" / "s0.error.txt"
+    kept.parent.mkdir()
+    kept.write_text("from last time")
+    assert carry_out(jobs(tmp_path, "a"), 1, lambda _: None, never) == {}
+    assert not kept.exists()
+
+
+def test_a_run_that_prints_much_is_not_held_up(tmp_path: Path) -> None:
+    assert carry_out(jobs(tmp_path, "floods"), 1, lambda _: None, never) == {}
+
+
+def test_stop_lets_runs_end_after_their_round_and_begins_no_other(tmp_path: Path) -> None:
+    began = time.monotonic()
+    news: list[News] = []
+    failed = carry_out(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
+    assert failed == {}
+    # Each would have taken 20 seconds.
+    assert time.monotonic() - began < 15
+    assert {n.job.name for n in news} == {"slow"}
+
+
+def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
+    processes: list[int] = []
+
+    def interrupt(news: News) -> None:
+        processes.extend(children())
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(jobs(tmp_path, "deaf", "deaf"), 2, interrupt, never)
+    assert time.monotonic() - began < 15
+    assert processes
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def children() -> list[int]:
+    """The processes that this one began and has not waited for."""
+    task = Path(f"/proc/{os.getpid()}/task")
+    found = [int(p) for t in task.iterdir() for p in (t / "children").read_text().split()]
+    return [p for p in found if b"json.load(sys.stdin)" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_ctrl_c_on_the_terminal_does_not_reach_the_processes(tmp_path: Path) -> None:
+    sessions: list[int] = []
+
+    def look(_: News) -> None:
+        sessions.extend(os.getsid(p) for p in children())
+
+    carry_out(jobs(tmp_path, "slow"), 1, look, lambda: bool(sessions))
+    assert sessions
+    assert os.getsid(0) not in sessions
