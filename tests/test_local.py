@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpact.errors import InputError
-from fedpact.local import proximal_sgd, sgd, weighted_mean
+from fedpact.local import proximal_sgd, sgd, weighed, weighted_mean
 from fedpact.messages import Reply
 
 
@@ -103,6 +103,18 @@ def test_one_reply_is_held_at_a_time():
 def test_weights_are_checked(weight):
     with pytest.raises(InputError, match="weight"):
         weighted_mean([reply("a", weight, torch.ones(2))])
+
+
+def test_uniform_weights_are_alike_and_lazy():
+    replies = [reply("a", 30.0, torch.tensor([1.0]), 2.0), reply("b", 10.0, torch.tensor([5.0]))]
+    asked = iter(replies)
+    even = weighed(asked, "uniform")
+    assert next(iter(even)).weight == 1.0
+    assert next(asked) is replies[1]
+    mean = weighted_mean(weighed(replies, "uniform"), numbers=("loss",))
+    assert (float(mean.vectors["w"]), mean.numbers["loss"]) == (3.0, 1.0)
+    by_size = weighted_mean(weighed(replies, "size"), numbers=("loss",))
+    assert (float(by_size.vectors["w"]), by_size.numbers["loss"]) == (2.0, 1.5)
 
 
 def test_no_reply_is_refused():

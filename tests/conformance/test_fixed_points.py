@@ -127,6 +127,17 @@ def test_scaffold_reaches_the_optimum_whatever_the_steps(steps, aggregation, opt
     torch.testing.assert_close(state.vectors["c"], torch.zeros_like(optimum), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("aggregation", "optimum"), [("size", OPTIMUM), ("uniform", EVENLY)])
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_feddyn_reaches_the_optimum_whatever_the_steps(steps, aggregation, optimum):
+    """With h_i = ∇F_i(w*) no step from w* moves anything, and Σ p_i h_i = 0."""
+    settings = make(
+        "feddyn", learning_rate=0.1, local_steps=steps, proximal=1.0, aggregation=aggregation
+    )
+    w = run("feddyn", settings, 500).vectors["w"]
+    torch.testing.assert_close(w, optimum, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
 def test_ldp_fedsgd(aggregation):
     """With step η_1/t what is left of w - w* is Π (1 - η_1 a/t), a = Σ p_i a_i; without noise the
