@@ -1,5 +1,6 @@
 """`fedpact tune`: what it prints is the theory's, and what it measures is what can be computed."""
 
+import doctest
 import json
 from pathlib import Path
 
@@ -99,15 +100,16 @@ def test_the_settings_are_the_algorithms_own():
     found = as_json("fedproxvr", *SPEC)
     plan = Plan.parse({"algorithm": "fedproxvr", "settings": found["settings"]})
     assert plan.algorithm == "fedproxvr"
-    # η = 1/(βL).
-    assert found["settings"]["step_divisor"] == found["beta"]
+    # η = 1/(βL); by Lemma 1 alone, which is never worse than (23).
+    assert found["settings"]["step_divisor"] == found["lemma1"]["beta"]
+    assert found["lemma1"]["objective"] <= found["objective"]
 
 
 def test_text_says_what_is_proven_and_what_it_is_worth():
     out = tune("fedproxvr", *SPEC).stdout
     for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "docs/errata.md, V4"):
         assert part in out
-    assert "local_steps = 226" in out
+    assert "local_steps = 177" in out
 
 
 @pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
@@ -301,3 +303,10 @@ def test_fedfdp_refuses_what_makes_no_sense(private, tmp_path):
         del site["sigmas"]
     (run / "privacy.json").write_text(json.dumps(privacy))
     assert "sigmas" in refused("fedfdp", str(run))
+
+
+def test_the_code_in_the_documentation_runs():
+    page = Path(__file__).parents[2] / "docs" / "tuning.md"
+    done = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+    assert done.attempted > 15
+    assert done.failed == 0

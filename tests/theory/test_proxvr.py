@@ -294,9 +294,10 @@ def test_the_path_for_drawing_is_near_the_certified_optimum():
         gammas = [1e-4, 0.01, 1.0]
         for gamma, drawn in zip(gammas, path(SPEC, gammas, solver), strict=True):
             best = minimise(SPEC, gamma, solver, whole=False)
-            assert best.lower <= drawn.objective <= best.objective * (1 + 1e-4)
-            assert drawn.tau == pytest.approx(best.tau, rel=0.006)
-            assert drawn.mu == pytest.approx(best.mu, rel=0.006)
+            assert best.lower <= drawn.objective <= best.objective * (1 + 1e-6)
+            # The grid's step, and how flat an optimum certified to 1e-6 is.
+            assert drawn.tau == pytest.approx(best.tau, rel=0.004)
+            assert drawn.mu == pytest.approx(best.mu, rel=0.004)
 
 
 def test_leaving_the_bound_is_never_worse_and_whole_iterations_are_never_better():

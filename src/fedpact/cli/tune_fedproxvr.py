@@ -24,7 +24,7 @@ PROVEN = (
 )
 WORTH = (
     "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
-    "sweep. Lemma 1 without the paper's equalities is never worse (docs/errata.md, V4)."
+    "sweep. The last row is never worse than the others (docs/errata.md, V4)."
 )
 
 
@@ -57,7 +57,10 @@ class Setting:
 
 
 def document(setting: Setting, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what --json prints; its top level is the optimum of the paper's (23) with whole τ."""
+    """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
+
+    settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.
+    """
     best = setting.optimum()
     real = setting.optimum(whole=False)
     free = setting.optimum(tight=False)
@@ -73,9 +76,9 @@ def document(setting: Setting, measured: Mapping[str, Any]) -> dict[str, Any]:
         "settings": {
             "solver": setting.solver,
             "smoothness": setting.smoothness,
-            "step_divisor": best.beta,
-            "proximal": best.mu,
-            "local_steps": best.tau,
+            "step_divisor": free.beta,
+            "proximal": free.mu,
+            "local_steps": free.tau,
         },
         "unit": UNIT,
         **measured,
@@ -132,6 +135,6 @@ def print_document(found: Mapping[str, Any]) -> None:
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.6g}"
         for name, value in found["settings"].items()
     )
-    console.print(f"In a plan: settings = {{ {', '.join(settings)} }}", markup=False)
+    console.print(f"The last row in a plan: settings = {{ {', '.join(settings)} }}", markup=False)
     if "figure" in found:
         console.print(f"figure: {found['figure']}", markup=False)

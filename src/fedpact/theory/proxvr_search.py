@@ -188,13 +188,13 @@ def minimise(
 
 
 def path(losses: Losses, gammas: Sequence[float], solver: Solver = "sarah") -> list[Parameters]:
-    """Return the optimum of (23) for each γ > 0, on a grid of τ of 0.5 %: for drawing.
+    """Return the optimum of (23) for each γ > 0, on a grid of τ of 0.1 %: for drawing.
 
     What is best over μ at a given τ does not depend on γ, so one pass serves all. No certificate.
     """
     search = _search(losses, min(gammas), solver, tight=True)
     _, (first, last) = _box(search, whole=False)
-    taus = np.geomspace(first, last, math.ceil(math.log(last / first) / 0.005) + 1)
+    taus = np.geomspace(first, last, math.ceil(math.log(last / first) / 0.001) + 1)
     least, mus = search.at(taus)
     found: list[Parameters] = []
     for gamma in gammas:
