@@ -6,6 +6,7 @@ One file per site, for all runs on the same data; `chain` keeps it. Kinds of ent
     reserve   a run may make these events; all of them together cost at most (ε, δ)
     filter    a run may make whatever events a Rényi filter of these orders admits for (ε, δ)
     charge    `count` joint events of one kind, for one request, about to be released
+    unprotected  exact numbers are about to leave: the run's (ε, δ) protect nobody any more
     torn      a line that a crash left unreadable, and what it is counted as: the dearest events
               that runs have left, and all that a filter has left
 
@@ -55,6 +56,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._reserved: dict[str, Reservation] = {}
         self._requests: dict[_Request, int] = {}
+        self._exposed: set[str] = set()
         self._chain = Chain(path)
         try:
             self._restore()
@@ -175,6 +177,20 @@ class Ledger:
                 }
             )
 
+    def expose(self, run: str, round_number: int) -> None:
+        """Write down that exact numbers leave the site, so that the run is not private.
+
+        Raises PolicyRefused: the ledger of a deployment, which lets none out. LedgerError: it
+        cannot be written down.
+        """
+        if not self.hypothetical:
+            raise PolicyRefused(
+                f"run {run!r} asked for exact numbers in round {round_number}: a site of a "
+                "deployment lets none out; leave out what asks for them"
+            )
+        with self._lock:
+            self._append({"kind": "unprotected", "run": run, "round": round_number})
+
     def spent(self, run: str) -> Mapping[SampledGaussian, int]:
         """Return the events charged to a run so far."""
         with self._lock:
@@ -188,11 +204,13 @@ class Ledger:
     def total(self) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
-        What every run together can cost, add/remove one record; (0, 0) where none is reserved.
+        What every run together can cost, add/remove one record; (0, 0) where none is reserved, and
+        an infinite ε once a run has let exact numbers out.
         """
         with self._lock:
             budgets = [reservation.budget for reservation in self._reserved.values()]
-        return math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
+            lost = math.inf if self._exposed else 0.0
+        return lost + math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
 
     def _restore(self) -> None:
         entries = self._chain.entries
@@ -254,5 +272,7 @@ class Ledger:
                     reservation = self._reserved[run]
                     if isinstance(reservation, Filtered):
                         reservation.close()
+            case "unprotected":
+                self._exposed.add(entry["run"])
             case _:
                 pass

@@ -40,6 +40,7 @@ from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.terms import Anchor, Terms
+from fedpact.privacy.unprotected import mean_over
 from fedpact.privacy.weighting import UNIFORM, Fair, Uniform, Weighting
 
 __all__ = [
@@ -86,6 +87,13 @@ class Oracle(Protocol):
         """Return the batch that opens a round, of the rate that the algorithm's Anchor names."""
         ...
 
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge.
+
+        Only for runs that say of themselves that they are not private. Raises PolicyRefused.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Records:
@@ -129,6 +137,10 @@ class PlainOracle:
     def anchor(self, *channels: str) -> "PlainBatch":
         """See Oracle."""
         return self._batch(self._anchor_rate, channels)
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle."""
+        return mean_over(self._kernel, self._records.x, self._records.y, w)
 
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
         chosen = self._draws.batch(len(self._records.y), rate, self._step)
@@ -176,6 +188,8 @@ class Charge:
 class PrivateOracle:
     """Clipped, noised, charged answers: record-level (ε, δ)-DP under add/remove of one record.
 
+    exact: answers `unprotected`, after which nothing that the run releases is private; None in
+    every run that is to be.
     Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
     ones with one that is, which would take a second release for the first.
     """
@@ -188,6 +202,7 @@ class PrivateOracle:
         draws: Draws,
         charge: Callable[[Terms, int, int, tuple[str, ...]], None],
         left: Callable[[], float] = lambda: math.inf,
+        exact: PlainKernel | None = None,
     ) -> None:
         if isinstance(charge, Charge) and charge.ledger.hypothetical != draws.repeats:
             raise PolicyRefused(
@@ -195,7 +210,7 @@ class PrivateOracle:
                 f"draws have repeats = {draws.repeats}: a simulation has both, a deployment neither"
             )
         self._records, self._kernel, self._draws = records, kernel, draws
-        self._terms, self._charge, self._left = terms, charge, left
+        self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step = 0
 
     @property
@@ -234,6 +249,17 @@ class PrivateOracle:
         self._charge(opening, self._step, 1, channels)
         self._step += 1
         return self._batch(opening, self._step - 1, channels)
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle."""
+        if self._exact is None:
+            raise PolicyRefused(
+                "exact numbers over all records were asked for: this run protects its records; "
+                "leave out what asks for them, as an estimator that is 'raw'"
+            )
+        if isinstance(self._charge, Charge):
+            self._charge.ledger.expose(self._charge.run, self._charge.round)
+        return mean_over(self._exact, self._records.x, self._records.y, w)
 
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]

@@ -4,6 +4,7 @@ A receipt holds mechanisms, counts and budgets. It holds nothing about records: 
 no true count.
 """
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
     spent, closed = _spent(run, entries)
     cost = epsilon(spent, delta)
+    if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
+        # Exact numbers left the site: no ε bounds what the run has told.
+        budget = cost = math.inf
     if reservation["kind"] == "filter":
         accounting = FILTER
         # A progress figure, as if the events had been fixed in advance; see theory.filters.

@@ -1,0 +1,135 @@
+"""The number of local iterations, chosen anew each round under two budgets: ALI-DPFL's Algorithm 2.
+
+Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with adaptive local
+iterations. arXiv 2308.10457. `Controller` goes around the functions of any algorithm that makes τ
+local steps of length η. `site` has what a site computes, `server` the averages, theory.tau the
+rule. In the server's state, under "control/":
+
+steps         τ of the last round, 0 before the first
+iterations    what the privacy budgets still allow; absent where nothing limits it
+even          rounds whose τ was the even split, for want of a clear estimate
+rounds, pairs rounds averaged over, and those of them in which gradients could be compared
+change, distance, product, divergence, noise, ...: the averages, see server
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedpact.control import server, site
+from fedpact.messages import Local, Reply, State, Task, join, split
+from fedpact.privacy.oracle import Oracle
+from fedpact.theory import tau
+
+PREFIX: Final = "control/"
+_LEFT: Final = "left/"
+
+InnerLocal = Callable[[Task, Oracle, State], Local]
+InnerUpdate = Callable[[State, Iterable[Reply]], State]
+
+
+class Ali(BaseModel):
+    """How τ is chosen.
+
+    kappa: κ > 0, the one control parameter; the larger, the more local work. iterations: R_c, the
+    local iterations of all rounds together; left out, the site whose budget allows least decides.
+    most_local_steps: no round has more. estimator: "released", from gradients that were released
+    anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    kappa: float = Field(default=1.0, gt=0)
+    iterations: int | None = Field(default=None, ge=1)
+    most_local_steps: int = Field(default=tau.LONGEST, ge=1, le=tau.LONGEST)
+    estimator: Literal["released", "raw"] = "released"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """τ of a round, 0 where the iterations are used up; even: for want of a clear estimate."""
+
+    steps: int
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Chooses τ for an algorithm whose local steps have the length learning_rate, η > 0."""
+
+    ali: Ali
+    learning_rate: float
+
+    def init(self, rest: State) -> State:
+        """Return the first state, around the algorithm's own."""
+        numbers = {"steps": 0.0, "even": 0.0}
+        if self.ali.iterations is not None:
+            numbers["iterations"] = float(self.ali.iterations)
+        return join(State({}, numbers), PREFIX, rest)
+
+    def steps(self, state: State | None) -> int:
+        """Return τ of the next round, 0 if nothing is left; without a state the most it can be."""
+        return self.ali.most_local_steps if state is None else self.choose(state).steps
+
+    def choose(self, state: State) -> Choice:
+        """Return the choice for the next round: a function of the state alone."""
+        own, left, rest = _parts(state)
+        limit = own.numbers.get("iterations", site.UNLIMITED)
+        if limit < 1:
+            return Choice(0)
+        if not own.numbers["steps"]:
+            return Choice(1)
+        most = min(tau.longest(int(own.numbers["steps"])), self.ali.most_local_steps, int(limit))
+        allowed = tau.allowed(limit, server.rounds_left(left.numbers))
+        drift = server.drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
+        if drift is None:
+            return Choice(tau.even_split(allowed, most), even=True)
+        return Choice(tau.best_tau(drift, self.ali.kappa, allowed, most))
+
+    def task(self, state: State, inner: Callable[[State], State]) -> State:
+        """Return what the sites are told: the algorithm's own, and τ as "local_steps"."""
+        told = inner(_parts(state)[2])
+        return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
+
+    def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
+        """Return the algorithm's reply, with the numbers that `server` needs."""
+        own, rest = split(memory, PREFIX)
+        watched = site.Watched(oracle)
+        local = inner(task, watched, rest)
+        w, model = task.vectors["w"], local.vectors.get("w")
+        extra = dict[str, Tensor]()
+        if self.ali.estimator == "raw":
+            numbers, extra["gradient"] = site.raw_report(oracle, w, own.vectors.get("w"))
+            keep = State({} if model is None else {"w": model})
+        else:
+            moved = None if model is None else w - model
+            steps = int(task.numbers["local_steps"])
+            numbers = site.report(watched, own, moved, self.learning_rate, steps)
+            keep = site.remembered(watched)
+        numbers["steps_left"] = min(float(oracle.steps_left), site.UNLIMITED)
+        sent = join(State(extra, numbers), PREFIX, State(local.vectors, local.numbers))
+        return Local(sent.vectors, sent.numbers, join(keep, PREFIX, local.memory))
+
+    def update(self, state: State, replies: Iterable[Reply], inner: InnerUpdate) -> State:
+        """Return the algorithm's next state, and the controller's."""
+        own, _, rest = _parts(state)
+        choice = self.choose(state)
+        told = server.Told(rest.vectors["w"], choice.steps, self.learning_rate)
+        fold = server.Fold(told, PREFIX)
+        after = inner(rest, fold.through(replies))
+        averages = server.raw if self.ali.estimator == "raw" else server.released
+        numbers = averages(own.numbers, fold)
+        left = min(own.numbers.get("iterations", site.UNLIMITED) - choice.steps, fold.least_left)
+        if left < site.UNLIMITED / 2:
+            numbers["iterations"] = left
+        numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
+        return join(State({}, numbers), PREFIX, after)
+
+
+def _parts(state: State) -> tuple[State, State, State]:
+    """Return the controller's own, what is left of the budgets, and the algorithm's."""
+    own, rest = split(state, PREFIX)
+    left, rest = split(rest, _LEFT)
+    return own, left, rest

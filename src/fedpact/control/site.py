@@ -1,0 +1,216 @@
+"""What a site computes from the gradients that it released, beside its reply: no further release.
+
+    change    ‖g_l - g_f‖² - d(v_f + v_l)     distance  ‖w_l - w_f‖²     β_i² = change/distance
+    product   ⟨g_f, mean of the later g⟩                                 ρ_i², the gradient's square
+    square    ‖mean of all g‖² - d mean v                                bounds ξ_i²
+
+g_f, g_l are the round's first and last gradient, released at w_f, w_l with noise of variance v_f,
+v_l in each of d coordinates. A round with one gradient compares it with the one that the site
+remembers of such a round before. Both sides of a product have noise of their own, so it needs no
+correction; a square needs the one above. They are unbiased only where neither point depends on the
+other's noise. Along a trajectory of plain SGD with Hessian H and noise variance v
+
+    E change  exceeds E‖H(w_l - w_f)‖² by 2ηv tr(H (I - ηH)^(τ-2)), about 2ηv tr H   (τ >= 2)
+    E product falls below ⟨∇F(w_f), mean ∇F(w_t)⟩ by v tr(I - (I - ηH)^(τ-1))/(τ - 1), about ηv tr H
+
+and by p_i times as much across rounds, as w has the site's noise p_i times. tr H is not known, so
+neither is taken away: β_i is overestimated, the mistake that keeps τ small. A square also carries
+the variance of the sampling, (1 - q)/(qn) mean‖g_j‖² of each gradient: what is estimated are the
+clipped and sampled gradients, which the iteration uses.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.messages import State
+from fedpact.privacy.oracle import Batch, Oracle, Uniform, Weighting
+
+UNLIMITED: Final = 2.0**53
+"""Stands for the iterations that a plain run has left: numbers of a reply are finite."""
+
+_STRAIGHT: Final = 1e-3
+"""Largest part of a movement that is not η Σ g, where the local solver counts as plain SGD."""
+
+# A sum of so many numbers is one thread's work, so that no result depends on the number of threads.
+_BLOCK: Final = 1 << 14
+
+
+def dot(x: Tensor, y: Tensor) -> float:
+    """Return ⟨x, y⟩ of two vectors [d] in float64, the same for any number of threads."""
+    pairs = zip(x.split(_BLOCK), y.split(_BLOCK), strict=True)
+    return float(torch.stack([(a.double() * b.double()).sum() for a, b in pairs]).sum())
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A released gradient g [d] at w [d], with noise of this variance in each coordinate."""
+
+    w: Tensor
+    g: Tensor
+    variance: float
+
+
+class Watched:
+    """An oracle that lets everything through, and keeps what `report` needs of the gradients."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self._inner = inner
+        self.count, self.variance = 0, 0.0
+        self.first: Probe | None = None
+        self.last: Probe | None = None
+        self.total: Tensor | None = None
+
+    @property
+    def batch_size(self) -> float:
+        """See Oracle."""
+        return self._inner.batch_size
+
+    @property
+    def noise_variance(self) -> float:
+        """See Oracle."""
+        return self._inner.noise_variance
+
+    @property
+    def steps_left(self) -> float:
+        """See Oracle."""
+        return self._inner.steps_left
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """See Oracle."""
+        for batch in self._inner.batches(count, *channels):
+            yield _WatchedBatch(batch, self)
+
+    def anchor(self, *channels: str) -> Batch:
+        """See Oracle."""
+        return _WatchedBatch(self._inner.anchor(*channels), self)
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle."""
+        return self._inner.unprotected(w)
+
+    def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
+        """Take note of a released gradient; the caller goes on with both vectors as it likes."""
+        probe = Probe(w.clone(), g.clone(), variance)
+        self.count, self.variance = self.count + 1, self.variance + variance
+        if self.first is None or self.total is None:
+            self.first, self.total = probe, g.clone()
+        else:
+            self.total.add_(g)
+        self.last = probe
+
+
+class _WatchedBatch:
+    def __init__(self, inner: Batch, watched: Watched) -> None:
+        self._inner, self._watched = inner, watched
+
+    @property
+    def noise_variance(self) -> float:
+        return self._inner.noise_variance
+
+    def gradient(self, w: Tensor, weighting: Weighting = Uniform()) -> Tensor:  # noqa: B008 - frozen
+        g = self._inner.gradient(w, weighting)
+        self._watched.keep(w, g, self._inner.noise_variance)
+        return g
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        return self._inner.difference(w, anchor, bound)
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        return self._inner.loss(w, bound)
+
+    def below(self, w: Tensor, bound: float) -> float:
+        return self._inner.below(w, bound)
+
+
+def report(
+    seen: Watched, memory: State, moved: Tensor | None, rate: float, steps: int
+) -> dict[str, float]:
+    """Return the numbers of a site's reply, all of them in every round and finite.
+
+    memory: what `remembered` returned in an earlier round, or nothing. moved: w - w_i [d], None
+    where the reply has no model. rate: η. steps: τ. "straight" says that w - w_i = η Σ g over τ
+    gradients, which is plain SGD.
+    """
+    numbers = {
+        "pairs": 0.0,
+        **dict.fromkeys(("change", "distance", "product"), 0.0),
+        **dict.fromkeys(("change_variance", "product_variance"), 0.0),
+        "square": 0.0,
+        "noise": seen.variance / max(seen.count, 1),
+        "straight": float(seen.count == steps and _is_straight(seen, moved, rate)),
+    }
+    if seen.total is not None:
+        mean = seen.total / seen.count
+        numbers["square"] = dot(mean, mean) - len(mean) * seen.variance / seen.count**2
+    pair = _pair(seen, memory)
+    return numbers if pair is None else {**numbers, **_compared(*pair)}
+
+
+def remembered(seen: Watched) -> State:
+    """Return what a round with a single gradient leaves for the next one's comparison."""
+    if seen.first is None or seen.count > 1:
+        return State()
+    first = seen.first
+    return State({"w": first.w, "g": first.g}, {"variance": first.variance})
+
+
+def raw_report(oracle: Oracle, w: Tensor, before: Tensor | None) -> tuple[dict[str, float], Tensor]:
+    """Return the paper's ρ_i and β_i as numbers, and ∇F_i(w) [d], all exact and unprotected.
+
+    w: the round's model. before: w_i, the site's own at the end of the last round; without it, or
+    where it equals w, the quotients are 0/0 and "pairs" is 0.
+    """
+    loss, gradient = oracle.unprotected(w)
+    numbers = {"pairs": 0.0, "lipschitz": 0.0, "smoothness": 0.0, "noise": oracle.noise_variance}
+    if before is None or not (distance := dot(before - w, before - w) ** 0.5) > 0:
+        return numbers, gradient
+    own_loss, own_gradient = oracle.unprotected(before)
+    change = own_gradient - gradient
+    numbers |= {
+        "pairs": 1.0,
+        "lipschitz": abs(own_loss - loss) / distance,
+        "smoothness": dot(change, change) ** 0.5 / distance,
+    }
+    return numbers, gradient
+
+
+def _pair(seen: Watched, memory: State) -> tuple[Probe, Probe, Probe] | None:
+    """Return the first release, the last, and the mean of those after the first."""
+    if seen.first is None or seen.last is None or seen.total is None:
+        return None
+    if seen.count == 1:
+        if "g" not in memory.vectors:
+            return None
+        kept = memory.vectors
+        return Probe(kept["w"], kept["g"], memory.numbers["variance"]), seen.last, seen.last
+    others = seen.count - 1
+    variance = (seen.variance - seen.first.variance) / others**2
+    return seen.first, seen.last, Probe(seen.last.w, (seen.total - seen.first.g) / others, variance)
+
+
+def _compared(first: Probe, last: Probe, later: Probe) -> Mapping[str, float]:
+    d, both = len(first.g), first.variance + last.variance
+    change, moved = last.g - first.g, last.w - first.w
+    distance = dot(moved, moved)
+    if not distance > 0:
+        return {}
+    return {
+        "pairs": 1.0,
+        "change": dot(change, change) - d * both,
+        "distance": distance,
+        "product": dot(first.g, later.g),
+        # By the noise alone; public, as the noise is.
+        "change_variance": 2 * d * both**2,
+        "product_variance": d * first.variance * later.variance,
+    }
+
+
+def _is_straight(seen: Watched, moved: Tensor | None, rate: float) -> bool:
+    if moved is None or seen.total is None:
+        return False
+    rest = moved - rate * seen.total
+    return dot(rest, rest) <= _STRAIGHT**2 * dot(moved, moved)
