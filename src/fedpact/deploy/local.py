@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -40,16 +39,7 @@ def start(directory: Path, only: str | None = None) -> dict[str, int]:
         if name in running or (only is not None and name != only):
             continue
         kind = "server" if name == _SERVER else "site"
-        with (where / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fedpact.deploy.party", kind, str(where.resolve())],
-                env=environment(where.resolve()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        running[name] = process.pid
+        running[name] = _spawn(kind, where.resolve())
     _record(directory, running)
     return running
 
@@ -80,6 +70,22 @@ def look(directory: Path) -> dict[str, Any]:
         "status": _outcome(places[_SERVER]),
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
     }
+
+
+def _spawn(kind: str, where: Path) -> int:
+    """Start a party's process in a session of its own, which outlives this one."""
+    log, appending = str(where / "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "fedpact.deploy.party", kind, str(where)],
+        environment(where),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, appending, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
 
 
 def ledger_of(site: Path) -> Mapping[str, Any] | None:

@@ -1,0 +1,198 @@
+"""Real processes on loopback with TLS and keys on: the same bits as the in-process engine, and no
+way in without a key, with another authority's certificate, or over plain HTTP.
+
+One federation serves the module: starting it is most of the time.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedpact.deploy import keys, local
+from fedpact.engines.federation import Federation
+from fedpact.engines.simulation import simulate
+from fedpact.plan import Plan
+from fedpact.privacy.chain import read_entries
+
+PLAN = {"rounds": 5, "sites": 3, "settings": {"local_steps": 2}, "run": {"workers": 2}}
+SECONDS = 150  # far beyond what it takes: machines are shared
+
+
+def wait_for(condition, seconds=SECONDS):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def finished(make, tmp_path_factory):
+    """A deployment that has run to its end, with what strangers got who knocked meanwhile."""
+    directory = make(
+        tmp_path_factory.mktemp("federation") / "d",
+        {"seeds": "test", "patience": {"join_seconds": SECONDS}},
+        privacy={},
+        **{k: v for k, v in PLAN.items() if k not in ("rounds", "sites")},
+    )
+    local.start(directory)
+    try:
+        log = directory / "server" / "log.txt"
+        wait_for(lambda: log.exists() and "is connected" in log.read_text())
+        knocked = knock(directory, tmp_path_factory.mktemp("strangers"))
+        wait_for(lambda: not local.look(directory)["running"]["server"])
+        return directory, knocked, local.look(directory)
+    finally:
+        local.stop(directory)
+        for path in directory.rglob("log.txt"):
+            print(path, path.read_text()[-2000:], sep="\n")
+
+
+def knock(directory, elsewhere):
+    """Try to get in as those do who must not; return what each got."""
+    address = Federation.read(directory / "server" / "federation.toml").address
+    keys.write_signing_key(elsewhere / "stranger.key")
+    (elsewhere / "other").mkdir()
+    keys.write_authority(elsewhere / "other")
+    right = directory / "server" / "ca.crt"
+    wrong = elsewhere / "other" / "ca.crt"
+    site_key = directory / "sites" / "site-00" / "site.key"
+    tls = ["--root-certificates", str(right)]
+    tries = {
+        "no key": tls,
+        "unknown key": [*tls, "--auth-supernode-private-key", str(elsewhere / "stranger.key")],
+        "wrong certificate": [
+            *("--root-certificates", str(wrong)),
+            *("--auth-supernode-private-key", str(site_key)),
+        ],
+        "plain HTTP": ["--insecure"],
+    }
+    running = {name: supernode(address, arguments, elsewhere) for name, arguments in tries.items()}
+    told = {name: process.communicate(timeout=SECONDS)[0] for name, process in running.items()}
+    try:
+        urllib.request.urlopen(f"http://{address}/", timeout=10)
+        told["bare HTTP"] = "answered"
+    except (urllib.error.URLError, OSError) as error:
+        told["bare HTTP"] = str(error)
+    return {
+        name: (running[name].returncode if name in running else None, told[name]) for name in told
+    }
+
+
+def supernode(address, arguments, home):
+    program = shutil.which("flower-supernode", path=str(Path(os.sys.executable).parent))
+    return subprocess.Popen(
+        [
+            *(program, "--superlink", address, "--isolation", "process", "--max-wait-time", "3"),
+            *("--max-retries", "2", "--port", str(local_port()), *arguments),
+        ],
+        env={
+            **os.environ,
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def local_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def simulated(finished, tmp_path_factory):
+    """The in-process engine on the same plan, under the deployment's run name."""
+    directory = finished[0]
+    run = Federation.read(directory / "server" / "federation.toml").run
+    identifier = run.partition("-")[2]
+    out = tmp_path_factory.mktemp("simulated") / "run"
+    plan = Plan.read(directory / "server" / "plan.json")
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed:
+        fixed = type("Fixed", (), {"hex": identifier})
+        changed.setattr("fedpact.engines.simulation.uuid.uuid4", fixed)
+        result = simulate(plan, out)
+    assert json.loads((out / "environment.json").read_text())["run"] == run
+    return result
+
+
+def test_it_ends_and_nobody_was_missed(finished):
+    _, _, found = finished
+    assert found["status"] == "finished"
+    assert found["round"]["round"] == 5
+    assert found["round"]["refused"] == {}
+
+
+def test_the_model_is_the_in_process_engines_bit_for_bit(finished, simulated):
+    over_flower = load_file(finished[0] / "server" / "run" / "model.safetensors")
+    in_process = load_file(simulated.folder / "model.safetensors")
+    assert over_flower.keys() == in_process.keys()
+    assert all(torch.equal(over_flower[name], in_process[name]) for name in in_process)
+    # A model that never moved would be equal, too.
+    assert simulated.records[-1].accuracy > simulated.records[0].accuracy + 0.3
+
+
+def test_every_round_is_the_in_process_engines(finished, simulated):
+    lines = (finished[0] / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+    for line, record in zip(map(json.loads, lines), simulated.records, strict=True):
+        told = (line["round"], line["steps"], line["bytes_down"], line["bytes_up"])
+        assert told == (record.round, record.steps, record.bytes_down, record.bytes_up)
+        # Nobody was asked twice, so what the server counts is what the ledgers hold.
+        assert line["epsilon"] == record.epsilon
+        if record.accuracy is not None:
+            assert (line["accuracy"], line["loss"]) == (record.accuracy, record.loss)
+
+
+def test_the_ledgers_are_the_in_process_engines_entry_by_entry(finished, simulated):
+    for name in ("site-00", "site-01", "site-02"):
+        here = entries(finished[0] / "sites" / name / "ledger.jsonl")
+        there = entries(simulated.folder / "sites" / name / "ledger.jsonl")
+        assert here == there
+        assert [entry["kind"] for entry in here] == ["open", "reserve"] + ["charge"] * 5
+
+
+def entries(path):
+    """All of it but the clock, and the hashes, which contain it."""
+    return [
+        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
+        for entry in read_entries(path)
+    ]
+
+
+def test_strangers_do_not_get_in(finished):
+    directory, knocked, _ = finished
+    for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
+        code, told = knocked[name]
+        assert code not in (0, None), f"{name}: {told}"
+    assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
+    assert "answered" not in knocked["bare HTTP"][1]
+    log = (directory / "server" / "log.txt").read_text()
+    connected = {line.split()[-3] for line in log.splitlines() if line.endswith("is connected")}
+    assert connected == {"site-00", "site-01", "site-02"}
+
+
+def test_nothing_is_left_running(finished):
+    found = local.look(finished[0])
+    assert not any(found["running"].values())
+    for name, where in local.parties(finished[0]).items():
+        for process in Path("/proc").glob("[0-9]*/cwd"):
+            try:
+                at = process.resolve(strict=True)
+            except OSError:
+                continue
+            assert at != where.resolve(), f"{name}: {process}"
