@@ -1,5 +1,6 @@
 """The Python interface: a plan in, a run out, with its report written."""
 
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -34,4 +35,7 @@ def run(
 def default_folder(plan: Plan) -> Path:
     """Return a new folder's name under runs/, with algorithm, data set and time."""
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{plan.algorithm}-{Path(plan.data).stem}-{now}"
+    # A path's last part, or a name such as synthetic(0.5,0.5), as a folder may be called.
+    data = re.sub(r"\.(csv|parquet|npz)$", "", Path(plan.data).name)
+    data = re.sub(r"[^A-Za-z0-9._+-]+", "-", data).strip("-")
+    return Path("runs") / f"{plan.algorithm}-{data}-{now}"

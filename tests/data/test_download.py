@@ -150,6 +150,8 @@ def test_list_prints_one_document(mnist_dir):
     assert document["directory"] == str(mnist_dir.parent)
     assert present == {
         "digits": True,
+        "synthetic(ALPHA,BETA)": True,
+        "synthetic_iid": True,
         "mnist": True,
         "fashion_mnist": False,
         "cifar10": False,

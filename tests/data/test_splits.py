@@ -160,6 +160,24 @@ def test_power_law_with_labels_is_the_setting_of_fedproxvr():
     assert np.quantile(sizes, 0.95) > 2 * np.median(sizes)
 
 
+@pytest.mark.parametrize(("sites", "low", "high"), [(100, 37, 1350), (10, 454, 3939)])
+def test_fedproxvrs_devices_train_on_three_quarters_of_two_labels(sites, low, high):
+    # Fashion-MNIST and MNIST with the public test set among the records: 7,000 of each label.
+    data = records([7000] * 10)
+    chosen = PartitionSettings(
+        kind="power_law", smallest=low, largest=high, labels_per_site=2, held_out=0.25
+    )
+    partition = make_partition(data, chosen, sites, seed=0)
+    for site in partition.sites(data):
+        size = len(site.y) + len(site.y_held)
+        assert low <= size <= high
+        assert len(site.y_held) == round(size / 4)
+        # With a fair draw from 37 records or more a label is never left out of training: each has
+        # 18 or more, and 9 or 10 are held out.
+        assert len(site.y.unique()) == 2
+        assert set(site.y_held.tolist()) <= set(site.y.tolist())
+
+
 def test_power_law_beyond_the_records_is_explained():
     chosen = {"kind": "power_law", "smallest": 300, "largest": 400}
     with pytest.raises(DataError, match="records, and there are 2000: lower `largest`"):

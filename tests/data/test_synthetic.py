@@ -11,10 +11,12 @@ import pytest
 import torch
 from scipy import stats
 
+from fedpact.api import default_folder
 from fedpact.data.datasets import load
 from fedpact.data.partition import PartitionSettings, make_partition
 from fedpact.data.synthetic import Synthetic, covariance
 from fedpact.errors import DataError
+from fedpact.plan import Plan
 
 ERROR = 1e-6
 
@@ -201,3 +203,12 @@ def test_the_public_test_sets_records_join_the_others():
 def test_without_a_public_test_set_there_is_none_to_join(name):
     with pytest.raises(DataError, match=r"\+test needs a public test set"):
         load(name)
+
+
+@pytest.mark.parametrize("name", ["synthetic(0.5, 0.5, sites=30)", "a b/c d.csv", "digits+test"])
+def test_a_runs_folder_is_named_after_the_data_and_is_one_folder(name):
+    folder = default_folder(Plan(data=name, label="y") if "csv" in name else Plan(data=name))
+    assert folder.parts[0] == "runs"
+    assert len(folder.parts) == 2
+    assert not set(folder.name) & set("() ,")
+    assert folder.name.startswith(f"fedavg-{name.split('/')[-1][:5].replace(' ', '-')}")

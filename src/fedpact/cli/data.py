@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fedpact.data import files
 from fedpact.data.download import download as fetch
+from fedpact.data.synthetic import FORMS
 from fedpact.errors import DataError
 
 app = typer.Typer(help="List, verify and download the public data sets.", no_args_is_help=True)
@@ -20,7 +21,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 def list_(as_json: AsJson = False) -> None:
     """Show the public data sets, and which of them the data directory holds."""
     rows: list[dict[str, Any]] = [
-        {"name": "digits", "present": True, "licence": "BSD 3-Clause, within scikit-learn"}
+        {"name": "digits", "present": True, "licence": "BSD 3-Clause, within scikit-learn"},
+        *({"name": form, "present": True, "licence": "made, not read"} for form in FORMS),
     ]
     for source in files.SOURCES.values():
         present = all(files.locate(source, file) for file in source.files)
