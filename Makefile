@@ -8,7 +8,7 @@ SOURCES := $(shell find src tests -type f -not -name '*.pyc' 2>/dev/null) README
 # A pass without the data directory says nothing about a run with it.
 TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 
-.PHONY: demo test retest slow lint format clean
+.PHONY: demo test retest slow bench lint format clean
 
 demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
@@ -31,6 +31,10 @@ $(TESTED): $(INSTALLED) $(SOURCES)
 
 slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
+
+# Every table of docs/benchmarks.md, measured on this machine (an hour): `make bench TABLES=noise` one.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks $(TABLES)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

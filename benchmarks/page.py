@@ -1,0 +1,99 @@
+"""docs/benchmarks.md, made from the results that are there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.remarks import REMARKS
+from benchmarks.results import RESULTS, Row, Table, shown
+from benchmarks.tables import modules
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+_HEAD = """# Benchmarks
+
+Made by `make bench`; do not edit. `python -m benchmarks NAME` measures one table again, and this
+page from all that are there (`benchmarks/results`). What is compared takes turns in one process; a
+ratio is taken within a turn, and a row shows the median and the quartiles over the turns. Turns in
+which other processes used more than a tenth of a core are not counted; a table for which too few
+turns were quiet says so. Ratios from different tables are not to be compared.
+
+`goal` and `stretch` are what was set before the work began; an arrow shows the better direction. A
+row that misses its stretch says why, or nobody knows yet.
+"""
+
+
+def write(folder: Path = RESULTS, page: Path = PAGE) -> None:
+    """Write the page from the folder's tables."""
+    page.write_text(text(folder), encoding="utf-8")
+
+
+def text(folder: Path) -> str:
+    """Return the page."""
+    found = {path.stem: Table.load(path) for path in sorted(folder.glob("*.json"))}
+    lines = [_HEAD, *_machines(found)]
+    titles: set[str] = set()
+    for name, module in modules().items():
+        if module.TITLE not in titles:
+            titles.add(module.TITLE)
+            lines += ["", f"## {module.TITLE}", "", module.ABOUT]
+        if name in found:
+            lines += ["", *lines_of(found[name])]
+        else:
+            lines += ["", f"`{name}`: not measured here."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def lines_of(table: Table) -> list[str]:
+    """Return a table as Markdown."""
+    quality = ["quick: few repetitions, not to be quoted"] if table.quick else []
+    quality += ["on a busy machine"] if table.busy else []
+    command = f"`python -m benchmarks {table.name}`"
+    return [
+        f"### {table.name}",
+        "",
+        "; ".join([f"{command}, {table.made}", *quality]),
+        "",
+        "| what | median | quartiles | goal | stretch | reached | command | note |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *[_line(row, table.name) for row in table.rows],
+        *_remarks(table),
+    ]
+
+
+def _line(row: Row, name: str) -> str:
+    value = "–" if row.value is None else f"{shown(row.value)} {row.unit}"
+    spread = ""
+    if row.low is not None and row.high is not None and row.low < row.high:
+        spread = f"{shown(row.low)}–{shown(row.high)}"
+    arrow = "≥ " if row.larger_is_better else "≤ "
+    marks = ["" if mark is None else arrow + f"{mark:g}" for mark in (row.goal, row.stretch)]
+    cells = [row.name, value, spread, *marks, _reached(row), f"`{name}`", row.note]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _reached(row: Row) -> str:
+    if row.reaches(row.stretch):
+        return "stretch"
+    if row.reaches(row.goal):
+        return "goal"
+    return "" if row.reaches(row.goal) is None else "no"
+
+
+def _remarks(table: Table) -> list[str]:
+    """A sentence for each row that misses a mark and has one."""
+    missed = [(table.name, row.name) for row in table.rows if row.reaches(row.stretch) is False]
+    said = [f"* {name}: {REMARKS[at, name]}" for at, name in missed if (at, name) in REMARKS]
+    return ["", *said] if said else []
+
+
+def _machines(found: Mapping[str, Table]) -> list[str]:
+    """What it was measured on: once, or each machine with its tables where they differ."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, table in found.items():
+        groups.setdefault(tuple(table.machine.items()), []).append(name)
+    lines: list[str] = []
+    for machine, names in groups.items():
+        which = "" if len(groups) == 1 else f" ({', '.join(names)})"
+        described = "; ".join(f"{key}: {value}" for key, value in machine)
+        lines += [f"Measured on{which}: {described}.", ""]
+    return lines[:-1]

@@ -1,0 +1,46 @@
+"""From ten sites to a thousand."""
+
+import torch
+
+from benchmarks import child, federation
+from benchmarks.results import Row
+from benchmarks.scale import Scale
+from benchmarks.tables.memory import resident
+from benchmarks.timing import milliseconds
+
+TITLE = "From 10 to 1,000 sites"
+ABOUT = (
+    "Model B, one step of 8 expected records a site and round, 16,000 records over all sites "
+    "together, one worker a core, each run in a process of its own. Peak memory is what the run "
+    "adds to data and imports, beside that of 10 sites; time is a round's, for each site, beside "
+    "that of 10 sites."
+)
+NAMES = ("sites",)
+
+
+def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
+    """See tables."""
+    del name
+    rows: list[Row] = []
+    first: list[float] | None = None
+    for sites in scale.of((10, 100, 1000), (2,)):
+        model, rounds = scale.of("B", "tiny"), scale.of(2 + 40 // sites, 1)
+        ask = a_run if scale.tiny else lambda *given: child.call(a_run, *given)
+        mib, seconds = ask(model, sites, scale.of(16_000, 20), rounds)
+        first = first or [mib, seconds]
+        memory, each = mib / first[0], seconds / first[1]
+        rows += [
+            Row(f"memory, {sites:,} sites", memory, goal=1.1, note=f"{mib:.0f} MiB"),
+            Row(f"time a site, {sites:,} sites", each, goal=1.1, note=milliseconds(seconds)),
+        ]
+    return rows, False
+
+
+def a_run(model: str, sites: int, records: int, rounds: int) -> list[float]:
+    """Return the MiB that a run adds at most, and its seconds a site and round."""
+    torch.set_num_threads(1)
+    data = federation.made_up(model, records)
+    plan = federation.plan_of(model, sites, min(1.0, 8 * sites / records), rounds + 2)
+    before = resident()
+    turns = federation.rounds_by_turns(plan, data, {})
+    return [max(resident() - before, 0.001), turns.time("fedpact").median / sites]

@@ -1,0 +1,174 @@
+"""The benchmarks' own code: every table runs at its tiniest size, the page shows what was measured.
+
+Nothing here measures: no test depends on how long anything takes.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+from benchmarks.results import Row, Table, shown
+from benchmarks.scale import TINY
+from benchmarks.tables import memory, modules
+from benchmarks.timing import Spread, by_turns
+
+from benchmarks import __main__ as command
+from benchmarks import child, flower, page, timing
+
+# Opacus warns of how it is used; so it is used by those it is compared for.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:opacus", "ignore:Full backward hook")
+
+MACHINE = {"processor": "abacus", "torch": "0"}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(child, "call", lambda function, *given, **_: function(*given))
+    yield
+    torch.set_num_threads(threads)
+
+
+def table(name, *rows, quick=False, busy=False):
+    return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy)
+
+
+# One table of each module, and the one whose list of methods is another.
+@pytest.mark.parametrize("name", [*{m: name for name, m in modules().items()}.values(), "step-B"])
+def test_every_table_runs_and_can_be_shown(name, tmp_path):
+    found = command.measure(name, TINY)
+    assert found.rows
+    for row in found.rows:
+        # Nothing measured needs a reason; what is measured is a positive number.
+        assert row.note if row.value is None else row.value > 0 or row.unit == "ms"
+    found.save(tmp_path)
+    assert Table.load(tmp_path / f"{name}.json") == found
+    assert all(row.name in page.text(tmp_path) for row in found.rows)
+
+
+def test_table_names_are_distinct_and_their_modules_complete():
+    names = [name for module in set(modules().values()) for name in module.NAMES]
+    assert sorted(names) == sorted(modules())
+    assert all(module.TITLE and module.ABOUT for module in modules().values())
+
+
+def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
+    rows = [
+        Row("fine", 0.5, 0.4, 0.6, goal=0.8, stretch=0.5),
+        Row("fair", 0.7, goal=0.8, stretch=0.5),
+        Row("poor", 0.9, goal=0.8, stretch=0.5),
+        Row("fast", 11.0, goal=10, stretch=15, larger_is_better=True, unit="times"),
+        Row("absent", None, goal=10, note="a|reason"),
+    ]
+    monkeypatch.setitem(page.REMARKS, ("noise", "poor"), "Because.")
+    monkeypatch.setitem(page.REMARKS, ("noise", "fine"), "Not to be seen.")
+    table("noise", *rows, busy=True).save(tmp_path)
+    table("memory", Row("old", 1.0), quick=True).save(tmp_path)
+    text = page.text(tmp_path)
+    for line in (
+        "| fine | 0.50 × | 0.40–0.60 | ≤ 0.8 | ≤ 0.5 | stretch | `noise` |  |",
+        "| fair | 0.70 × |  | ≤ 0.8 | ≤ 0.5 | goal | `noise` |  |",
+        "| poor | 0.90 × |  | ≤ 0.8 | ≤ 0.5 | no | `noise` |  |",
+        "| fast | 11.0 times |  | ≥ 10 | ≥ 15 | goal | `noise` |  |",
+        r"| absent | – |  | ≤ 10 |  |  | `noise` | a\|reason |",
+        "* poor: Because.",
+        "`python -m benchmarks noise`, 2026-01-02 03:04 UTC; on a busy machine",
+        "`python -m benchmarks memory`, 2026-01-02 03:04 UTC; quick: few repetitions",
+        "Measured on: processor: abacus; torch: 0.",
+        "`step-B`: not measured here.",
+    ):
+        assert line in text
+    assert "Not to be seen." not in text
+
+
+def test_machines_are_told_apart(tmp_path):
+    table("noise", Row("a", 1.0)).save(tmp_path)
+    other = Table("memory", (), {"processor": "slide rule"}, "now", False, False)
+    other.save(tmp_path)
+    text = page.text(tmp_path)
+    assert "Measured on (noise): processor: abacus" in text
+    assert "Measured on (memory): processor: slide rule." in text
+
+
+def test_a_mark_is_reached_by_the_value_as_shown():
+    """1.004 is shown as 1.00 and reaches 1; 1.006 is shown as 1.01 and does not."""
+    assert [Row("r", value, goal=1.0).reaches(1.0) for value in (1.004, 1.006)] == [True, False]
+    assert Row("r", 9.96, larger_is_better=True).reaches(10) is False
+    assert [shown(value) for value in (0.126, 1.0, 12.34, 123.4)] == ["0.13", "1.00", "12.3", "123"]
+
+
+def test_the_command_measures_what_is_named(tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def measure(name, scale):
+        measured.append((name, scale.quick))
+        return table(name, Row("r", 1.0))
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(Table, "save", lambda self: None)
+    monkeypatch.setattr(page, "write", lambda: measured.append("page"))
+    command.main(["noise", "memory", "--quick"])
+    command.main(["--page"])
+    assert measured == [("noise", True), ("memory", True), "page", "page"]
+    with pytest.raises(SystemExit):
+        command.main(["nothing"])
+    assert "no such table: nothing" in capsys.readouterr().err
+
+
+def clock(monkeypatch, *durations):
+    """Make every call of the clock the end of the next duration."""
+    times = itertools.accumulate(itertools.cycle(durations))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
+
+
+def test_turns_are_compared_turn_by_turn(monkeypatch):
+    """Seconds 2 and 1, then 4 and 2: the ratio is 2 in each turn, whatever the drift."""
+    monkeypatch.setattr(timing.Others, "undisturbed", True)
+    seconds = iter([1.0, 1.0, 2.0, 1.0, 4.0, 2.0, 6.0, 3.0])
+    monkeypatch.setattr(timing, "_seconds", lambda *_: next(seconds))
+    turns = by_turns({"a": lambda: None, "b": lambda: None}, 3)
+    assert turns.ratio("a", "b") == Spread(2.0, 2.0, 2.0)
+    assert turns.time("a") == Spread(4.0, 3.0, 5.0)
+    assert not turns.busy
+
+
+def test_disturbed_turns_do_not_count_unless_there_are_few_others(monkeypatch):
+    def measured(quiet):
+        marks = itertools.cycle(quiet)
+        monkeypatch.setattr(timing.Others, "undisturbed", property(lambda _: next(marks)))
+        count = itertools.count(1)
+        monkeypatch.setattr(timing, "_seconds", lambda *_: float(next(count)))
+        return by_turns({"a": lambda: None}, 3)
+
+    # The first second goes to finding out how often to run.
+    assert measured([False, True]).seconds["a"] == [3.0, 5.0, 7.0]
+    never = measured([False])
+    assert never.busy
+    assert len(never.seconds["a"]) == 9
+
+
+def test_short_functions_run_several_times(monkeypatch):
+    runs = []
+    clock(monkeypatch, 0.001)
+    by_turns({"a": lambda: runs.append(1)}, 1)
+    assert len(runs) == 2 + 10
+
+
+def test_a_process_of_its_own_answers(monkeypatch):
+    monkeypatch.undo()
+    assert child.call(shown, 3.14159) == "3.14"
+    with pytest.raises(RuntimeError, match="TypeError"):
+        child.call(shown, "three")
+
+
+def test_peak_memory_grows_with_what_is_held():
+    before = memory.resident()
+    block = torch.ones(2**24)
+    assert memory.resident() >= before or block.numel() == 0
+    assert json.loads(json.dumps(memory.resident())) > 0
+
+
+def test_what_is_missing_for_flower_is_told(monkeypatch):
+    monkeypatch.setattr(flower.importlib.util, "find_spec", lambda name: None)
+    assert flower.missing() == "flwr is not installed: pip install 'fedpact[bench]'"
