@@ -161,7 +161,10 @@ def test_equals_are_not_marked(tmp_path: Path) -> None:
     comparison = two(tmp_path, algorithm="fedfdp", settings={"learning_rate": 3.0}, run={})
     assert comparison.inequalities == []
     assert inequality(comparison) is None
-    assert {d.key for d in comparison.differences} == {"algorithm", "settings.learning_rate"}
+    assert document(comparison)["differences"] == {
+        "algorithm": {"one": "'fedavg'", "two": "'fedfdp'"},
+        "settings.learning_rate": {"one": "0.5", "two": "3.0"},
+    }
     assert "NOT AN EQUAL" not in write_comparison(comparison).read_text(encoding="utf-8")
 
 

@@ -91,7 +91,7 @@ class _Live:
                 self._progress.remove_task(self._tasks.pop(job))
             self.failed += news.failed is not None
             style = "red" if news.failed is not None else None
-            self._line(f"{run}: {'FAILED: ' + news.failed if news.failed else 'done'}", style)
+            self._line(f"{run}: {'FAILED: ' + news.failed if news.failed else 'ended'}", style)
             return
         rounds, accuracy = job.plan.rounds, percent(news.accuracy)
         if job not in self._tasks:

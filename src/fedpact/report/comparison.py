@@ -84,6 +84,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
     return {
         "equal": not comparison.inequalities,
         "differs_in": comparison.inequalities,
+        "differences": {d.key: dict(d.values) for d in comparison.differences},
         "entries": {
             entry.name: {
                 "private": entry.private,
