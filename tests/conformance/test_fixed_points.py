@@ -138,6 +138,33 @@ def test_feddyn_reaches_the_optimum_whatever_the_steps(steps, aggregation, optim
     torch.testing.assert_close(w, optimum, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("aggregation", ["size", "uniform"])
+@pytest.mark.parametrize("q", [0.5, 2.0])
+def test_qffl_minimises_its_objective(q, aggregation):
+    """At τ = 1: argmin Σ p_i F_i^(q+1)/(q+1), where Σ p_i F_i^q ∇F_i = 0."""
+    p = P if aggregation == "size" else dict.fromkeys(SITES, 0.5)
+    settings = make("qffl", learning_rate=0.1, fairness_exponent=q, aggregation=aggregation)
+    w = run("qffl", settings, 600).vectors["w"]
+    gradient = sum(p[n] * s.value(w) ** q * s.gradient(w) for n, s in SITES.items())
+    torch.testing.assert_close(gradient, torch.zeros_like(w), rtol=0, atol=1e-10)
+
+    def objective(point):
+        at = torch.from_numpy(point)
+        return sum(p[n] * s.value(at) ** (q + 1) for n, s in SITES.items()) / (q + 1)
+
+    found = minimize(objective, OPTIMUM.numpy(), method="BFGS", options={"gtol": 1e-10}).x
+    # The numerical minimum is good to about 1e-6.
+    torch.testing.assert_close(w, torch.from_numpy(found), rtol=0, atol=1e-5)
+
+
+def test_the_larger_qffls_exponent_the_better_off_its_worst_site():
+    worst = []
+    for q in (0.0, 1.0, 5.0):
+        w = run("qffl", make("qffl", learning_rate=0.1, fairness_exponent=q), 600).vectors["w"]
+        worst.append(max(site.value(w) for site in SITES.values()))
+    assert worst[0] > 1.1 * worst[1] > 1.1**2 * worst[2]
+
+
 @pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
 def test_ldp_fedsgd(aggregation):
     """With step η_1/t what is left of w - w* is Π (1 - η_1 a/t), a = Σ p_i a_i; without noise the

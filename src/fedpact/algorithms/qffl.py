@@ -1,0 +1,99 @@
+"""q-FedAvg, for q-FFL. Li, Sanjabi, Beirami, Smith. Fair resource allocation in federated learning.
+arXiv 1905.10497.
+
+Symbols   paper  code               meaning, unit or range                      who chooses it
+          η      learning_rate      step size, > 0; the paper's L is 1/η        plan
+          τ      local_steps        local iterations of a round, >= 1           plan
+          q      fairness_exponent  in [0, 20]; 0 gives fedavg                  plan
+          F_i    "loss"             the site's loss at w̄, at least least_loss   released
+          D_i    "moved"            ‖w̄ - w_i‖² freed of noise, >= 0             released
+                 least_loss         floor of F_i, > 0                           plan
+          v_i    noise_variance     of a gradient's noise, a coordinate         the sites
+          p_i    aggregation        N_i / Σ N ("size"), or even ("uniform")     plan
+          C_l    loss_bound         and what follows: see fairness.LossRelease  plan
+Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
+          also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise; then C_l moves as in fedfdp
+          upload w_i, F_i and D_i = max(0, ‖w̄ - w_i‖² - τ η² d v_i)
+Server    with Δ_i = (w̄ - w_i)/η:  w ← w̄ - Σ p_i F_i^q Δ_i / Σ p_i (q F_i^(q-1) ‖Δ_i‖² + F_i^q/η)
+          ‖Δ_i‖² = D_i/η².  As a_i = p_i F_i^q / Σ p_j F_j^q that is a part of the way to a mean:
+          w ← w̄ + (Σ a_i w_i - w̄) / (1 + (q/η) Σ a_i D_i/F_i)
+Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
+          charged whole at every step, though loss and count are asked for at the first alone
+Neutral   q = 0 gives fedavg, bit for bit
+Differs   D_i is freed of the energy of the gradients' noise, which would shorten every step the
+          more the larger the model: τ η² d v_i, as far as the noise of one step does not bend the
+          next. In a plain run v_i = 0.
+          Losses are released, clipped and floored: a noisy one may be negative.
+          All sites take part, with weights p_i, where the paper samples them by p_i.
+
+A step is never longer than the way to the mean, so noise in F_i cannot blow it up; with q < 1 a
+loss near the floor shortens it. q is not the sampling rate, which has its letter everywhere else.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+
+from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms.fedavg import init, steps, task
+from fedpact.fairness import LossRelease
+from fedpact.local import Aggregation, round_steps, sgd, weighed, weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+__all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_exponent": 0.0})
+
+# A plain run that diverges may have any loss; its powers are to stay finite numbers.
+_MOST_LOSS = 1e9
+
+
+class Settings(LossRelease, BaseSettings):
+    """See Symbols, and fairness.LossRelease."""
+
+    learning_rate: float = Field(default=0.5, gt=0)
+    local_steps: int = Field(default=1, ge=1)
+    fairness_exponent: float = Field(default=1.0, ge=0, le=20)
+    least_loss: float = Field(default=0.01, gt=0)
+    aggregation: Aggregation = "size"
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    return {"gradient": 1.0, **settings.loss_channels}
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
+    start = task.vectors["w"]
+    bound = memory.numbers.get("loss_bound", settings.loss_bound)
+    batches = oracle.batches(1, *channels(settings))
+    batch = next(batches)
+    w = start.add(batch.gradient(start), alpha=-rate)
+    loss, bound = settings.released(batch, start, bound)
+    if steps > 1:
+        w = sgd(oracle, w, steps - 1, rate)
+    energy = steps * rate**2 * len(w) * oracle.noise_variance
+    moved = max(0.0, float((w - start).double().square().sum()) - energy)
+    numbers = {"loss": loss, "moved": moved}
+    return Local({"w": w}, numbers, State(numbers={"loss_bound": bound}))
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    fair = _fair(weighed(replies, settings.aggregation), settings)
+    mean = weighted_mean(fair, numbers=("stretch",))
+    stretch = settings.fairness_exponent / settings.learning_rate * mean.numbers["stretch"]
+    return State({"w": torch.lerp(state.vectors["w"], mean.vectors["w"], 1 / (1 + stretch))})
+
+
+def _fair(replies: Iterable[Reply], settings: Settings) -> Iterator[Reply]:
+    """The replies with weights p_i F_i^q, and D_i/F_i as "stretch"."""
+    for reply in replies:
+        loss = min(max(settings.least_loss, reply.numbers["loss"]), _MOST_LOSS)  # NaN: the least
+        weight = reply.weight * loss**settings.fairness_exponent
+        yield replace(reply, weight=weight, numbers={"stretch": reply.numbers["moved"] / loss})
