@@ -6,6 +6,7 @@ import torch
 from pydantic import ValidationError
 from scipy import stats
 
+from fedpact import algorithms
 from fedpact.algorithms import feddyn
 from fedpact.algorithms.feddyn import Settings
 from fedpact.messages import Reply, State, Task
@@ -154,6 +155,15 @@ def test_noise_settles_in_h_and_moves_w_by_one_over_alpha(alpha, rounds):
 def test_alpha_may_not_be_zero():
     with pytest.raises(ValidationError, match="proximal"):
         Settings(proximal=0.0)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "feddyn"])
+def test_steps_that_run_away_whatever_the_data_are_refused(name):
+    """w - w̄ is scaled by 1 - ηα where the loss is flat."""
+    settings = algorithms.load(name).Settings
+    with pytest.raises(ValidationError, match="proximal = 1: expected a product below 2"):
+        settings(learning_rate=2.0, proximal=1.0)
+    settings(learning_rate=1.99, proximal=1.0)
 
 
 def test_the_defaults_are_what_the_page_advises():

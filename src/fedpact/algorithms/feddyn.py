@@ -32,7 +32,7 @@ from collections.abc import Iterable
 import torch
 from pydantic import Field
 
-from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms import Neutral, fedprox
 from fedpact.algorithms.fedavg import channels, init, steps, task
 from fedpact.local import Aggregation, proximal_sgd, round_steps, weighed, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
@@ -43,11 +43,10 @@ __all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", 
 NEUTRAL: Neutral | None = None
 
 
-class Settings(fedavg.Settings):
-    """See Symbols. The defaults have α = 1/(τη)."""
+class Settings(fedprox.Settings):
+    """See Symbols. η α < 2, as in fedprox; the defaults have α = 1/(τη)."""
 
     learning_rate: float = Field(default=0.2, gt=0)
-    local_steps: int = Field(default=5, ge=1)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"
 

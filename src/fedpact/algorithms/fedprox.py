@@ -14,14 +14,18 @@ Neutral   μ = 0 gives fedavg, bit for bit
 Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
           part with weights p_i, where it samples them by p_i and averages evenly.
 
-The proximal term holds no records: it needs no clip and no noise. It pulls the gradients' noise
-back too: keep η μ <= 1, or the steps along w - w̄ overshoot. At τ = 1 it is fedavg whatever μ is.
+The proximal term holds no records: it needs no clip and no noise, and pulls that of the gradients
+back. A step along w - w̄ overshoots at η μ > 1; η μ >= 2 grows without end, and is refused. At τ = 1
+it is fedavg whatever μ is.
 """
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from fedpact.algorithms import Neutral, fedavg
 from fedpact.algorithms.fedavg import channels, init, steps, task, update
+from fedpact.errors import PlanError
 from fedpact.local import proximal_sgd, round_steps
 from fedpact.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
@@ -36,6 +40,16 @@ class Settings(fedavg.Settings):
 
     local_steps: int = Field(default=5, ge=1)
     proximal: float = Field(default=0.1, ge=0)
+
+    @model_validator(mode="after")
+    def _contracts(self) -> Self:
+        if not self.learning_rate * self.proximal < 2:
+            raise PlanError(
+                f"learning_rate = {self.learning_rate:g} and proximal = {self.proximal:g}: "
+                "expected a product below 2, as beyond it the local steps run away from the broadcast model "
+                "whatever the data are; lower either"
+            )
+        return self
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
