@@ -11,6 +11,7 @@ import pytest
 
 import fedpact
 from fedpact.cli.main import main
+from fedpact.comparison import pool
 from fedpact.comparison.pool import News
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
@@ -99,6 +100,8 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
+    refuses = 'import sys; sys.stdin.read(); print(\'{"error": "a paragraph"}\'); sys.exit(2)'
+    monkeypatch.setattr(pool, "_WORKER", [sys.executable, "-c", refuses])
     files = []
     for name, plan in PLANS.items():
         files.append(tmp_path / f"{name}.json")
@@ -114,8 +117,8 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert end.value.code == 2
     # Two of the three runs have ended before, and only the third is tried again.
     assert told.err.count("seed 3") == 1
-    assert "broken seed 3: FAILED: " in told.err
-    assert "broken seed 3 is missing: " in told.out
+    assert "broken seed 3: FAILED: a paragraph" in told.err
+    assert "broken seed 3 is missing: a paragraph" in told.out
     assert "NOT AN EQUAL COMPARISON; it differs in model" not in told.out
     assert "NOT AN EQUAL COMPARISON; it differs in seeds" in told.out
     assert "adjacency: add/remove one record; accountant: best" in told.out

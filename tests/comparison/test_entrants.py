@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.comparison.compare import compare, shares
+from fedpact.comparison.compare import compare, shares, untimed
 from fedpact.comparison.entrants import comparable, named, read_plans, seeded, seeds_of
 from fedpact.engines.inprocess import available_cores
 from fedpact.errors import InputError, PlanError
@@ -104,6 +104,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     for refuse in (lambda: comparable(plans), lambda: compare(plans, 1, tmp_path / "c")):
         with pytest.raises(PlanError, match=told):
             refuse()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_are_measured_by_time_do_not_share_a_machine(tmp_path: Path) -> None:
+    plan = Plan.parse({"budget": {"seconds": 60.0}})
+    with pytest.raises(PlanError, match=r"jobs is 2 and fedavg has budget\.seconds = 60"):
+        compare([plan], 2, tmp_path / "c", jobs=2)
+    assert untimed({"a": Plan(), "b": plan}, 0) == untimed({"b": plan}, 1) == 1
+    assert untimed({"a": Plan()}, 3) == 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -294,6 +294,16 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path: Path, pooled: bool) -> None:
+    put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
+    path = run_folder(tmp_path, "x", 0) / "privacy.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "accuracy_pooled": pooled}))
+    text = Page(write_comparison(read(tmp_path, ["x"], [0]))).text
+    assert ("Accuracy against rounds simulator only" in text) == pooled
+    assert ("on the public test set" in text) == (not pooled)
+
+
 def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
     comparison = read(tmp_path, ["one", "two"], [0])
     found = Page(write_comparison(comparison))

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedpact.cli.console import StopOnInterrupt, show
 from fedpact.comparison.compare import compare as carry_out
-from fedpact.comparison.compare import default_folder, shares
+from fedpact.comparison.compare import default_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.report.comparison import document, guarantees, inequality, rows
@@ -47,9 +47,7 @@ def compare(
     plans = read_plans(configs or [], chosen, overrides)
     folder = out or default_folder()
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
-    total = len(plans) * max(seeds, 0)
-    side_by_side, _ = shares(max(jobs, 0), total)
-    console.print(f"{total} runs in {folder}, up to {side_by_side} side by side")
+    console.print(f"{len(plans)} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
     with _Live(console) as live:
         found = carry_out(plans, seeds, folder, jobs=jobs, on_news=live, stop=stop)
@@ -124,8 +122,7 @@ def _print(comparison: Comparison) -> None:
         figures = (row.accuracy, row.psi, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
-    pooled = any(o.run.privacy.get("accuracy_pooled") for _, o in comparison.outcomes)
-    simulator = "accuracy (on held-out records), Ψ" if pooled else "Ψ"
+    simulator = "accuracy (on held-out records), Ψ" if comparison.pooled else "Ψ"
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     sentence = inequality(comparison)
     if sentence:

@@ -36,20 +36,21 @@ def compare(
     runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of the same
     plans, runs that have ended are kept, others are resumed, and missing ones are made.
     jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
-    run.workers at 0 gets its share of the cores. Runs that share cores take longer: seconds, and
-    budget.seconds, mean the same only with jobs = 1.
+    run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
+    plan has budget.seconds they go one after the other; their seconds mean the same only then.
     on_news: called with every round and every end. stop: asked every tenth of a second; true ends
     the runs under way after their round.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
     differ in more than their method are compared, and marked (Comparison.inequalities).
     Raises InputError (PlanError among them), before anything is written: no plans, plans on
-    different data, a bad name or seed, a folder that holds runs of other plans.
+    different data, a bad name or seed, a folder that holds runs of other plans, several jobs for
+    plans with budget.seconds.
     """
     entries = named(plans)
     comparable(entries)
     chosen = seeds_of(entries, seeds)
     folder = default_folder() if out is None else Path(out)
-    side_by_side, workers = shares(jobs, len(entries) * len(chosen))
+    side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
     wanted = [
         Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed))
         # All entries with one seed before the next: what is there early can be compared.
@@ -65,6 +66,18 @@ def compare(
     write_whole(folder / "comparison.json", text.encode())
     write_comparison(comparison)
     return comparison
+
+
+def untimed(plans: Mapping[str, Plan], jobs: int) -> int:
+    """Return the jobs, one where a budget is measured time, which runs side by side would share."""
+    timed = [name for name, plan in plans.items() if plan.budget.seconds is not None]
+    if timed and jobs > 1:
+        raise PlanError(
+            f"jobs is {jobs} and {timed[0]} has budget.seconds = {plans[timed[0]].budget.seconds}: "
+            "runs side by side take time from each other; give --jobs 1, or a budget of bytes or "
+            "rounds"
+        )
+    return 1 if timed else jobs
 
 
 def default_folder() -> Path:

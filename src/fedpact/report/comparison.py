@@ -127,7 +127,7 @@ def render(comparison: Comparison) -> str:
         guarantees=guarantees(comparison),
         plain=[entry.name for entry in comparison.entries if entry.private is False],
         seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
-        pooled=any(outcome.run.privacy.get("accuracy_pooled") for _, outcome in outcomes),
+        pooled=comparison.pooled,
         drawings=_drawings(comparison),
         runs=_run_rows(comparison),
     )

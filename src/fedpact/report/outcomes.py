@@ -152,6 +152,11 @@ class Comparison:
         """All runs that have ended."""
         return [(entry, outcome) for entry in self.entries for outcome in entry.outcomes]
 
+    @property
+    def pooled(self) -> bool:
+        """Whether held-out records stand in for a public test set: simulator only."""
+        return any(bool(o.run.privacy.get("accuracy_pooled")) for _, o in self.outcomes)
+
     @cached_property
     def differences(self) -> list[Difference]:
         """What the entries' plans differ in."""

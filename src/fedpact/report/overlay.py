@@ -75,7 +75,7 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
         axes.margins(x=0.02)
         legend_above(axes, columns)
         svg = sheet.svg(title)
-    return Drawing(title, svg, _caption(comparison, drawn, against))
+    return Drawing(title, svg, _caption(comparison, drawn, against), comparison.pooled)
 
 
 def curve(entry: Entry, measure: Measure, against: Against) -> Curve | None:
