@@ -46,8 +46,8 @@ class Settings(fedavg.Settings):
         if not self.learning_rate * self.proximal < 2:
             raise PlanError(
                 f"learning_rate = {self.learning_rate:g} and proximal = {self.proximal:g}: "
-                "expected a product below 2, as beyond it the local steps run away from the broadcast model "
-                "whatever the data are; lower either"
+                "expected a product below 2, as beyond it the local steps run away from the "
+                "broadcast model whatever the data are; lower either"
             )
         return self
 
