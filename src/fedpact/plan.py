@@ -4,6 +4,7 @@ data = "digits"              top level: what to train on what, how long
 [partition]                  how records become sites         (data.partition.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
+[control]                    what chooses τ                   (methods.controlled.ControlSettings)
 [server]                     what the server does with the    (methods.server.ServerSettings)
                              aggregate
 [privacy] [budget] [run]     below
@@ -25,6 +26,7 @@ from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
+from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.privacy.settings import Privacy
@@ -93,6 +95,7 @@ class Plan(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
     fairness: FairnessSettings = FairnessSettings()
+    control: ControlSettings = ControlSettings()
     server: ServerSettings = ServerSettings()
     budget: Limits = Limits()
     run: Running = Running()
@@ -112,7 +115,7 @@ class Plan(BaseModel):
                 "give sampling_rate instead"
             )
         method = self.method
-        if self.private and method.settings.plain_only:
+        if self.privacy.mode != "none" and method.settings.plain_only:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
@@ -122,7 +125,7 @@ class Plan(BaseModel):
                 'own clip, and under privacy.mode = "batch_clipped" records have none: use '
                 'privacy.mode = "per_sample"'
             )
-        calibrates = self.private and self.privacy.sigma is None
+        calibrates = self.privacy.mode != "none" and self.privacy.sigma is None
         if method.controlled and calibrates and method.iterations is None:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} chooses τ as it goes, so σ cannot be calibrated "
@@ -134,7 +137,9 @@ class Plan(BaseModel):
     @cached_property
     def method(self) -> Method:
         """The algorithm with its settings, and all that goes around it."""
-        return combined(self.algorithm, self.algorithm_settings, self.fairness, self.server)
+        return combined(
+            self.algorithm, self.algorithm_settings, self.fairness, self.control, self.server
+        )
 
     @cached_property
     def algorithm_settings(self) -> BaseSettings:
@@ -147,8 +152,17 @@ class Plan(BaseModel):
 
     @property
     def private(self) -> bool:
-        """Whether releases are protected."""
-        return self.privacy.mode != "none"
+        """Whether all that leaves the sites is protected; `unprotected` parts make it false."""
+        return not self.why_unprotected
+
+    @property
+    def why_unprotected(self) -> str:
+        """Why the run protects nobody; empty where it is private."""
+        if self.privacy.mode == "none":
+            return 'privacy.mode = "none"'
+        if self.method.unprotected:
+            return 'estimator = "raw": exact numbers over the records leave every site'
+        return ""
 
     @property
     def noisy_sizes(self) -> bool:

@@ -64,6 +64,8 @@ class Rounds:
                 self.status = "stopped"
             elif self._rounds_left(at) < 1:
                 self.status = "bytes"
+            elif self._used_up(at):
+                self.status = "iterations"
             elif limits.seconds is not None and at.costs.seconds >= limits.seconds:
                 self.status = "seconds"
             else:
@@ -109,6 +111,11 @@ class Rounds:
         )
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
+
+    def _used_up(self, at: Checkpoint) -> bool:
+        """Whether a controlled τ has no local iterations left."""
+        method = self.plan.method
+        return method.controlled and method.steps(self._begin(at)) < 1
 
     def _clock(self) -> float:
         """Seconds, for a run that has a budget of them; else nothing of time enters the state."""

@@ -28,7 +28,9 @@ def plan(case, private, workers=1):
             "rounds": ROUNDS,
             "sites": 3,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
-            "privacy": {"mode": "per_sample" if private else "none"},
+            # Where τ is chosen on the way, σ is calibrated for given iterations only.
+            "privacy": {"mode": "per_sample" if private else "none"}
+            | ({"sigma": 8.0} if case.controlled and case.iterations is None else {}),
             "run": {"workers": workers, "evaluate_every": 1},
         }
     )

@@ -38,7 +38,11 @@ def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):
     ("table", "algorithm"), [(table, name) for table in REFUSED for name in REFUSED[table]]
 )
 def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
-    on = {"fairness": {"weight": 0.1}, "server": {"optimiser": "momentum"}}
+    on = {
+        "fairness": {"weight": 0.1},
+        "control": {"kind": "ali"},
+        "server": {"optimiser": "momentum"},
+    }
     tables = {"algorithm": algorithm, "privacy": {"mode": "none"}}
     Plan.parse(tables)
     with pytest.raises(PlanError, match=f"{table}.*{algorithm}") as refusal:

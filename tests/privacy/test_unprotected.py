@@ -53,7 +53,7 @@ def test_it_is_the_mean_over_all_records(model, records):
     matrix, bias = w[:9].view(3, 3).requires_grad_(), w[9:].requires_grad_()
     mean = nn.functional.cross_entropy(records.x @ matrix.T + bias, records.y)
     mean.backward()
-    assert loss == pytest.approx(float(mean), rel=1e-5)
+    assert loss == pytest.approx(mean.item(), rel=1e-5)
     expected = torch.cat([matrix.grad.reshape(-1), bias.grad])
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 

@@ -45,6 +45,11 @@ class BaseSettings(BaseModel):
         return ""
 
     @property
+    def unprotected(self) -> bool:
+        """Whether it lets exact numbers out of the sites, so that no run with it is private."""
+        return False
+
+    @property
     def controlled(self) -> bool:
         """Whether τ follows what is left of the budgets; see methods.Method."""
         return False

@@ -135,7 +135,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         f"about {size(document['bytes'])} of messages"
     )
     if not plan.private:
-        out.print('NOT PRIVATE: privacy.mode = "none"')
+        out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
     table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
     for name, terms in document["sites"].items():

@@ -127,6 +127,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         "budget": "ended: no site has budget left",
         "bytes": "ended: the next round would exceed budget.bytes",
         "seconds": "ended: budget.seconds are over",
+        "iterations": "ended: the local iterations are used up",
         "diverged": "ended: the next model was not finite; lower the learning rate",
     }
     out.print(
@@ -145,7 +146,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             f"accountant {summary['accountant']}; covers every release of the run"
         )
     else:
-        out.print('privacy    NONE: this run was asked for with privacy.mode = "none"')
+        out.print(f"privacy    NONE: this run was asked for with {plan.why_unprotected}")
     out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
     out.print(f"time       {summary['seconds']:.1f} s")
     out.print(f"report     {result.folder / 'report.html'}")

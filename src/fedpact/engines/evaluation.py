@@ -71,6 +71,8 @@ class Evaluator:
         )
 
     def _epsilon(self) -> dict[str, float]:
+        if not self._scene.plan.private:
+            return {}
         return {
             name: terms.epsilon_after(self._ledgers[name].spent(self._run))
             for name, terms in self._scene.terms.items()

@@ -138,7 +138,7 @@ def check_deployable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if not plan.private:
         raise PlanError(
-            'privacy.mode is "none": a deployment trains private runs only; simulate the plain twin'
+            f"{plan.why_unprotected}: a deployment trains private runs only; simulate it instead"
         )
     if plan.noisy_sizes:
         raise PlanError(

@@ -44,7 +44,8 @@ class Scene:
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
         if policy:
             for site in sites:
-                policy.check_run(plan.algorithm, terms.get(site.name), (0.0, 0.0))
+                own = terms.get(site.name) if plan.private else None
+                policy.check_run(plan.algorithm, own, (0.0, 0.0))
         scene = Scene(plan, dataset, partition, sites, terms, policy)
         scene.bench(check=True)
         return scene

@@ -25,9 +25,11 @@ from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, State, Task
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
@@ -151,11 +153,12 @@ def _client(
             rates = plan.rate(site.name, size), anchor.rate if anchor else 1.0
             return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
         charge = Charge(ledger, run, task.round, task.digest + memory.digest)
+        exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
 
         def left() -> float:
             return terms.steps_after(ledger.spent(run))
 
-        return PrivateOracle(records, bench.private, terms, draws, charge, left)
+        return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
 
     memory = folder.site(site.name) / "memory.safetensors"
     return Client(

@@ -49,6 +49,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
     covers, uncovered = _scope(scene.plan)
     return {
         "private": scene.plan.private,
+        "why_unprotected": scene.plan.why_unprotected,
         "unit": "record",
         "adjacency": ADJACENCY,
         "mechanism": scene.plan.privacy.mode,
@@ -81,7 +82,9 @@ def _scope(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def site_terms(scene: Scene) -> dict[str, Any]:
-    """Return each site's terms as plain data; empty in a plain run."""
+    """Return each site's terms as plain data; empty where the run protects nobody."""
+    if not scene.plan.private:
+        return {}
     return {name: described(terms) for name, terms in scene.terms.items()}
 
 
@@ -123,7 +126,7 @@ def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
         "epsilon": dict(last.epsilon),
-        "delta": {name: terms.budget.delta for name, terms in scene.terms.items()},
+        "delta": {n: t.budget.delta for n, t in scene.terms.items() if scene.plan.private},
         "adjacency": ADJACENCY if scene.plan.private else None,
         "accountant": scene.plan.privacy.accountant if scene.plan.private else None,
         "model_parameters": FlatModel(scene.module()).size,

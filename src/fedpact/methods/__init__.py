@@ -40,6 +40,11 @@ class Method:
         return self.settings.weighs_records
 
     @property
+    def unprotected(self) -> bool:
+        """Whether exact numbers leave the sites, so that no run with it is private."""
+        return self.settings.unprotected
+
+    @property
     def controlled(self) -> bool:
         """Whether τ follows what is left of the budgets, which the loop then writes to the state.
 
@@ -93,6 +98,11 @@ class Around(Method):
     def weighs_records(self) -> bool:
         """See Method."""
         return self.inner.weighs_records
+
+    @property
+    def unprotected(self) -> bool:
+        """See Method."""
+        return self.inner.unprotected
 
     @property
     def controlled(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Final
 from fedpact.algorithms import BaseSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
+from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.server import ServerOptimised, ServerSettings
 
@@ -22,6 +23,10 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "weight that follows the loss moves too: the weighted difference has no such bound",
         "ldp_fedsgd": "it sends a gradient, not a model at which the site could release its loss",
     },
+    "control": {
+        "ali_dpfl": "it chooses τ by itself, as fedavg with [control] does",
+        "ldp_fedsgd": "it makes one step a round, so there is no τ to choose",
+    },
     "server": {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
@@ -31,7 +36,11 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
 
 
 def combined(
-    name: str, settings: BaseSettings, fairness: FairnessSettings, server: ServerSettings
+    name: str,
+    settings: BaseSettings,
+    fairness: FairnessSettings,
+    control: ControlSettings,
+    server: ServerSettings,
 ) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
@@ -41,6 +50,9 @@ def combined(
     if server.optimiser != "none":
         _check("server", name)
         method = ServerOptimised(method, server)
+    if control.kind != "fixed":
+        _check("control", name)
+        method = Controlled(method, control)
     return method
 
 

@@ -20,6 +20,7 @@ _STATUS = {
     "stopped": "stopped on request; it can be resumed",
     "budget": "ended early: the sites' budgets of ε did not allow the next round",
     "bytes": "ended early: the next round would exceed the budget of bytes",
+    "iterations": "ended: the local iterations are used up",
     "diverged": "ended early: the next model was not finite",
 }
 _CODES = {
@@ -102,6 +103,7 @@ def headline(run: RunFolder) -> list[Card]:
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
             f"τ = {run.last.steps} local steps in the last; {_STATUS.get(run.status, run.status)}",
         ),
+        *_control_card(run),
         Card(
             "bytes sent",
             size(down + up),
@@ -152,6 +154,17 @@ def _epsilon_card(run: RunFolder) -> Card:
         f"{run.privacy['accountant']}" + (f"; OVER BUDGET: {', '.join(over[:5])}" if over else ""),
         bad=bool(over),
     )
+
+
+def _control_card(run: RunFolder) -> list[Card]:
+    """What a controller of τ did, and how often it had no clear estimate to go by."""
+    even = run.last.numbers.get("control/even")
+    if even is None:
+        return []
+    chosen = [record.steps for record in run.records[1:]]
+    note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a clear "
+    note += f"estimate, in {even:,.0f} of {len(chosen):,} rounds"
+    return [Card("local iterations", f"{sum(chosen):,}", note)] if chosen else []
 
 
 def _audit_card(run: RunFolder) -> list[Card]:

@@ -1,0 +1,101 @@
+"""ALI-DPFL. Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with
+adaptive local iterations. arXiv 2308.10457. Its plain form chooses τ alike, without noise.
+
+Symbols   paper  code              meaning, unit or range                        who chooses it
+          η      learning_rate     step size, > 0                                plan
+          κ      kappa             φλ² > 0: the larger, the more local work      plan
+          R_c    iterations        local iterations of all rounds, or None       plan, or the sites
+          R_s    rounds left       by plan.rounds and the budgets of bytes and   plan
+                                   seconds
+          τ_m    most_local_steps  no round has more, in 1..100                  plan
+          ρ β ξ  control.server    estimates, averaged over sites and rounds     released
+Client    as FedAvg, with the round's τ; beside w_i the numbers of control.site
+Server    w ← Σ p_i w_i
+          T(τ) = min(iterations left, τ · rounds left)
+          τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m);  theory.tau has h
+Releases  τ gradient sums: τ events. The numbers follow from them and cost nothing.
+Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
+Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5.
+          φ and λ are unknown, and only κ moves the minimum.
+          ρ, β and ξ come from noisy gradients instead of the records (estimator "raw" is the
+          paper's, leaves the sites unprotected, and makes the run's report say so); they are roots
+          of mean squares over the sites. Without a clear estimate τ is the budgets' even split.
+          The last round is shortened, so that no site's budget is exceeded.
+"""
+
+from collections.abc import Iterable
+
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral, fedavg
+from fedpact.control import Ali, Controller
+from fedpact.local import weighted_mean
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+NEUTRAL: Neutral | None = Neutral(
+    parent="fedavg", settings={"most_local_steps": 1}, parent_settings={"local_steps": 1}
+)
+
+
+class Settings(BaseSettings, Ali):
+    """See Symbols, and control.Ali."""
+
+    learning_rate: float = Field(default=0.5, gt=0)
+
+    @property
+    def controlled(self) -> bool:
+        """See BaseSettings."""
+        return True
+
+    @property
+    def total_iterations(self) -> int | None:
+        """See BaseSettings."""
+        return self.iterations
+
+    @property
+    def unprotected(self) -> bool:
+        """See BaseSettings."""
+        return self.estimator == "raw"
+
+    @property
+    def controller(self) -> Controller:
+        """What chooses τ."""
+        return Controller(self, self.learning_rate)
+
+
+def channels(settings: Settings) -> dict[str, float]:
+    """See Algorithm."""
+    del settings
+    return {"gradient": 1.0}
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """See Algorithm; 0 where the iterations are used up."""
+    return settings.controller.steps(state)
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """See Algorithm."""
+    return settings.controller.init(State({"w": w}))
+
+
+def task(state: State, settings: Settings) -> State:
+    """See Algorithm."""
+    return settings.controller.task(state, lambda rest: rest)
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """See Algorithm."""
+    solver = fedavg.Settings(learning_rate=settings.learning_rate)
+
+    def inner(task: Task, oracle: Oracle, memory: State) -> Local:
+        return fedavg.local(task, oracle, memory, solver)
+
+    return settings.controller.local(task, oracle, memory, inner)
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """See Algorithm."""
+    return settings.controller.update(state, replies, lambda _, replies: weighted_mean(replies))

@@ -1,0 +1,98 @@
+"""τ chosen anew each round around any algorithm with local steps: ALI-DPFL's controller (control).
+
+Around fedavg this is ali_dpfl, bit for bit. The algorithm's own local_steps count for nothing.
+Solvers other than plain SGD are the controller's business too: its sites find out by themselves
+that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, Self
+
+from pydantic import model_validator
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings
+from fedpact.control import Ali, Controller
+from fedpact.errors import PlanError
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.methods import Around, Method
+from fedpact.privacy.oracle import Oracle
+
+
+class ControlSettings(Ali):
+    """The [control] table of a plan.
+
+    kind: "fixed" leaves τ to the algorithm; "ali" chooses it as control.Ali says, by the rest.
+    """
+
+    kind: Literal["fixed", "ali"] = "fixed"
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        given = self.model_dump(exclude={"kind"}, exclude_defaults=True)
+        if self.kind == "fixed" and given:
+            raise ValueError(
+                f'{", ".join(given)} given with kind = "fixed", which has no use for it: set '
+                'control.kind = "ali", or leave it out'
+            )
+        return self
+
+
+class Controlled(Around):
+    """A method whose τ a controller chooses. Raises PlanError: no local steps, or chosen twice."""
+
+    def __init__(self, inner: Method, ali: Ali) -> None:
+        super().__init__(inner)
+        self._ali, self._controller = ali, Controller(ali, _step_size(inner))
+
+    @property
+    def controlled(self) -> bool:
+        """See Method."""
+        return True
+
+    @property
+    def iterations(self) -> int | None:
+        """See Method."""
+        return self._ali.iterations
+
+    @property
+    def unprotected(self) -> bool:
+        """See Method."""
+        return self.inner.unprotected or self._ali.estimator == "raw"
+
+    def steps(self, state: State | None = None) -> int:
+        """See Method; 0 where the iterations are used up."""
+        return self._controller.steps(state)
+
+    def init(self, w: Tensor) -> State:
+        """See Method."""
+        return self._controller.init(self.inner.init(w))
+
+    def task(self, state: State) -> State:
+        """See Method."""
+        return self._controller.task(state, self.inner.task)
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """See Method."""
+        return self._controller.local(task, oracle, memory, self.inner.local)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method."""
+        return self._controller.update(state, replies, self.inner.update)
+
+
+def _step_size(inner: Method) -> float:
+    """Return η, from the settings' `step_size` where they have one, else `learning_rate`."""
+    settings: BaseSettings = inner.settings
+    rate = getattr(settings, "step_size", None) or getattr(settings, "learning_rate", None)
+    if inner.controlled or rate is None or not hasattr(settings, "local_steps"):
+        raise PlanError(
+            f'control.kind = "ali" with algorithm = {inner.name!r}: expected an algorithm with '
+            "local_steps and a learning_rate of its own; choose another, or leave [control] out"
+        )
+    if "local_steps" in settings.model_fields_set:
+        raise PlanError(
+            f'settings.local_steps = {settings.local_steps} with control.kind = "ali", which '  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            "chooses τ: leave it out; control.most_local_steps limits τ"
+        )
+    return float(rate)

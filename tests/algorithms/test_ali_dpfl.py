@@ -1,0 +1,224 @@
+"""ALI-DPFL in whole runs: its budgets, its neutral forms, and what its raw estimator costs."""
+
+import math
+
+import pytest
+import torch
+
+from fedpact.data.datasets import from_arrays
+from fedpact.engines.simulation import simulate
+from fedpact.errors import PlanError, PolicyRefused
+from fedpact.folder import Checkpoint, Folder
+from fedpact.plan import Plan
+from fedpact.privacy.ledger import read_entries
+from fedpact.report.page import write_report
+
+BASE = {
+    "sites": 3,
+    "rounds": 12,
+    "sampling_rate": 0.4,
+    "partition": {"kind": "dirichlet", "held_out": 0.25},
+    "run": {"workers": 1, "evaluate_every": 100},
+}
+ALI = {"algorithm": "ali_dpfl", "settings": {"iterations": 31, "learning_rate": 0.3}}
+CONTROL = {
+    "algorithm": "fedavg",
+    "settings": {"learning_rate": 0.3},
+    "control": {"kind": "ali", "iterations": 31},
+}
+
+
+def plan(*tables, **more):
+    whole = dict(BASE)
+    for table in (*tables, more):
+        whole |= table
+    return Plan.parse(whole)
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(90, 4, generator=generator)
+    return from_arrays(x, torch.randint(3, (90,), generator=generator))
+
+
+def charged(result):
+    """Each site's charged events by round."""
+    return [
+        [e["count"] for e in read_entries(path) if e["kind"] == "charge"]
+        for path in sorted(result.folder.rglob("ledger.jsonl"))
+    ]
+
+
+def steps(result):
+    return [record.steps for record in result.records[1:]]
+
+
+PRIVATE = {"privacy": {"epsilon": 2.0}}
+PLAIN = {"privacy": {"mode": "none"}}
+
+
+@pytest.mark.parametrize("privacy", [PRIVATE, PLAIN], ids=["private", "plain"])
+def test_it_is_fedavg_with_the_controller_bit_for_bit(privacy, data, tmp_path):
+    runs = [
+        simulate(plan(tables, privacy), tmp_path / name, data=data)
+        for name, tables in {"ali": ALI, "control": CONTROL}.items()
+    ]
+    # The whole state; the bytes sent differ by the length of the algorithm's name.
+    states = [r.folder.joinpath("state.safetensors").read_bytes() for r in runs]
+    kept = [Checkpoint.from_bytes(state).state.digest for state in states]
+    assert kept[0] == kept[1]
+    assert steps(runs[0]) == steps(runs[1])
+    assert runs[0].records[-1].numbers == runs[1].records[-1].numbers
+    assert len(set(steps(runs[0]))) > 1
+
+
+def test_a_fixed_controller_is_none(data, tmp_path):
+    tables = {"algorithm": "fedavg", "settings": {"local_steps": 2}}
+    without = simulate(plan(tables, PRIVATE), tmp_path / "without", data=data)
+    fixed = simulate(plan(tables, PRIVATE, control={"kind": "fixed"}), tmp_path / "f", data=data)
+    states = [(r.folder / "state.safetensors").read_bytes() for r in (without, fixed)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("estimates", [1e6, 1.0], ids=["much work", "the default"])
+def test_calibrated_noise_pays_for_all_iterations_and_no_more(estimates, data, tmp_path):
+    """The ledgers hold what the rounds say, within the budget, and the run ends by itself."""
+    settings = {**ALI["settings"], "kappa": estimates}
+    result = simulate(plan(ALI, PRIVATE, settings=settings), tmp_path / "run", data=data)
+    for site in charged(result):
+        assert site == steps(result)
+    total = sum(steps(result))
+    assert total == 31 or len(result.records) == 13
+    assert total <= 31
+    assert max(result.records[-1].epsilon.values()) <= 2.0
+    if estimates > 1:
+        assert total == 31
+        assert max(result.records[-1].epsilon.values()) > 1.9
+
+
+def test_the_run_ends_when_the_iterations_are_used_up(data, tmp_path):
+    result = simulate(plan(ALI, PRIVATE, rounds=100), tmp_path / "run", data=data)
+    assert result.summary["status"] == "iterations"
+    assert steps(result) == [1] * 31  # R_s >= R_c
+    assert not any(record.refused for record in result.records)
+    again = simulate(plan(ALI, PRIVATE, rounds=100), tmp_path / "run", data=data)
+    assert again.summary == result.summary
+    page = write_report(result.folder).read_text()
+    assert "the local iterations are used up" in page
+    assert "for want of a clear estimate, in 30 of 31 rounds" in " ".join(page.split())
+
+
+def test_given_noise_lets_the_tightest_site_decide(data, tmp_path):
+    """Without R_c the budgets allow unlike numbers of steps; the least of them is used up."""
+    grants = {"sigma": 2.0, "epsilon": [6.0, 4.0, 8.0]}
+    settings = {"learning_rate": 0.3, "kappa": 1e6}
+    asked = plan({"algorithm": "ali_dpfl", "settings": settings}, rounds=9, privacy=grants)
+    result = simulate(asked, tmp_path / "run", data=data)
+    terms = asked.terms(dict.fromkeys(result.records[-1].epsilon, 20.0))
+    least = min(each.steps for each in terms.values())
+    assert 9 < least == sum(steps(result)) < max(each.steps for each in terms.values())
+    spent = list(result.records[-1].epsilon.values())
+    assert all(e <= allowed for e, allowed in zip(spent, grants["epsilon"], strict=True))
+
+
+def test_as_many_rounds_as_iterations_give_fedavg(data, tmp_path):
+    """R_s >= R_c: τ = 1 in every round, and fedavg's model bit for bit."""
+    settings = {**ALI["settings"], "iterations": 12}
+    ali = simulate(plan(ALI, PRIVATE, settings=settings), tmp_path / "ali", data=data)
+    one = {"algorithm": "fedavg", "settings": {"learning_rate": 0.3}}
+    fedavg = simulate(plan(one, PRIVATE), tmp_path / "fedavg", data=data)
+    assert steps(ali) == [1] * 12
+    models = [(r.folder / "model.safetensors").read_bytes() for r in (ali, fedavg)]
+    assert models[0] == models[1]
+
+
+def test_bytes_limit_the_rounds_too(data, tmp_path):
+    """With bytes for a few rounds only, the iterations go into those."""
+    free = simulate(plan(ALI, PRIVATE), tmp_path / "free", data=data)
+    sent = free.summary["bytes_up"] + free.summary["bytes_down"]
+    few = plan(ALI, PRIVATE, budget={"bytes": sent // 2})
+    result = simulate(few, tmp_path / "few", data=data)
+    assert result.summary["bytes_up"] + result.summary["bytes_down"] <= sent // 2
+    assert len(steps(result)) <= 6
+    assert max(steps(result)) > max(steps(free))
+
+
+# ---------------------------------------------------------------- raw estimates
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{**ALI, "settings": {**ALI["settings"], "estimator": "raw"}},
+     {**CONTROL, "control": {**CONTROL["control"], "estimator": "raw"}}],
+    ids=["ali_dpfl", "control"],
+)  # fmt: skip
+def test_raw_estimates_make_the_run_not_private(tables, data, tmp_path):
+    """Though it clips and adds noise: statement, summary, ledgers and page say so."""
+    result = simulate(plan(tables, PRIVATE), tmp_path / "run", data=data)
+    statement = Folder(result.folder).read_json("privacy.json")
+    assert statement["private"] is False
+    assert "raw" in statement["why_unprotected"]
+    assert statement["sites"] == {}
+    assert statement["covers"] == []
+    assert result.summary["private"] is False
+    assert result.summary["epsilon"] == result.summary["delta"] == {}
+    assert result.summary["accountant"] is None
+    assert all(record.epsilon == {} for record in result.records)
+    for path in sorted(result.folder.rglob("ledger.jsonl")):
+        kinds = [entry["kind"] for entry in read_entries(path)]
+        assert kinds.count("unprotected") >= len(steps(result))
+    page = " ".join(write_report(result.folder).read_text().split())
+    assert "NOT PRIVATE" in page
+    assert "took exact numbers over the records out of every site" in page
+    assert sum(steps(result)) <= 31
+
+
+def test_a_plain_run_may_have_raw_estimates(data, tmp_path):
+    settings = {**ALI["settings"], "estimator": "raw"}
+    result = simulate(plan(ALI, PLAIN, settings=settings), tmp_path / "run", data=data)
+    assert result.records[-1].numbers["control/pairs"] == len(steps(result)) - 1
+
+
+def test_a_site_with_a_policy_refuses_raw_estimates(data, tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        'algorithms = ["ali_dpfl"]\nreleases = ["gradient"]\nepsilon_per_run = 9\n'
+        "delta_per_run = 1e-4\nepsilon_ever = 9\ndelta_ever = 1e-4\nsmallest_sigma = 0.1\n"
+    )
+    allowed = plan(ALI, PRIVATE, rounds=2, policy=str(policy))
+    simulate(allowed, tmp_path / "allowed", data=data)
+    settings = {**ALI["settings"], "estimator": "raw"}
+    raw = plan(ALI, PRIVATE, rounds=2, policy=str(policy), settings=settings)
+    with pytest.raises(PolicyRefused, match="without privacy"):
+        simulate(raw, tmp_path / "raw", data=data)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"algorithm": "ali_dpfl"}, ["settings.iterations", "privacy.sigma"]),
+        ({"control": {"kind": "ali"}}, ["control.iterations", "privacy.sigma"]),
+        ({"control": {"kappa": 2.0}}, ["kappa", 'kind = "ali"']),
+        ({"control": {"kind": "ali", "kappa": 0.0}}, ["control.kappa", "greater than 0"]),
+        ({"control": {"kind": "ali", "most_local_steps": 101}}, ["most_local_steps", "100"]),
+        ({**CONTROL, "settings": {"local_steps": 3}}, ["local_steps = 3", "most_local_steps"]),
+        ({**CONTROL, "algorithm": "ldp_fedsgd"}, ["one step a round"]),
+        ({**CONTROL, "algorithm": "ali_dpfl", "settings": {}}, ["chooses τ by itself"]),
+        ({"control": {"kind": "fastest"}}, ["control.kind", "fixed"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tables, told):
+    with pytest.raises(PlanError) as refused:
+        plan(tables)
+    for words in told:
+        assert words in str(refused.value)
+
+
+def test_a_controlled_run_reserves_its_iterations():
+    terms = plan(ALI, PRIVATE).terms({"a": 50.0})["a"]
+    assert terms.steps == 31
+    assert math.isfinite(terms.sigmas["gradient"])
