@@ -7,7 +7,7 @@ rules turn them into norms and sums (cover, layers), and what has no rule is rep
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -37,15 +37,20 @@ class Measured:
 
 
 _FEW = 32
+_EXACT = torch.float64
 
 # A module's share of a pass: (its parameter names -> the model's, its Part).
 _Share = tuple[dict[str, str], Part]
 
 
 class BookKeeping:
-    """Measures batches. Raises ModelError where a model or a loss does not keep records apart."""
+    """Measures batches; call it without gradient.
+
+    Raises ModelError where a model or a loss does not keep records apart.
+    """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
+        _keep_memory()
         self._model, self._loss = model, loss
         self.cover = Cover(model)
         self.plan = Plan.of(model, self.cover.owners)
@@ -59,19 +64,16 @@ class BookKeeping:
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
         for rows in self._parts(len(x)):
-            yield from self._gradients(x, y, rows)
-
-    def _gradients(self, x: Tensor, y: Tensor, rows: slice) -> Iterator[tuple[slice, Measured]]:
-        if not self._random:
-            try:
-                losses, calls = self._pass(x[rows], y[rows])
-                yield rows, self._measured(losses, self._shares(calls))
-                return
-            except Random:
-                self._random = True
-        for inner in slices(rows, self._whole.step):
-            losses, found = self._whole.rows(x[inner], y[inner])
-            yield inner, self._measured(losses, [self._whole.share(found)])
+            if not self._random:
+                try:
+                    losses, calls = self._pass(x[rows], y[rows])
+                    yield rows, self._measured(losses, self._shares(calls))
+                    continue
+                except Random:
+                    self._random = True
+            for inner in slices(rows, self._whole.step):
+                losses, found = self._whole.rows(x[inner], y[inner])
+                yield inner, self._measured(losses, [self._whole.share(found)])
 
     def differences(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
@@ -104,12 +106,11 @@ class BookKeeping:
         self._model.load(w)
         above, after = self._pass(x, y)
         shares: list[_Share] = []
-        with torch.no_grad():
-            for owner, layer in layers:
-                both = after.pop(0), before.pop(0)
-                if any(both):
-                    part = difference(owner.module, layer.rule, frozenset(owner.names), both)
-                    shares.append((owner.names, part))
+        for owner, layer in layers:
+            both = after.pop(0), before.pop(0)
+            if any(both):
+                part = difference(owner.module, layer.rule, frozenset(owner.names), both)
+                shares.append((owner.names, part))
         return self._measured(_both(above, below), shares)
 
     def _parts(self, batch: int) -> list[slice]:
@@ -164,27 +165,25 @@ class BookKeeping:
 
     def _shares(self, calls: list[list[Call]]) -> list[_Share]:
         shares: list[_Share] = []
-        with torch.no_grad():
-            for owner in self.cover.owners:
-                # Let go of each layer's calls: a rule holds what it still needs.
-                made = calls.pop(0)
-                if made:
-                    shares.append((owner.names, owner.measure(made)))
+        for owner in self.cover.owners:
+            # Let go of each layer's calls: a rule holds what it still needs.
+            made = calls.pop(0)
+            if made:
+                shares.append((owner.names, owner.measure(made)))
         return shares
 
     def _measured(self, losses: Tensor, shares: list[_Share]) -> Measured:
-        # The layers' shares of the squared norm are summed in float64.
-        squares = torch.zeros_like(losses, dtype=torch.float64)
-        for _, part in shares:
-            squares += part.squares
-
         def add(c: Tensor, total: Tensor) -> None:
             views = dict(self._model.views(total))
-            with torch.no_grad():
-                for names, part in shares:
-                    part.write(c, {local: views[name] for local, name in names.items()})
+            for names, part in shares:
+                part.write(c, {local: views[name] for local, name in names.items()})
 
-        return Measured(losses, squares.sqrt().to(losses.dtype), add)
+        squares = [part.squares for _, part in shares]
+        if not squares:
+            return Measured(losses, torch.zeros_like(losses), add)
+        # The layers' shares of the squared norm are summed in float64.
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0, dtype=_EXACT)
+        return Measured(losses, total.sqrt().to(losses.dtype), add)
 
 
 def _checked(owner: Owner, calls: list[Call]) -> list[Call]:
@@ -193,6 +192,17 @@ def _checked(owner: Owner, calls: list[Call]) -> list[Call]:
     for call in live:
         call.check(owner.path)
     return live
+
+
+@cache
+def _keep_memory() -> None:
+    """Have the C library keep freed memory for the next step, which asks for the same again.
+
+    glibc takes each tensor of some MiB from the system and gives it back, at the price of zeroing
+    its pages, until it has seen one of 32 MiB or less freed; then it keeps what is smaller. This
+    one is never written to, so it costs nothing.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _by_pixel(x: Tensor) -> Tensor:

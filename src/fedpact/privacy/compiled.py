@@ -27,7 +27,9 @@ class Plan:
     """The stages of one model, in order."""
 
     def __init__(self, stages: list[Stage], modules: list[nn.Module], model: FlatModel) -> None:
-        self._stages, self._modules, self._model = stages, modules, model
+        self._stages, self._model = stages, model
+        self._states = [vars(module) for module in modules]
+        self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
         owners = [isinstance(stage, Weighted) and stage.owner is not None for stage in stages]
         self._first = owners.index(True)
         self._by_autograd = any(isinstance(stage, Other) for stage in stages)
@@ -54,7 +56,7 @@ class Plan:
     @property
     def holds(self) -> bool:
         """Whether the modules are still no more than their layers: hooks may have been added."""
-        return not any(_changed(module) for module in self._modules)
+        return not (any(self._hooks) or any("forward" in state for state in self._states))
 
     def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, dict[int, Call]]:
         """Losses, and the call of each owner by its module's id; none where no loss depends on it.
@@ -63,19 +65,18 @@ class Plan:
         """
         if not self._by_autograd:
             return self._run(x, y, loss)
-        with requiring_grad(self._model.module.parameters(), False):
+        with requiring_grad(self._model.module.parameters(), False), torch.no_grad():
             return self._run(x, y, loss)
 
     def _run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, dict[int, Call]]:
-        with torch.no_grad():
-            for stage in self._stages:
-                x = stage.forward(x)
-            losses, g = _differentiated(loss, x, y)
-            del x
-            if g is None:
-                return losses, {}
-            for i in reversed(range(self._first, len(self._stages))):
-                g = self._stages[i].backward(g, wanted=i > self._first)
+        for stage in self._stages:
+            x = stage.forward(x)
+        losses, g = _differentiated(loss, x, y)
+        del x
+        if g is None:
+            return losses, {}
+        for i in reversed(range(self._first, len(self._stages))):
+            g = self._stages[i].backward(g, wanted=i > self._first)
         return losses, {
             id(stage.owner.module): stage.taken()
             for stage in self._stages
@@ -98,10 +99,10 @@ def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Ten
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     log = torch.log_softmax(outputs, 1)
-    losses, total = _aten.nll_loss_forward(log, y, None, 0, -100)
+    losses, total = _aten.nll_loss_forward.default(log, y, None, 0, -100)
     ones = torch.ones_like(losses)
-    g = _aten.nll_loss_backward(ones, log, y, None, 0, -100, total)
-    return losses, _aten._log_softmax_backward_data(g, log, 1, log.dtype)
+    g = _aten.nll_loss_backward.default(ones, log, y, None, 0, -100, total)
+    return losses, _aten._log_softmax_backward_data.default(g, log, 1, log.dtype)
 
 
 def _chain(module: nn.Module) -> list[nn.Module] | None:

@@ -1,7 +1,12 @@
 """Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
 
-A batch of n convolutions with one weight is one convolution with n groups and n weights. The
-gradient of those weights is the per-sample gradient, by torch's own routine.
+Three ways to instantiate them, each the fastest where it applies:
+
+many channels   A batch of n convolutions with one weight is one convolution with n groups and n
+                weights, whose gradient is the per-sample gradient, by torch's own routine.
+few channels    Patches are small: they are laid out and multiplied with g.
+before a pool   Max-pooling leaves g one number a window: only the rows u_jt that it takes are
+                summed (pooled).
 """
 
 from collections.abc import Callable
@@ -13,11 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedpact.privacy import parts
 from fedpact.privacy.parts import Outer, Sizes, Views, joined
 
 Conv = nn.Conv1d | nn.Conv2d
 
-_backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution_backward)
+# With more groups at a time torch's routine falls out of the cache.
+_GROUPS = 16
+
+_backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,18 @@ class Geometry:
         x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
         return self.gradient(g, x, weight.new_empty(1).expand(shape), padding, n, 1).view(n, -1)
 
+    def weight_rows_by_patches(self, x: Tensor, g: Tensor) -> Tensor:
+        """The same for one group."""
+        x = self.padded(x).contiguous()
+        n, channels, height, width = x.shape
+        (down, along), (dh, dw) = self.stride, self.dilation
+        shape = (n, channels, *self.kernel, *g.shape[2:])
+        area = height * width
+        steps = (channels * area, area, dh * width, dw, down * width, along)
+        columns = x.as_strided(shape, steps).reshape(n, -1, g[0, 0].numel())
+        # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
+        return (columns @ g.flatten(2).mT).mT.reshape(n, -1)
+
     def weight_sum(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """Σ_j of the per-sample gradients, in the weight's shape with height 1 for a Conv1d."""
         x, padding = self._padded(x)
@@ -87,7 +108,7 @@ class Geometry:
 
     def patches(self, x: Tensor) -> Tensor:
         """The patches of x [n, C, H, W] as [n·groups, T, K], K over (channel, h, w)."""
-        x = F.pad(x, self.pad, mode=self.mode)
+        x = self.padded(x)
         x = x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
         return F.unfold(x, self.kernel, self.dilation, 0, self.stride).mT
 
@@ -95,7 +116,11 @@ class Geometry:
         """The input, and the zeros that torch is to add to it."""
         if self.plain:
             return x, [self.pad[2], self.pad[0]]
-        return F.pad(x, self.pad, mode=self.mode), [0, 0]
+        return self.padded(x), [0, 0]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The input with its border."""
+        return F.pad(x, self.pad, mode=self.mode) if any(self.pad) else x
 
 
 class Convolution(Outer):
@@ -114,8 +139,10 @@ class Convolution(Outer):
             width=self._weight[0].numel(),
             element=self._weight.element_size(),
         )
-        # oneDNN has fast grouped kernels for one channel a group and for whole vectors of them.
-        self.most = 16 if channels == 1 or channels % 8 == 0 else 1
+        # torch's routines for groups work on one channel a group or on whole vectors of channels.
+        self._few = channels % 8 > 0 and groups == 1
+        columns = self.sizes.length * self.sizes.width * self.sizes.element
+        self.most = parts.CHUNK_BYTES // columns if self._few else _GROUPS
 
     def factors(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """See Outer."""
@@ -125,10 +152,12 @@ class Convolution(Outer):
 
     def gradients(self, chunk: slice) -> Tensor:
         """See Outer."""
-        return reduce(
-            torch.add,
-            (self._geometry.weight_rows(x[chunk], g[chunk], self._weight) for x, g in self._pairs),
-        )
+        return reduce(torch.add, (self._rows(x[chunk], g[chunk]) for x, g in self._pairs))
+
+    def _rows(self, x: Tensor, g: Tensor) -> Tensor:
+        if self._few:
+            return self._geometry.weight_rows_by_patches(x, g)
+        return self._geometry.weight_rows(x, g, self._weight)
 
     def write_sum(self, c: Tensor, views: Views) -> None:
         """See Outer."""

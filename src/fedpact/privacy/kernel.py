@@ -71,9 +71,7 @@ class PerSampleKernel:
         if clip != math.inf:
             check.positive(clip=clip)
 
-        def weigh(losses: Tensor, _: slice) -> Tensor:
-            return _weights(weights, losses)
-
+        weigh = None if weights is None else partial(_asked, weights)
         return self._sum(self._level.gradients, x.detach(), y, clip, weigh)
 
     def clipped_difference(
@@ -94,7 +92,7 @@ class PerSampleKernel:
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
             return self._level.differences(x, y, w, anchor)
 
-        total = self._sum(measure, x.detach(), y, bound, lambda losses, _: torch.ones_like(losses))
+        total = self._sum(measure, x.detach(), y, bound, None)
         self.model.load(w)
         return total
 
@@ -123,20 +121,31 @@ class PerSampleKernel:
                 rows.append(_flat(gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
-    def _sum(self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
+    @torch.no_grad()
+    def _sum(
+        self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None
+    ) -> Tensor:
         total = torch.zeros_like(self.model.vector)
         if len(x) == 0:
             return total
         self._mixers.check()
         for rows, measured in measure(x, y):
-            w = weigh(measured.losses, rows).clamp_min(0)
-            good = measured.losses.isfinite() & measured.norms.isfinite() & w.isfinite()
-            if good.all():
-                measured.add(torch.minimum(w, clip / measured.norms), total)
+            w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
+            known = (
+                [measured.losses, measured.norms]
+                if w is None
+                else [measured.losses, measured.norms, w]
+            )
+            if _all_finite(known):
+                c = clip / measured.norms
+                measured.add(c.clamp_max(1) if w is None else torch.minimum(w, c), total)
             else:
                 # 0 times infinity is no number, so the others are summed without the bad ones.
-                weigh_good = partial(_fixed, w[good])
+                good = torch.stack(known).isfinite().all(0)
+                weigh_good = None if w is None else partial(_fixed, w[good])
                 total += self._sum(measure, x[rows][good], y[rows][good], clip, weigh_good)
+            # Let go of it before the next slice is measured.
+            del measured
         return total
 
 
@@ -200,6 +209,17 @@ def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
     return w[rows]
 
 
+def _all_finite(known: list[Tensor]) -> bool:
+    # Their sums are finite only if they are; a sum may overflow, so the other way is looked at.
+    if math.isfinite(sum(float(t.sum()) for t in known)):
+        return True
+    return bool(torch.stack(known).isfinite().all())
+
+
+def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
+    return _weights(weights, losses)
+
+
 def _weights(weights: Weights | None, losses: Tensor) -> Tensor:
     if weights is None:
         return torch.ones_like(losses)
@@ -208,7 +228,7 @@ def _weights(weights: Weights | None, losses: Tensor) -> Tensor:
         raise ModelError(
             f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
         )
-    return w
+    return w.to(losses.dtype)
 
 
 def _losses(model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> Tensor:

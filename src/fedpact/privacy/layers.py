@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedpact.privacy.convolution import Conv, Convolution
 from fedpact.privacy.parts import Outer, Part, Sizes, Views, joined, kept, square_sums, together
+from fedpact.privacy.pooled import PooledConvolution, applies
 from fedpact.privacy.tape import Call
 
 Rule = Callable[[nn.Module, list[Call], frozenset[str]], Part]
@@ -104,7 +105,11 @@ def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> 
     bias = torch.stack([g.flatten(2).sum(2) for g in grads]).sum(0) if "bias" in names else None
     if "weight" not in names:
         return _with_bias(None, bias)
-    return _with_bias(Convolution(cast(Conv, module), inputs, grads).part(), bias)
+    conv = cast(Conv, module)
+    if len(calls) == 1 and calls[0].pooled and applies(conv, grads[0], calls[0].pooled):
+        outer = PooledConvolution(conv, inputs[0], grads[0], calls[0].pooled)
+        return _with_bias(outer.part(), bias)
+    return _with_bias(Convolution(conv, inputs, grads).part(), bias)
 
 
 # Embedding

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KEEP_BYTES = 30 * 2**20
-"""Up to this size per-sample gradients are kept from the norms to the sum.
+KEEP_BYTES = 20 * 2**20
+"""Up to this size a layer's per-sample gradients are kept from the norms to the sum.
 
-Allocators hand out larger pieces anew from the system, page by page, at ten times the cost.
+Longer batches are measured in slices: larger tensors are slower to get than to use.
 """
 
 CHUNK_BYTES = 2 * 2**20
@@ -36,7 +36,7 @@ class Part:
 
 def square_sums(rows: Tensor) -> Tensor:
     """Σ v² over each row of rows [n, ...], as [n]."""
-    flat = flattened(rows)
+    flat = rows if rows.dim() == 2 else flattened(rows)
     return (flat * flat).sum(1)
 
 
@@ -121,6 +121,10 @@ class Outer(ABC):
     def gradients(self, chunk: slice) -> Tensor:
         """Their per-sample gradients [n, |weight|]."""
 
+    def arranged(self, total: Tensor) -> Tensor:
+        """A sum [|weight|] of per-sample gradients, as the weight's numbers in their order."""
+        return total
+
     @abstractmethod
     def write_sum(self, c: Tensor, views: Views) -> None:
         """Add Σ_j c_j G_j to views["weight"] without instantiating any G_j."""
@@ -145,9 +149,10 @@ class Outer(ABC):
             squares.append(square_sums(rows[-1]))
 
         def write(c: Tensor, views: Views) -> None:
-            total = views["weight"].view(-1)
+            total = rows[0].new_zeros(rows[0].shape[1])
             for chunk, found in zip(pieces, rows, strict=True):
                 total.addmv_(found.t(), c[chunk])
+            views["weight"].add_(self.arranged(total).view_as(views["weight"]))
 
         return Part(torch.cat(squares), write)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.privacy.convolution import Geometry
 from fedpact.privacy.cover import Owner
+from fedpact.privacy.products import linear
 from fedpact.privacy.tape import Call
 
 _aten = cast(Any, torch.ops.aten)
@@ -48,15 +48,16 @@ class Weighted(Stage):
 
     def __init__(self, module: nn.Module, owner: Owner | None) -> None:
         self._module, self.owner = module, owner
+        layer = owner.layer if owner else None
+        self._dimensions = layer.dimensions(module) if layer else 0
         self.call: Call | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """See Stage."""
+        if x.dim() < self._dimensions:
+            raise Unfit
         self.call = Call((x,), {})
-        y = self._apply(x)
-        if self.owner:
-            self.owner.accept(len(y), self.call, y)
-        return y
+        return self._apply(x)
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:
         """See Stage."""
@@ -80,10 +81,10 @@ class Linear(Weighted):
     """y = x Wᵀ + b."""
 
     def _apply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._own.weight, self._own.bias)
+        return linear(x, self._own.weight, self._own.bias)
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:  # noqa: ARG002
-        return g @ self._own.weight
+        return linear(g, self._own.weight.t())
 
     @property
     def _own(self) -> nn.Linear:
@@ -145,25 +146,31 @@ class Curve(Stage):
 
 
 class MaxPool2d(Stage):
-    """The largest of each window; where several are, the first has the gradient."""
+    """The largest of each window; where several are, the first has the gradient.
+
+    Windows may overlap: then a place stands several times among those told to the convolution.
+    """
 
     fresh = True
 
-    def __init__(self, module: nn.MaxPool2d) -> None:
+    def __init__(self, module: nn.MaxPool2d, previous: Stage | None) -> None:
+        self._conv = previous if isinstance(previous, Conv2d) else None
         stride = module.stride or module.kernel_size
         sides = [_pair(v) for v in (module.kernel_size, stride, module.padding, module.dilation)]
         self._settings = [*sides, module.ceil_mode]
 
     def forward(self, x: Tensor) -> Tensor:
         """See Stage."""
-        y, self._index = _aten.max_pool2d_with_indices(x, *self._settings)
+        y, self._index = _aten.max_pool2d_with_indices.default(x, *self._settings)
         self._x = x
         return y
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
         """See Stage."""
         x, index, self._x, self._index = self._x, self._index, g, g
-        return _aten.max_pool2d_with_indices_backward(g, x, *self._settings, index)
+        if self._conv is not None and self._conv.call is not None:
+            self._conv.call.pooled = g, index
+        return _aten.max_pool2d_with_indices_backward.default(g, x, *self._settings, index)
 
 
 class Flatten(Stage):
@@ -237,7 +244,7 @@ def stage_of(module: nn.Module, owner: Owner | None, previous: Stage | None) -> 
     if kind is nn.Sigmoid:
         return Curve(torch.sigmoid, _aten.sigmoid_backward)
     if kind is nn.MaxPool2d and not cast(nn.MaxPool2d, module).return_indices:
-        return MaxPool2d(cast(nn.MaxPool2d, module))
+        return MaxPool2d(cast(nn.MaxPool2d, module), previous)
     if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1):
         return Flatten()
     return Other(module, owner)

@@ -21,11 +21,14 @@ class Call:
     """One call of a module: its arguments and, after the backward pass, ∂Σℓ/∂output.
 
     grad stays None where no loss depends on the output: the call then adds nothing.
+    pooled: where a max-pooling took the output, the numbers of grad that are not zero, with their
+    places in it (see privacy.pooled).
     """
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
     grad: Tensor | None = None
+    pooled: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in self.tensors]
