@@ -40,6 +40,24 @@ def test_evaluate_is_the_mean_over_the_whole_set(batch: int) -> None:
     assert found.records == 50
 
 
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
+def test_images_are_evaluated_as_the_model_computes_them(shape: tuple[int, ...]) -> None:
+    """Their memory format is another for the while: the same scores, and weights as they were."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
+    x, y = torch.randn(50, *shape, dtype=torch.float64), torch.randint(3, (50,))
+    before = [(p.data_ptr(), p.stride(), p.detach().clone()) for p in module.parameters()]
+    outputs = module(x).detach()
+    found = evaluate(module, cross_entropy, x, y, batch=7)
+    assert found.loss == pytest.approx(float(cross_entropy(outputs, y).mean()), rel=1e-12)
+    assert found.accuracy == float((outputs.argmax(1) == y).double().mean())
+    for parameter, (place, stride, value) in zip(module.parameters(), before, strict=True):
+        assert (parameter.data_ptr(), parameter.stride()) == (place, stride)
+        assert torch.equal(parameter, value)
+
+
 def test_uniform_scores_lose_log_k() -> None:
     found = evaluate(Scores(), cross_entropy, torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
     assert found.loss == pytest.approx(math.log(5), rel=1e-6)

@@ -34,13 +34,13 @@ class Fairness(TypedDict):
     worst_accuracy: float
 
 
-def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1024) -> SiteScore:
+def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 128) -> SiteScore:
     """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
 
     Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
     right positions; a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
     Sums are float64, so batches only change rounding inside the model. A diverged model has a
-    non-finite loss, which is returned as it is. The modules' training modes are left as found.
+    non-finite loss, which is returned as it is. Training modes and weights are left as found.
     Raises InputError: no records, or x and y of different lengths.
     """
     if not (len(x) == len(y) > 0):
@@ -51,7 +51,9 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
     right, total = 0.0, 0.0
     with _evaluating(module):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
-            outputs = module(xs)
+            # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
+            images = xs.dim() == 4
+            outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
             total += float(loss(outputs, ys).double().sum())
             right += _right(outputs, ys)
     return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
@@ -61,11 +63,17 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
 def _evaluating(module: nn.Module) -> Iterator[None]:
     # A part that is frozen in evaluation mode must not come back in training mode.
     modes = [(part, part.training) for part in module.modules()]
+    # Convolutions and pooling take half the time where channels lie side by side.
+    images = [(weight, weight.data) for weight in module.parameters() if weight.dim() == 4]
     module.eval()
     try:
+        for weight, data in images:
+            weight.data = data.to(memory_format=torch.channels_last)
         with torch.no_grad():
             yield
     finally:
+        for weight, data in images:
+            weight.data = data
         for part, training in modes:
             part.training = training
 
