@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Final, Literal
 
@@ -35,6 +35,7 @@ __all__ = [
     "epsilon",
     "joint",
     "max_steps",
+    "quick_epsilon",
     "round_rate_up",
     "running_epsilon",
 ]
@@ -143,6 +144,25 @@ def _rdp_epsilon(terms: tuple[pld.Term, ...], delta: float, conversion: Conversi
     return rdp.to_epsilon(total, delta, conversion, orders)
 
 
+def quick_epsilon(
+    history: History,
+    delta: float,
+    accountant: Accountant = "best",
+    conversion: Conversion = "balle",
+) -> float:
+    """Return nearly what `epsilon` returns, an upper bound too, in a tenth of the time.
+
+    For searches, whose answer `epsilon` then checks: theory.running stands in for dp-accounting.
+    inf also where δ is too small for it. Arguments and errors as of `epsilon`.
+    """
+    check.fraction(delta=delta)
+    terms = _terms(history)
+    by_rdp = _rdp_epsilon(terms, delta, conversion) if _known(accountant) != "pld" else math.inf
+    if accountant == "rdp" or not terms:
+        return by_rdp if terms else 0.0
+    return min(by_rdp, *running.epsilons([terms], delta, pld.FINENESS))
+
+
 def running_epsilon(
     history: History, delta: float, planned: History, accountant: Accountant = "best"
 ) -> float:
@@ -199,27 +219,33 @@ def max_steps(
     """
     before = dict(spent or {})
 
-    def fits(steps: int) -> bool:
+    def fits(cost: Callable[..., float], steps: int) -> bool:
         history = before | {event: before.get(event, 0) + steps}
-        return epsilon(history, budget.delta, accountant, conversion) <= budget.epsilon
+        return cost(history, budget.delta, accountant, conversion) <= budget.epsilon
 
-    start = 0
+    near = 0
     if accountant == "best":
         # RDP costs microseconds and is never above the answer: start there.
-        start = max_steps(event, budget, "rdp", conversion, before)
-    return _last(fits, start)
+        near = max_steps(event, budget, "rdp", conversion, before)
+    if accountant != "rdp":
+        near = _last(partial(fits, quick_epsilon), near, max(1, near // 2))
+    return _last(partial(fits, epsilon), near)
 
 
-def _last(fits: Callable[[int], bool], start: int) -> int:
-    """Return T with fits(T) and not fits(T + 1), found by doubling the stride and bisecting."""
-    if start == 0 and not fits(0):
-        return 0
-    low, stride = start, max(1, start // 2)
-    while fits(low + stride):
-        low, stride = low + stride, 2 * stride
-        if low > 2**53:
-            return 2**53
-    high = low + stride
+def _last(fits: Callable[[int], bool], near: int, stride: int = 1) -> int:
+    """Return T with fits(T) and not fits(T + 1), by growing strides from a guess, and bisecting."""
+    if fits(near):
+        low, high = near, near + stride
+        while fits(high):
+            low, stride = high, 2 * stride
+            if low > 2**53:
+                return 2**53
+            high = low + stride
+    else:
+        low, high = max(0, near - stride), near
+        while low > 0 and not fits(low):
+            high, stride = low, 2 * stride
+            low = max(0, high - stride)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

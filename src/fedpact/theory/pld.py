@@ -20,7 +20,7 @@ Term = tuple[float, float, int]  # q, σ, number of releases
 
 # The grid is this much finer than the spread of one release's loss: then the variance it adds is
 # below 1/1600 of what is there, and ε less than 0.1 % too large.
-_FINENESS: Final = 20.0
+FINENESS: Final = 20.0
 _LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
 _LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
 _BLOCK: Final = 4096
@@ -111,7 +111,7 @@ def rounding(count: int) -> float:
     return (count + 64) * 2.0**-52
 
 
-def grid_step(terms: Sequence[Term], fineness: float = _FINENESS) -> float:
+def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
     """Return the grid's step: fine beside the loss of one release, coarser where memory ends."""
     count = sum(t for _, _, t in terms)
     variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
