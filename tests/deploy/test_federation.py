@@ -1,13 +1,12 @@
 """Real processes on loopback with TLS and keys on: the same bits as the in-process engine, and no
-way in without a key, with another authority's certificate, or over plain HTTP.
-
-One federation serves the module: starting it is most of the time.
-"""
+way in without a key, with another authority's certificate, or over plain HTTP."""
 
 import json
 import os
 import shutil
+import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -34,11 +33,10 @@ def wait_for(condition, seconds=SECONDS):
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def finished(make, tmp_path_factory):
+def finished(make, elsewhere):
     """A deployment that has run to its end, with what strangers got who knocked meanwhile."""
     directory = make(
-        tmp_path_factory.mktemp("federation") / "d",
+        elsewhere / "d",
         {"seeds": "test", "patience": {"join_seconds": SECONDS}},
         privacy={},
         **{k: v for k, v in PLAN.items() if k not in ("rounds", "sites")},
@@ -47,7 +45,7 @@ def finished(make, tmp_path_factory):
     try:
         log = directory / "server" / "log.txt"
         wait_for(lambda: log.exists() and "is connected" in log.read_text())
-        knocked = knock(directory, tmp_path_factory.mktemp("strangers"))
+        knocked = knock(directory, elsewhere / "strangers")
         wait_for(lambda: not local.look(directory)["running"]["server"])
         return directory, knocked, local.look(directory)
     finally:
@@ -58,6 +56,7 @@ def finished(make, tmp_path_factory):
 
 def knock(directory, elsewhere):
     """Try to get in as those do who must not; return what each got."""
+    elsewhere.mkdir()
     address = Federation.read(directory / "server" / "federation.toml").address
     keys.write_signing_key(elsewhere / "stranger.key")
     (elsewhere / "other").mkdir()
@@ -88,7 +87,7 @@ def knock(directory, elsewhere):
 
 
 def supernode(address, arguments, home):
-    program = shutil.which("flower-supernode", path=str(Path(os.sys.executable).parent))
+    program = shutil.which("flower-supernode", path=str(Path(sys.executable).parent))
     return subprocess.Popen(
         [
             *(program, "--superlink", address, "--isolation", "process", "--max-wait-time", "3"),
@@ -107,20 +106,15 @@ def supernode(address, arguments, home):
 
 
 def local_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def simulated(finished, tmp_path_factory):
+def simulated(directory, out):
     """The in-process engine on the same plan, under the deployment's run name."""
-    directory = finished[0]
     run = Federation.read(directory / "server" / "federation.toml").run
     identifier = run.partition("-")[2]
-    out = tmp_path_factory.mktemp("simulated") / "run"
     plan = Plan.read(directory / "server" / "plan.json")
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
@@ -131,15 +125,14 @@ def simulated(finished, tmp_path_factory):
     return result
 
 
-def test_it_ends_and_nobody_was_missed(finished):
-    _, _, found = finished
+def check_that_it_ended_and_nobody_was_missed(found):
     assert found["status"] == "finished"
     assert found["round"]["round"] == 5
     assert found["round"]["refused"] == {}
 
 
-def test_the_model_is_the_in_process_engines_bit_for_bit(finished, simulated):
-    over_flower = load_file(finished[0] / "server" / "run" / "model.safetensors")
+def check_the_model_bit_for_bit(directory, simulated):
+    over_flower = load_file(directory / "server" / "run" / "model.safetensors")
     in_process = load_file(simulated.folder / "model.safetensors")
     assert over_flower.keys() == in_process.keys()
     assert all(torch.equal(over_flower[name], in_process[name]) for name in in_process)
@@ -147,8 +140,8 @@ def test_the_model_is_the_in_process_engines_bit_for_bit(finished, simulated):
     assert simulated.records[-1].accuracy > simulated.records[0].accuracy + 0.3
 
 
-def test_every_round_is_the_in_process_engines(finished, simulated):
-    lines = (finished[0] / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+def check_every_round(directory, simulated):
+    lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
     for line, record in zip(map(json.loads, lines), simulated.records, strict=True):
         told = (line["round"], line["steps"], line["bytes_down"], line["bytes_up"])
         assert told == (record.round, record.steps, record.bytes_down, record.bytes_up)
@@ -158,9 +151,9 @@ def test_every_round_is_the_in_process_engines(finished, simulated):
             assert (line["accuracy"], line["loss"]) == (record.accuracy, record.loss)
 
 
-def test_the_ledgers_are_the_in_process_engines_entry_by_entry(finished, simulated):
+def check_the_ledgers_entry_by_entry(directory, simulated):
     for name in ("site-00", "site-01", "site-02"):
-        here = entries(finished[0] / "sites" / name / "ledger.jsonl")
+        here = entries(directory / "sites" / name / "ledger.jsonl")
         there = entries(simulated.folder / "sites" / name / "ledger.jsonl")
         assert here == there
         assert [entry["kind"] for entry in here] == ["open", "reserve"] + ["charge"] * 5
@@ -174,8 +167,7 @@ def entries(path):
     ]
 
 
-def test_strangers_do_not_get_in(finished):
-    directory, knocked, _ = finished
+def check_that_strangers_did_not_get_in(directory, knocked):
     for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
         code, told = knocked[name]
         assert code not in (0, None), f"{name}: {told}"
@@ -186,13 +178,25 @@ def test_strangers_do_not_get_in(finished):
     assert connected == {"site-00", "site-01", "site-02"}
 
 
-def test_nothing_is_left_running(finished):
-    found = local.look(finished[0])
+def check_that_nothing_is_left_running(directory):
+    found = local.look(directory)
     assert not any(found["running"].values())
-    for name, where in local.parties(finished[0]).items():
+    for name, where in local.parties(directory).items():
         for process in Path("/proc").glob("[0-9]*/cwd"):
             try:
                 at = process.resolve(strict=True)
             except OSError:
                 continue
             assert at != where.resolve(), f"{name}: {process}"
+
+
+def test_a_federation_of_processes(make, tmp_path):
+    """One test, as starting it is most of its time."""
+    directory, knocked, found = finished(make, tmp_path)
+    check_that_it_ended_and_nobody_was_missed(found)
+    in_process = simulated(directory, tmp_path / "simulated")
+    check_the_model_bit_for_bit(directory, in_process)
+    check_every_round(directory, in_process)
+    check_the_ledgers_entry_by_entry(directory, in_process)
+    check_that_strangers_did_not_get_in(directory, knocked)
+    check_that_nothing_is_left_running(directory)

@@ -5,12 +5,13 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from fedpact.messages import RoundRecord
 OnRound = Callable[[RoundRecord], None]
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _GRACE_SECONDS = 5.0
-_GIVE_UP_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
+_KNOCK_SECONDS = 1.0
 _log = logging.getLogger("fedpact.site")
 
 
@@ -59,7 +60,7 @@ def run_site(directory: Path) -> None:
     Raises FedpactError: Flower is not installed, or the site's files do not fit.
     """
     require_flower()
-    from fedpact.engines.flower.worker import work
+    from fedpact.engines.flower.worker import release, work
 
     with Site(directory) as site:
         _prepare(site.federation.seeds == "test")
@@ -69,11 +70,12 @@ def run_site(directory: Path) -> None:
             *("--auth-supernode-private-key", "site.key"),
             *("--host", "127.0.0.1", "--port", str(site.settings.port)),
             *("--superexec-auth-secret-file", "runtime.secret"),
-            *("--max-wait-time", f"{_GIVE_UP_SECONDS:g}"),
         ]
         waits = _Waits()
         with _ended_by_signals():
             while True:
+                _wait_for(site.federation.address)
+                release(site, directory)
                 with _flower(directory, command) as node:
                     work(site, directory, lambda node=node: node.poll() is None)
                 # Not enrolled yet, or the server is away: the site goes on knocking.
@@ -142,6 +144,15 @@ def _ended_by_signals() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _wait_for(address: str) -> None:
+    """Wait until somebody listens there: knocking costs less than a process that starts in vain."""
+    host, port = address.rsplit(":", 1)
+    while True:
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+            return
+        time.sleep(_KNOCK_SECONDS)
 
 
 class _Waits:

@@ -6,12 +6,15 @@ has installed. All that we use of Flower beside its public names is imported her
 """
 
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.common.constant import SubStatus
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PushTaskOutputRequest,
@@ -26,6 +29,8 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _HEARTBEAT_SECONDS = 10.0
@@ -39,6 +44,7 @@ class Desk:
 
     def __init__(self, address: str, kind: TaskType, secret: Path, root: Path | None) -> None:
         self.address, self._kind = address, kind
+        self._seen = time.monotonic()
         self.root = None if root is None else root.read_bytes()
         self._client = self._connect(
             SuperExecAuthHttpInterceptor(
@@ -50,12 +56,18 @@ class Desk:
         """Close the connection."""
         self._client.close()
 
+    @property
+    def silent_seconds(self) -> float:
+        """For how long nobody has answered there."""
+        return time.monotonic() - self._seen
+
     def next(self) -> tuple[Task, str] | None:
         """Take on a waiting task; return it and its token, or None where there is none to have."""
         try:
             found = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[self._kind]))
         except httpx.TransportError:
             return None
+        self._seen = time.monotonic()
         return (found.task, found.token) if found.HasField("task") and found.token else None
 
     @contextmanager
@@ -81,6 +93,25 @@ class Desk:
         return RuntimeHttpClient.from_server_address(
             self.address, self.root is None, self.root, [version, interceptor]
         )
+
+
+def release_node(address: str, root: Path, key: ec.EllipticCurvePrivateKey, node: int) -> None:
+    """Tell a SuperLink that a node of ours is gone, so that it may come back at once.
+
+    A SuperNode that was killed counts as connected for another minute, and its successor would be
+    turned away. What goes wrong here is left to that minute.
+    """
+    link = FleetHttpClient.from_server_address(
+        address,
+        insecure=False,
+        root_certificates=root.read_bytes(),
+        interceptors=[
+            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            NodeAuthHttpInterceptor(key, key.public_key()),
+        ],
+    )
+    with link as client, suppress(httpx.HTTPError):
+        client.DeactivateNode(DeactivateNodeRequest(node_id=node))
 
 
 def _beat(client: RuntimeHttpClient, done: threading.Event) -> None:

@@ -12,13 +12,17 @@ from flwr.supercore.constant import TaskType
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.runtime import Desk
+from fedpact.engines.flower.runtime import Desk, release_node
 from fedpact.engines.site import Site, answer
 from fedpact.errors import InputError
+from fedpact.folder import write_whole
 from fedpact.messages import Refusal, to_bytes
 
 _log = logging.getLogger("fedpact.site")
 _POLL_SECONDS = 0.1
+# A SuperNode takes a few seconds to start. One that has lost its server may hang when it ends.
+_SILENT_SECONDS = 20.0
+_NODE = "flower/node"
 
 
 def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Message:
@@ -46,26 +50,49 @@ def work(
     directory: Path,
     alive: Callable[[], bool],
 ) -> None:
-    """Answer tasks until `alive` says no. directory: the site's, with its key and secret."""
+    """Answer tasks until `alive` says no, or nobody is at the SuperNode's end any more.
+
+    directory: the site's, with its key and secret.
+    """
     key = seal.read_private_key(directory / "site.key")
     address = f"127.0.0.1:{site.settings.port}"
     desk = Desk(address, TaskType.CLIENT_APP, directory / "runtime.secret", None)
     try:
-        while alive():
+        while alive() and desk.silent_seconds < _SILENT_SECONDS:
             found = desk.next()
             if found is None:
                 time.sleep(_POLL_SECONDS)
             else:
-                _serve(site, key, desk, found[1])
+                node = _serve(site, key, desk, found[1])
+                _remember(directory, node)
     finally:
         desk.close()
 
 
-def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> None:
-    """Carry out one task. What the network loses is asked for again, and then lies stored."""
+def release(site: Site, directory: Path) -> None:
+    """Give up the connection that an earlier process of this site may have left behind."""
+    path = directory / _NODE
+    if path.exists():
+        key = seal.read_private_key(directory / "site.key")
+        release_node(site.federation.address, directory / "ca.crt", key, int(path.read_text()))
+
+
+def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> int | None:
+    """Carry out one task and return our node's number.
+
+    What the network loses is asked for again, and then lies stored.
+    """
     try:
         with desk.work(token) as client:
             message, context, _, _ = pull_task_input(client)
             push_message(client, respond(site, key, message), context)
+            return context.node_id
     except (httpx.HTTPError, RuntimeError) as error:
         _log.warning("an answer was not handed over (%s): waiting to be asked again", error)
+        return None
+
+
+def _remember(directory: Path, node: int | None) -> None:
+    path = directory / _NODE
+    if node is not None and not path.exists():
+        write_whole(path, str(node).encode())
