@@ -19,6 +19,8 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
     "fairness": {
         "fedfdp": _OWN_FAIRNESS + ": set its settings.fairness_weight",
         "fedfair": _OWN_FAIRNESS + ": set its settings.fairness_weight",
+        "qffl": _OWN_FAIRNESS,
+        "feddyn": "it sends its model less h_i/α, at which a loss would mean nothing",
         "fedproxvr": "its gradient differences are clipped to how far a gradient can move, and a "
         "weight that follows the loss moves too: the weighted difference has no such bound",
         "ldp_fedsgd": "it sends a gradient, not a model at which the site could release its loss",

@@ -1,0 +1,61 @@
+"""docs/combinations.md: its table and reasons are made from what plans refuse."""
+
+from pathlib import Path
+
+from fedpact import algorithms
+from fedpact.errors import PlanError
+from fedpact.methods.combine import REFUSED
+from fedpact.plan import Plan
+
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+COLUMNS = {
+    "fairness": {"fairness": {"weight": 0.1}},
+    "control": {"control": {"kind": "ali", "iterations": 9}},
+    "server": {"server": {"optimiser": "momentum"}},
+    "per_sample": {},
+    "batch_clipped": {"privacy": {"mode": "batch_clipped"}},
+    "none": {},
+}
+
+
+def runs(algorithm, column):
+    """Whether a plan of this combination is taken, with the noise for its releases."""
+    tables = {"algorithm": algorithm, **COLUMNS[column]}
+    if "iterations" in algorithms.load(algorithm).Settings.model_fields:
+        tables["settings"] = {"iterations": 9}
+    if column in REFUSED or column == "none":
+        tables["privacy"] = {"mode": "none"}
+    try:
+        Plan.parse(tables).terms({"a": 100.0})
+    except PlanError:
+        return False
+    return True
+
+
+def table():
+    lines = [f"| algorithm | {' | '.join(COLUMNS)} |", "| --- |" + " --- |" * len(COLUMNS)]
+    for name in algorithms.names():
+        cells = ["+" if runs(name, column) else "" for column in COLUMNS]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |".replace("  ", " "))
+    return "\n".join(lines)
+
+
+def reasons():
+    return "\n".join(
+        f"* `[{part}]` with `{name}`: {reason}."
+        for part, refused in REFUSED.items()
+        for name, reason in refused.items()
+    )
+
+
+def block(name):
+    text = PAGE.read_text(encoding="utf-8")
+    return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0]
+
+
+def test_the_table_is_what_plans_do():
+    assert block("table") == table()
+
+
+def test_the_reasons_are_the_codes():
+    assert block("reasons") == reasons()
