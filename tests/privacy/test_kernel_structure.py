@@ -77,6 +77,13 @@ def test_relu_in_place_behind_first_and_later_layers(reference):
         nn.Sequential(nn.Linear(4, 8), relu, nn.Linear(8, 2)), reference.data(5, 3, 4)
     )
 
+    def overwritten(m, x):
+        # Of three dimensions, a linear layer's output is a view: overwritten, it is another tensor.
+        return torch.relu_(m.second(torch.tanh(m.first(x))))
+
+    model = reference.Apply(overwritten, first=nn.Linear(4, 8), second=nn.Linear(8, 2))
+    reference.check_structure(model, reference.data(5, 3, 4))
+
 
 def test_residual_connections_in_place(reference):
     def residual(m, x):

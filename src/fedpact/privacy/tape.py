@@ -78,6 +78,8 @@ class _Tap(torch.autograd.Function):
 
 def _tap(output: Tensor, call: Call, fresh: bool) -> Tensor:
     if output.requires_grad:
+        # Overwritten, a view loses its hook; nn.Linear returns one for more than two dimensions.
+        output = output.clone() if output._is_view() else output
 
         def keep(grad: Tensor) -> None:
             call.grad = grad
