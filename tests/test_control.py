@@ -104,7 +104,7 @@ CONTROLLER = Controller(Ali(), RATE)
 def estimates(made, w, steps, trials, inner=plain_sgd):
     """Each number's trials, one round each, all from w."""
     rounds = [folded(CONTROLLER, made, w, steps, inner=inner)[0] for _ in range(trials)]
-    names = ("change", "distance", "product", "divergence")
+    names = ("change", "distance", "length", "divergence")
     return {name: torch.tensor([r[name] for r in rounds if name in r]) for name in names}
 
 
@@ -132,13 +132,15 @@ def expected_change(q, w, steps):
     return float(drift @ drift) + RATE**2 * q.v * noise, bias
 
 
-def expected_product(q, w, steps):
-    """⟨∇F(w), mean of ∇F(w_t)⟩, and what the dependence of w_t on n_f takes from it."""
-    eye = torch.eye(D, dtype=torch.float64)
-    a = eye - RATE * q.h
-    later = sum(q.h @ power(a, t) @ (w - q.b) for t in range(1, steps)) / (steps - 1)
-    bias = -q.v * float((eye - power(a, steps - 1)).trace()) / (steps - 1)
-    return float(q.exact(w) @ later), bias
+def expected_length(q, w, steps):
+    """The mean over t of E‖∇F(w_t)‖², at the points where the gradients were taken."""
+    a = torch.eye(D, dtype=torch.float64) - RATE * q.h
+    total = 0.0
+    for t in range(steps):
+        drift = q.h @ power(a, t) @ (w - q.b)
+        noise = sum(float((q.h @ power(a, k)).square().sum()) for k in range(t))
+        total += float(drift @ drift) + RATE**2 * q.v * noise
+    return total / steps
 
 
 def local_means(made, w, steps):
@@ -160,16 +162,17 @@ def test_the_expectation_of_the_estimators_is_the_truth_and_the_stated_bias():
     steps = 3
     found = estimates(made, w, steps, 800)
     oracles = [q for q, _ in made.values()]
-    for name, expected in (("change", expected_change), ("product", expected_product)):
-        parts = [expected(q, w, steps) for q in oracles]
-        truth, bias = (mean_over(made, part) for part in zip(*parts, strict=True))
-        assert errors(found[name], truth + bias) < 5
-        # Without the bias, or its sign, the test rejects: what the module states is there.
-        assert errors(found[name], truth) > 5
-        assert errors(found[name], truth - bias) > 5
-        # "About" ±ηv tr H, to first order in η.
-        first = mean_over(made, [RATE * q.v * float(q.h.trace()) for q in oracles])
-        assert abs(bias) / first == pytest.approx(2 if name == "change" else 1, rel=0.35)
+    parts = [expected_change(q, w, steps) for q in oracles]
+    truth, bias = (mean_over(made, part) for part in zip(*parts, strict=True))
+    assert errors(found["change"], truth + bias) < 5
+    # Without the bias, or its sign, the test rejects: what the module states is there.
+    assert errors(found["change"], truth) > 5
+    assert errors(found["change"], truth - bias) > 5
+    # "About" 2ηv tr H, to first order in η.
+    first = mean_over(made, [2 * RATE * q.v * float(q.h.trace()) for q in oracles])
+    assert bias / first == pytest.approx(1, rel=0.35)
+    lengths = mean_over(made, [expected_length(q, w, steps) for q in oracles])
+    assert errors(found["length"], lengths) < 5
 
 
 def test_the_test_rejects_what_is_not_debiased():
@@ -178,10 +181,13 @@ def test_the_test_rejects_what_is_not_debiased():
     parts = [expected_change(q, w, 3) for q, _ in made.values()]
     right = mean_over(made, [sum(part) for part in parts])
     assert errors(found["change"], right) < 5
-    both = 2 * D * mean_over(made, [q.v for q, _ in made.values()])
-    assert errors(found["change"] + both, right) > 5
+    once = D * mean_over(made, [q.v for q, _ in made.values()])
+    assert errors(found["change"] + 2 * once, right) > 5
     # One noise's variance instead of two.
-    assert errors(found["change"] + both / 2, right) > 5
+    assert errors(found["change"] + once, right) > 5
+    lengths = mean_over(made, [expected_length(q, w, 3) for q, _ in made.values()])
+    assert errors(found["length"], lengths) < 5
+    assert errors(found["length"] + once, lengths) > 5
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -230,19 +236,17 @@ def test_one_step_rounds_compare_consecutive_rounds():
         assert first["pairs"] == 0
         second, _ = folded(CONTROLLER, made, after, 1, memories)
         assert second["pairs"] == 1
-        rows.append((second["change"], second["product"]))
-    changes, products = torch.tensor(rows).T
+        rows.append(second["change"])
+    changes = torch.tensor(rows)
     step = RATE * mean_over(made, [q.exact(w) for q, _ in made.values()])
-    change = product = bias = 0.0
+    change = bias = 0.0
     for name, (q, _) in made.items():
         noise = RATE**2 * sum(
             p[other] ** 2 * o.v * float(q.h.square().sum()) for other, (o, _) in made.items()
         )
         change += p[name] * (float((q.h @ step).square().sum()) + noise)
-        product += p[name] * float(q.exact(w) @ q.exact(w - step))
         bias += p[name] ** 2 * RATE * q.v * float(q.h.trace())
     assert errors(changes, change + 2 * bias) < 5
-    assert errors(products, product - bias) < 5
     assert errors(changes, change) > 5
 
 
@@ -253,7 +257,7 @@ def test_the_spread_falls_with_sites_and_rounds():
     one = Quadratic(h, torch.zeros(D, dtype=torch.float64), V, draws)
     w, trials = torch.zeros(D, dtype=torch.float64), 200
 
-    def deviation(count, rounds):
+    def deviation(count, rounds, name="change"):
         made = {f"s{i}": (one, 1.0) for i in range(count)}
         found, stated = [], 0.0
         for _ in range(trials):
@@ -262,8 +266,8 @@ def test_the_spread_falls_with_sites_and_rounds():
                 fold = server.Fold(server.Told(w, 2, RATE), PREFIX)
                 weighted_mean(fold.through(replies(CONTROLLER, made, w, 2)))
                 numbers = server.released(numbers, fold)
-            found.append(numbers["change"])
-            stated = numbers["change_variance"]
+            found.append(numbers[name])
+            stated = numbers[f"{name}_variance"]
         return float(torch.tensor(found).std()), math.sqrt(stated)
 
     base, stated = deviation(1, 1)
@@ -274,6 +278,10 @@ def test_the_spread_falls_with_sites_and_rounds():
         spread, promised = deviation(count, rounds)
         assert promised == pytest.approx(stated / math.sqrt(count * rounds))
         assert spread == pytest.approx(promised, rel=0.32)
+    spread, promised = deviation(2, 2, "length")
+    # Two steps, two sites, two rounds: (‖g‖² - dv)'s variance 2dv² eight times less.
+    assert promised == pytest.approx(math.sqrt(2 * D * V**2 / 8))
+    assert spread == pytest.approx(promised, rel=0.32)
 
 
 def test_sampling_adds_its_variance_to_a_square():
@@ -298,7 +306,7 @@ def test_sampling_adds_its_variance_to_a_square():
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_without_noise_a_quadratic_is_estimated_as_it_is(steps):
-    """Exactly: β is ‖HΔ‖/‖Δ‖, ρ² the product of gradients, ξ the spread of local means."""
+    """Exactly: β is ‖HΔ‖/‖Δ‖, ρ² the gradients' mean square, ξ the spread of local means."""
     made, w = sites(2, v=0.0)
     memories = {}
     found, after = folded(CONTROLLER, made, w, steps, memories)
@@ -315,6 +323,9 @@ def test_without_noise_a_quadratic_is_estimated_as_it_is(steps):
         distance.append(float((last - first).square().sum()))
     drift = server.drift(found, RATE, D)
     assert drift.smoothness**2 == pytest.approx(mean_over(made, change) / mean_over(made, distance))
+    if steps > 1:
+        lengths = [expected_length(q, start, steps) for q, _ in made.values()]
+        assert drift.lipschitz**2 == pytest.approx(mean_over(made, lengths))
     means = [m for m, _ in local_means(made, start, steps)]
     middle = mean_over(made, means)
     truth = mean_over(made, [float((m - middle).square().sum()) for m in means])
@@ -322,14 +333,14 @@ def test_without_noise_a_quadratic_is_estimated_as_it_is(steps):
 
 
 def test_an_estimate_that_noise_could_have_made_is_none():
-    numbers = {"pairs": 1.0, "distance": 1.0, "divergence": -1.0, "noise": 0.01, "product": 1.0}
-    numbers |= {"product_variance": 0.0, "change_variance": 0.25}
+    numbers = {"pairs": 1.0, "distance": 1.0, "divergence": -1.0, "noise": 0.01, "length": 1.0}
+    numbers |= {"length_variance": 0.0, "change_variance": 0.25}
     assert server.drift({**numbers, "change": 0.99}, RATE, D) is None
     found = server.drift({**numbers, "change": 1.01}, RATE, D)
     # ξ² below 0 counts as 0 once it is used, so that s is the noise's part alone.
     assert found.spread == pytest.approx(2 * math.sqrt(D * 0.01))
     assert found.smoothness == pytest.approx(math.sqrt(1.01))
-    for gone in ({"pairs": 0.0}, {"product": -0.1}, {"change": math.nan}):
+    for gone in ({"pairs": 0.0}, {"length": -0.1}, {"change": math.nan}):
         assert server.drift({**numbers, "change": 1.01, **gone}, RATE, D) is None
 
 
@@ -352,8 +363,8 @@ def told(numbers):
 
 
 ANSWER = {
-    **dict.fromkeys(("pairs", "change", "distance", "product", "square", "noise", "straight"), 0.0),
-    **dict.fromkeys(("change_variance", "product_variance"), 0.0),
+    **dict.fromkeys(("pairs", "change", "distance", "length", "square", "noise", "straight"), 0.0),
+    **dict.fromkeys(("change_variance", "length_variance"), 0.0),
     "steps_left": site.UNLIMITED,
 }
 
@@ -386,7 +397,7 @@ def test_budgets_are_used_up_and_not_exceeded(iterations, rounds, kappa, private
     draws = random.Random(seed)
 
     def answers(spent):
-        drawn = {name: draws.uniform(-2, 2) for name in ("change", "product", "square", "noise")}
+        drawn = {name: draws.uniform(-2, 2) for name in ("change", "length", "square", "noise")}
         left = {"steps_left": float(iterations - spent)} if private else {}
         return {**drawn, "noise": abs(drawn["noise"]), "pairs": 1.0, "distance": 0.5, **left}
 
@@ -415,7 +426,7 @@ def test_without_estimates_both_budgets_end_together():
 
 def test_the_choice_is_that_of_the_theory():
     """With estimates of every kind, τ is best_tau of the drift that they make."""
-    answer = {"pairs": 1.0, "change": 0.01, "distance": 1.0, "product": 1.0, "square": 1.0}
+    answer = {"pairs": 1.0, "change": 0.01, "distance": 1.0, "length": 1.0, "square": 1.0}
     answer |= {"noise": 0.0}
     controller = Controller(Ali(kappa=0.12, iterations=1585), 0.5)
     chosen, state = rounds_of(controller, 317, lambda spent: answer)

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
+from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.folder import Checkpoint, Folder
@@ -216,6 +218,19 @@ def test_what_makes_no_sense_is_refused(tables, told):
         plan(tables)
     for words in told:
         assert words in str(refused.value)
+
+
+def test_the_forecast_says_what_it_may_spend(data):
+    told = forecast(Scene.of(plan(ALI, PRIVATE), data))
+    assert (told["rounds"], told["iterations"]) == (12, 31)
+    for site in told["sites"].values():
+        spent = site["epsilon_by_round"]
+        assert spent == sorted(spent)
+        assert 0 < spent[0] < spent[-1] <= 2.0
+    settings = {"learning_rate": 0.3}
+    asked = plan({"algorithm": "ali_dpfl", "settings": settings}, privacy={"sigma": 3.0})
+    scene = Scene.of(asked, data)
+    assert forecast(scene)["iterations"] == min(t.steps for t in scene.terms.values())
 
 
 def test_a_controlled_run_reserves_its_iterations():

@@ -1,5 +1,6 @@
 """`fedpact plan`: what a configuration will spend, before anything is spent."""
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -81,14 +82,17 @@ def _described(one: Choice) -> dict[str, float]:
 def forecast(scene: Scene) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
     plan = scene.plan
-    per_round = plan.steps // plan.rounds
+    total = _iterations(scene)
     size_of_message = _message_bytes(scene)
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
         "rounds": plan.rounds,
-        "iterations_per_round": per_round,
-        "iterations": plan.steps,
+        # As a mean, where τ is chosen on the way.
+        "iterations_per_round": total // plan.rounds
+        if total % plan.rounds == 0
+        else total / plan.rounds,
+        "iterations": total,
         "model_parameters": FlatModel(scene.module()).size,
         "bytes_per_round": size_of_message,
         "bytes": size_of_message * plan.rounds,
@@ -99,18 +103,32 @@ def forecast(scene: Scene) -> dict[str, Any]:
                 **terms,
                 # Nothing is charged yet, so a noisy size is not known yet.
                 "size": None if plan.noisy_sizes else terms["size"],
-                "epsilon_by_round": _by_round(scene.terms[name], plan, per_round),
+                "epsilon_by_round": _by_round(scene.terms[name], plan, total),
             }
             for name, terms in site_terms(scene).items()
         },
     }
 
 
-def _by_round(terms: Terms, plan: Plan, per_round: int) -> list[float]:
-    """ε after round 1, 2, ...; a site whose events are used up stays where it is."""
+def _iterations(scene: Scene) -> int:
+    """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
+    plan = scene.plan
+    if not plan.method.controlled or plan.method.iterations:
+        return plan.steps
+    # Without R_c the site whose budget allows least ends the run.
+    return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
+
+
+def _by_round(terms: Terms, plan: Plan, total: int) -> list[float]:
+    """ε after round 1, 2, ...; a site whose events are used up stays where it is.
+
+    Where τ is chosen on the way, as if the rounds shared the iterations evenly.
+    """
     return [
         terms.epsilon_after(
-            terms.history(min(terms.steps, done * per_round), min(terms.anchors, done))
+            terms.history(
+                min(terms.steps, math.ceil(done * total / plan.rounds)), min(terms.anchors, done)
+            )
         )
         for done in range(1, plan.rounds + 1)
     ]
@@ -131,7 +149,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     out.print(
         f"{plan.algorithm} on {plan.data} with {plan.model} "
         f"({document['model_parameters']:,} parameters): {len(scene.sites)} sites, "
-        f"{plan.rounds} rounds of {document['iterations_per_round']} iterations, "
+        f"{_rounds(scene, document)}, "
         f"about {size(document['bytes'])} of messages"
     )
     if not plan.private:
@@ -157,6 +175,13 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
+
+
+def _rounds(scene: Scene, document: dict[str, Any]) -> str:
+    rounds, total = scene.plan.rounds, document["iterations"]
+    if scene.plan.method.controlled:
+        return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
+    return f"{rounds} rounds of {document['iterations_per_round']} iterations"
 
 
 def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:

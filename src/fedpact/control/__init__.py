@@ -9,7 +9,7 @@ steps         τ of the last round, 0 before the first
 iterations    what the privacy budgets still allow; absent where nothing limits it
 even          rounds whose τ was the even split, for want of a clear estimate
 rounds, pairs rounds averaged over, and those of them in which gradients could be compared
-change, distance, product, divergence, noise, ...: the averages, see server
+change, distance, length, divergence, noise, ...: the averages, see server
 """
 
 from collections.abc import Callable, Iterable

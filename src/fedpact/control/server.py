@@ -1,6 +1,6 @@
 """What the server makes of the sites' numbers: ρ, β, ξ, averaged over sites and rounds, and then τ.
 
-    β² = mean change / mean distance      ρ² = mean product      ξ² = mean divergence
+    β² = mean change / mean distance      ρ² = mean length       ξ² = mean divergence
     s  = ξ + 2 sqrt(d) σC/B, (σC/B)² the mean over sites of the noise's variance
 
 Means over sites have the weights p_i; over rounds every round counts alike, as the noise of one is
@@ -28,13 +28,15 @@ from torch import Tensor
 
 from fedpact.check import positive
 from fedpact.control.site import UNLIMITED, dot
-from fedpact.messages import Numbers, Reply
+from fedpact.messages import Numbers, Reply, State, split
 from fedpact.theory import tau
 
 CLEAR: Final = 2.0
-_PAIRED: Final = ("change", "distance", "product")
-_RAW: Final = ("lipschitz", "smoothness")
-_VARIANCES: Final = ("change_variance", "product_variance")
+
+_PAIRED: Final = ("change", "distance", "lipschitz", "smoothness")
+"""What only sites that had two points to compare tell."""
+
+_VARIANCE: Final = "_variance"
 
 
 @dataclass(frozen=True)
@@ -69,25 +71,20 @@ class Fold:
 
     def _count(self, reply: Reply) -> None:
         weight = positive(weight=reply.weight)
-        sent = {name.removeprefix(self.prefix): x for name, x in reply.numbers.items()}
+        sent = split(State(numbers=reply.numbers), self.prefix)[0].numbers
         self.weight += weight
         self.least_left = min(self.least_left, sent["steps_left"])
-        self._add("noise", weight * sent["noise"])
         self._add("noise_squares", weight**2 * sent["noise"])
-        paired = weight * sent["pairs"]
-        self._add("paired", paired)
         for name, value in sent.items():
-            if name in (*_RAW, *_PAIRED):
-                self._add(name, paired * value)
-            elif name in _VARIANCES:
-                self._add(name, paired**2 * value)
-        raw = reply.vectors.get(self.prefix + "gradient")
-        if raw is None:
-            self._add("square", weight * sent["square"])
+            share = weight * (sent["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else 1)
+            # The variance of a mean of independent values: shares enter squared.
+            self._add(name, (share**2 if name.endswith(_VARIANCE) else share) * value)
+        given = reply.vectors.get(self.prefix + "gradient")
+        if given is None:
             self.straight = self.straight and bool(sent["straight"])
-            raw = self.told.w - reply.vectors["w"] if self.straight else None
-        if raw is not None:
-            self._spread(raw, weight)
+            given = self.told.w - reply.vectors["w"] if self.straight else None
+        if given is not None:
+            self._spread(given, weight)
 
     def _spread(self, x: Tensor, weight: float) -> None:
         """Take x [d] into Σ p_i x_i and Σ p_i ‖x_i‖²."""
@@ -100,10 +97,10 @@ class Fold:
     def _add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    @property
-    def noise(self) -> float:
-        """Σ p_i v_i."""
-        return self.sums["noise"] / self.weight
+    def mean_of(self, name: str) -> float:
+        """Return a number's mean over the sites that told it; of a variance, that of the mean."""
+        among = self.sums["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else self.weight
+        return self.sums[name] / (among**2 if name.endswith(_VARIANCE) else among)
 
     def variance_of(self, x: Tensor) -> float:
         """Return Σ p_i ‖x_i - x‖² >= 0, x = Σ p_i x_i the mean."""
@@ -112,65 +109,58 @@ class Fold:
     def divergence(self) -> float:
         """Return ξ² of this round, of either sign, or a bound of it; see the module."""
         if not self.straight or self.mean is None:
-            return self.sums["square"] / self.weight
+            return self.mean_of("square")
         told = self.told
-        noise = self.noise - self.sums["noise_squares"] / self.weight**2
+        noise = self.mean_of("noise") - self.sums["noise_squares"] / self.weight**2
         spread = self.variance_of(self.mean) / (told.learning_rate * told.steps) ** 2
         return spread - len(told.w) * noise / told.steps
 
 
 def released(before: Numbers, fold: Fold) -> dict[str, float]:
     """Return the averages after a round, with those before it: every round counts alike."""
-    rounds = before.get("rounds", 0) + 1
-    after = {
-        "rounds": rounds,
-        "pairs": before.get("pairs", 0),
-        "noise": fold.noise,
-        "divergence": _averaged(before, "divergence", fold.divergence(), rounds),
-    }
-    names = [name for name in (*_PAIRED, *_VARIANCES) if name in before]
-    after |= {name: before[name] for name in names}
-    if not fold.sums["paired"]:
-        return after
-    after["pairs"] = pairs = after["pairs"] + 1
-    for name in _PAIRED:
-        value = fold.sums[name] / fold.sums["paired"]
-        after[name] = _averaged(before, name, value, pairs)
-    for name in _VARIANCES:
-        # The variance of a mean of independent values: shares enter squared.
-        value = fold.sums[name] / fold.sums["paired"] ** 2
-        after[name] = (before.get(name, 0.0) * (pairs - 1) ** 2 + value) / pairs**2
+    counts = {name: before.get(name, 0.0) for name in ("rounds", "pairs")}
+    after = {**before, **counts, "rounds": counts["rounds"] + 1, "noise": fold.mean_of("noise")}
+    now = {name: fold.mean_of(name) for name in ("length", "length_variance")}
+    now["divergence"] = fold.divergence()
+    if fold.sums["pairs"]:
+        after["pairs"] += 1
+        names = ("change", "distance", "change_variance")
+        now |= {name: fold.mean_of(name) for name in names}
+    for name, value in now.items():
+        count = after["pairs" if name.removesuffix(_VARIANCE) in _PAIRED else "rounds"]
+        old = before.get(name, 0.0)
+        if name.endswith(_VARIANCE):
+            after[name] = (old * (count - 1) ** 2 + value) / count**2
+        else:
+            after[name] = old + (value - old) / count
     return after
 
 
 def raw(before: Numbers, fold: Fold) -> dict[str, float]:
     """Return the paper's: this round's exact numbers, or the last ones where a round has none."""
-    after = {"pairs": 0.0, **before}
-    if fold.mean is not None and fold.sums["paired"]:
-        means = {
-            name: fold.sums[name] / fold.sums["paired"] for name in ("lipschitz", "smoothness")
-        }
+    after = {"pairs": 0.0, **before, "noise": fold.mean_of("noise")}
+    if fold.mean is not None and fold.sums["pairs"]:
         after |= {
             "pairs": after["pairs"] + 1,
-            "change": means["smoothness"] ** 2,
+            "change": fold.mean_of("smoothness") ** 2,
             "distance": 1.0,
-            "product": means["lipschitz"] ** 2,
+            "length": fold.mean_of("lipschitz") ** 2,
             "divergence": fold.variance_of(fold.mean),
         }
-    return {**after, "noise": fold.noise}
+    return after
 
 
 def drift(numbers: Numbers, learning_rate: float, dimension: int) -> tau.Drift | None:
     """Return ρ, β and s by the averages, None where there is no clear estimate of them."""
     if not numbers.get("pairs"):
         return None
-    for name in ("change", "product"):
+    for name in ("change", "length"):
         deviation = math.sqrt(numbers.get(f"{name}_variance", 0.0))
         if not numbers[name] > CLEAR * deviation:
             return None
     return tau.Drift(
         learning_rate=learning_rate,
-        lipschitz=math.sqrt(numbers["product"]),
+        lipschitz=math.sqrt(numbers["length"]),
         smoothness=math.sqrt(numbers["change"] / numbers["distance"]),
         spread=tau.spread(
             math.sqrt(max(0.0, numbers["divergence"])), dimension, math.sqrt(numbers["noise"])
@@ -190,8 +180,3 @@ def rounds_left(left: Numbers) -> tau.Allowed:
         return rounds if not each > 0 else max(0.0, min(rounds, seconds / each))
 
     return rounds_of
-
-
-def _averaged(before: Numbers, name: str, value: float, count: float) -> float:
-    old = before.get(name, 0.0)
-    return old + (value - old) / count

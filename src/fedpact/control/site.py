@@ -1,22 +1,23 @@
 """What a site computes from the gradients that it released, beside its reply: no further release.
 
     change    ‖g_l - g_f‖² - d(v_f + v_l)     distance  ‖w_l - w_f‖²     β_i² = change/distance
-    product   ⟨g_f, mean of the later g⟩                                 ρ_i², the gradient's square
-    square    ‖mean of all g‖² - d mean v                                bounds ξ_i²
+    length    mean of ‖g‖² - dv                                          ρ_i²
+    square    ‖mean of g‖² - d Σ v/τ²                                    bounds ξ_i²
 
-g_f, g_l are the round's first and last gradient, released at w_f, w_l with noise of variance v_f,
-v_l in each of d coordinates. A round with one gradient compares it with the one that the site
-remembers of such a round before. Both sides of a product have noise of their own, so it needs no
-correction; a square needs the one above. They are unbiased only where neither point depends on the
-other's noise. Along a trajectory of plain SGD with Hessian H and noise variance v
+g_f, g_l are the round's first and last of τ gradients, released at w_f, w_l with noise of variance
+v_f, v_l in each of d coordinates. A round with one gradient compares it with the one that the site
+remembers of such a round before. A length has the noise of its own point only and is unbiased. A
+change is where neither point depends on the other's noise. Along a trajectory of plain SGD with
+Hessian H and noise variance v it exceeds E‖H(w_l - w_f)‖² on average by
 
-    E change  exceeds E‖H(w_l - w_f)‖² by 2ηv tr(H (I - ηH)^(τ-2)), about 2ηv tr H   (τ >= 2)
-    E product falls below ⟨∇F(w_f), mean ∇F(w_t)⟩ by v tr(I - (I - ηH)^(τ-1))/(τ - 1), about ηv tr H
+    2ηv tr(H (I - ηH)^(τ-2)), about 2ηv tr H       (τ >= 2)
 
-and by p_i times as much across rounds, as w has the site's noise p_i times. tr H is not known, so
-neither is taken away: β_i is overestimated, the mistake that keeps τ small. A square also carries
-the variance of the sampling, (1 - q)/(qn) mean‖g_j‖² of each gradient: what is estimated are the
-clipped and sampled gradients, which the iteration uses.
+and by p_i times 2ηv tr H across rounds of one step, as w has the site's noise p_i times. tr H is
+not known, so it is not taken away: β_i is overestimated, the mistake that keeps τ small. All
+squares carry the variance of the sampling too, (1 - q)/(qn) mean‖g_j‖² of each gradient: what is
+estimated are the clipped and sampled gradients, which the iteration uses.
+ρ_i as ⟨g_f, g_l⟩, with no noise to take away, turns negative where steps are long enough to turn
+the gradient round, which is where τ matters most.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,7 @@ class Watched:
     def __init__(self, inner: Oracle) -> None:
         self._inner = inner
         self.count, self.variance = 0, 0.0
+        self.lengths, self.squared_variances = 0.0, 0.0
         self.first: Probe | None = None
         self.last: Probe | None = None
         self.total: Tensor | None = None
@@ -96,6 +98,8 @@ class Watched:
         """Take note of a released gradient; the caller goes on with both vectors as it likes."""
         probe = Probe(w.clone(), g.clone(), variance)
         self.count, self.variance = self.count + 1, self.variance + variance
+        self.lengths += dot(g, g)
+        self.squared_variances += variance**2
         if self.first is None or self.total is None:
             self.first, self.total = probe, g.clone()
         else:
@@ -137,15 +141,17 @@ def report(
     """
     numbers = {
         "pairs": 0.0,
-        **dict.fromkeys(("change", "distance", "product"), 0.0),
-        **dict.fromkeys(("change_variance", "product_variance"), 0.0),
-        "square": 0.0,
+        **dict.fromkeys(("change", "change_variance", "distance"), 0.0),
+        **dict.fromkeys(("length", "length_variance", "square"), 0.0),
         "noise": seen.variance / max(seen.count, 1),
         "straight": float(seen.count == steps and _is_straight(seen, moved, rate)),
     }
     if seen.total is not None:
-        mean = seen.total / seen.count
-        numbers["square"] = dot(mean, mean) - len(mean) * seen.variance / seen.count**2
+        mean, d = seen.total / seen.count, len(seen.total)
+        numbers["square"] = dot(mean, mean) - d * seen.variance / seen.count**2
+        numbers["length"] = (seen.lengths - d * seen.variance) / seen.count
+        # By the noise alone, here and below; public, as the noise is.
+        numbers["length_variance"] = 2 * d * seen.squared_variances / seen.count**2
     pair = _pair(seen, memory)
     return numbers if pair is None else {**numbers, **_compared(*pair)}
 
@@ -178,21 +184,19 @@ def raw_report(oracle: Oracle, w: Tensor, before: Tensor | None) -> tuple[dict[s
     return numbers, gradient
 
 
-def _pair(seen: Watched, memory: State) -> tuple[Probe, Probe, Probe] | None:
-    """Return the first release, the last, and the mean of those after the first."""
-    if seen.first is None or seen.last is None or seen.total is None:
+def _pair(seen: Watched, memory: State) -> tuple[Probe, Probe] | None:
+    """Return the first and the last release to compare."""
+    if seen.first is None or seen.last is None:
         return None
-    if seen.count == 1:
-        if "g" not in memory.vectors:
-            return None
-        kept = memory.vectors
-        return Probe(kept["w"], kept["g"], memory.numbers["variance"]), seen.last, seen.last
-    others = seen.count - 1
-    variance = (seen.variance - seen.first.variance) / others**2
-    return seen.first, seen.last, Probe(seen.last.w, (seen.total - seen.first.g) / others, variance)
+    if seen.count > 1:
+        return seen.first, seen.last
+    if "g" not in memory.vectors:
+        return None
+    kept = memory.vectors
+    return Probe(kept["w"], kept["g"], memory.numbers["variance"]), seen.last
 
 
-def _compared(first: Probe, last: Probe, later: Probe) -> Mapping[str, float]:
+def _compared(first: Probe, last: Probe) -> Mapping[str, float]:
     d, both = len(first.g), first.variance + last.variance
     change, moved = last.g - first.g, last.w - first.w
     distance = dot(moved, moved)
@@ -202,10 +206,7 @@ def _compared(first: Probe, last: Probe, later: Probe) -> Mapping[str, float]:
         "pairs": 1.0,
         "change": dot(change, change) - d * both,
         "distance": distance,
-        "product": dot(first.g, later.g),
-        # By the noise alone; public, as the noise is.
         "change_variance": 2 * d * both**2,
-        "product_variance": d * first.variance * later.variance,
     }
 
 
