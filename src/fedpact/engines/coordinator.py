@@ -9,7 +9,7 @@ import dataclasses
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from fedpact.data import datasets
 from fedpact.engines.admission import Admission
 from fedpact.engines.federation import Federation, read_plan
+from fedpact.engines.statement import MECHANISMS, described
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.losses import cross_entropy
@@ -30,7 +31,6 @@ from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
 from fedpact.privacy.terms import ADJACENCY, Terms
 from fedpact.round import Rounds, Transport
-from fedpact.theory.accounting import epsilon
 
 _COVERS = [
     "Everything a site sends during training: it passes the site's oracle, which clips and adds "
@@ -164,7 +164,10 @@ class Coordinator:
         return {
             "private": True,
             "unit": "record",
+            "why_unprotected": "",
             "adjacency": ADJACENCY,
+            "mechanism": self.plan.privacy.mode,
+            "mechanism_meaning": MECHANISMS[self.plan.privacy.mode],
             "accountant": self.plan.privacy.accountant,
             "accounting": FIXED,
             "accounting_reason": WHY[FIXED],
@@ -175,22 +178,8 @@ class Coordinator:
             "covers": _COVERS,
             "does_not_cover": _DOES_NOT_COVER,
             "epsilon_by_round": _EPSILON,
-            "sites": {name: _described(terms) for name, terms in self.terms.items()},
+            "sites": {name: described(terms) for name, terms in self.terms.items()},
         }
-
-
-def _described(terms: Terms) -> dict[str, Any]:
-    whole = terms.history(terms.steps)
-    return {
-        "size": terms.size,
-        "rate": terms.rate,
-        "clip": terms.clip,
-        "sigmas": dict(terms.sigmas),
-        "sigma_joint": terms.event.sigma,
-        "steps": terms.steps,
-        **asdict(terms.budget),
-        "epsilon_reserved": epsilon(whole, terms.budget.delta, terms.accountant),
-    }
 
 
 class _Evaluator:

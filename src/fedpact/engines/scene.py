@@ -3,20 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site, make_partition
 from fedpact.engines.inprocess import Bench
-from fedpact.losses import cross_entropy
-from fedpact.models.build import build
-from fedpact.params import FlatModel
+from fedpact.engines.workshop import Workshop
 from fedpact.plan import Plan
-from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
-from fedpact.privacy.noise import SeededDraws, stream
+from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
@@ -50,31 +45,18 @@ class Scene:
         scene.bench(check=True)
         return scene
 
+    @property
+    def workshop(self) -> Workshop:
+        """What builds the plan's models and kernels for this data set's records."""
+        return Workshop(self.plan, self.dataset.x[0], len(self.dataset.classes))
+
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
-        return build(self.plan.model, self.dataset.x[0], len(self.dataset.classes), self.plan.seed)
+        return self.workshop.module()
 
     def bench(self, *, check: bool = False) -> Bench:
         """Return a worker's kernel; `check` tries the model on made-up records first."""
-        model = FlatModel(self.module())
-        mode = self.plan.privacy.mode
-        if mode == "none":
-            return Bench(PlainKernel(model, cross_entropy))
-        kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
-        kernel = kind(model, cross_entropy)
-        if check:
-            kernel.verify(*self._made_up())
-        return Bench(kernel)
-
-    def _made_up(self) -> tuple[Tensor, Tensor]:
-        generator = stream("made-up records")
-        shape = (4, *self.dataset.x.shape[1:])
-        if self.dataset.x.is_floating_point():
-            x = torch.randn(shape, generator=generator, dtype=self.dataset.x.dtype)
-        else:
-            x = torch.randint(2, shape, generator=generator, dtype=self.dataset.x.dtype)
-        y = torch.randint(len(self.dataset.classes), (4,), generator=generator)
-        return x, y
+        return self.workshop.bench(check=check)
 
 
 def _size(plan: Plan, site: Site) -> float:

@@ -24,7 +24,7 @@ _DOES_NOT_COVER = [
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
-_MECHANISMS = {
+MECHANISMS = {
     "none": "Nothing is clipped and no noise is added.",
     "per_sample": "Each record's part of a sum is clipped to its bound (a gradient to C), the sum "
     "over a Poisson batch gets Gaussian noise and is divided by the expected batch size. One "
@@ -53,7 +53,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "unit": "record",
         "adjacency": ADJACENCY,
         "mechanism": scene.plan.privacy.mode,
-        "mechanism_meaning": _MECHANISMS[scene.plan.privacy.mode],
+        "mechanism_meaning": MECHANISMS[scene.plan.privacy.mode],
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if scene.plan.private else "none",
