@@ -39,9 +39,11 @@ class CountedDraws(SeededDraws):
         self.counts["batch"] += 1
         return super().batch(records, rate, step)
 
-    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
         self.counts[purpose] += 1
-        return super().gaussian(size, like, step, purpose)
+        return super().add_noise(total, sigma, sensitivity, step, purpose)
 
 
 @dataclass

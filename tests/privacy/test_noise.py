@@ -157,3 +157,16 @@ def test_noise_of_no_or_one_number() -> None:
     assert draws.gaussian(0, FLOAT, 0, "x").shape == (0,)
     ones = torch.cat([draws.gaussian(1, DOUBLE, step, "loss") for step in range(2000)])
     assert stats.kstest(ones.numpy(), "norm").pvalue > LEVEL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, *(2**14 + i for i in (-1, 0, 1, 15, 16, 17))])
+def test_noise_is_added_in_parts_as_if_in_one(size: int, dtype: torch.dtype) -> None:
+    draws = SeededDraws(0, "a", 1)
+    for whole in (size, 2 * size):
+        drawn = draws.gaussian(whole, torch.empty(0, dtype=dtype), 2, "gradient")
+        total = torch.zeros(whole, dtype=dtype)
+        assert draws.add_noise(total, 1.0, 1.0, 2, "gradient") is total
+        assert torch.equal(total, drawn)
+        draws.add_noise(total, 1.5, 2.0, 2, "gradient")
+        assert torch.allclose(total, 4 * drawn, rtol=1e-6 if dtype == torch.float32 else 1e-14)

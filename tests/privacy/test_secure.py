@@ -18,7 +18,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fedpact.privacy import secure
+from fedpact.privacy import grid, secure
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.secure import KeyStream, SecureDraws
 
@@ -206,6 +206,18 @@ def test_no_copies():
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError):
                 attempt(thing)
+
+
+def test_noise_is_added_on_the_grid_with_its_deviation():
+    """Accepted at σ times the sensitivity; 0.9 and 1.1 times are rejected as by variance_is_one."""
+    total = torch.full((MANY,), 2.0)
+    z = (SecureDraws().add_noise(total, 1.5, 0.4, 0, "gradient").double() - 2) / 0.6
+    step = grid.spacing(0.4, MANY)
+    whole = (0.6 * z + 2) / step
+    assert torch.allclose(whole, whole.round(), atol=1e-3)
+    assert variance_is_one(z / (1 + step * math.sqrt(MANY) / 0.4))
+    assert not variance_is_one(0.9 * z)
+    assert not variance_is_one(1.1 * z)
 
 
 FORK = """

@@ -169,7 +169,7 @@ class NoisyBatch(Channels, Generic[K]):
         return float(total) / self._terms.batch_size + 0.5
 
     def noisy(self, total: Tensor, channel: str, bound: float) -> Tensor:
-        """Return total [k] plus N(0, σ_c² bound²) in every entry."""
+        """Return total [k] plus N(0, σ_c² bound²) in every entry; total may be written over."""
         sigma = self._terms.sigmas[channel]
         if sigma == 0:
             return total
@@ -191,7 +191,7 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         clip = self._terms.clip * (1 - _SLACK)
         weights = None if isinstance(weighting, Uniform) else weighting
         total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
-        return self.noisy(total, "gradient", self._terms.clip) / self._terms.batch_size
+        return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """See Batch."""
@@ -199,4 +199,4 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         if non_negative(bound=bound) == 0:
             return torch.zeros_like(w)
         total = self._kernel.clipped_difference(self._x, self._y, w, anchor, bound * (1 - _SLACK))
-        return self.noisy(total, "difference", bound) / self._terms.batch_size
+        return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

@@ -36,6 +36,15 @@ class Draws(Protocol):
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
         ...
 
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+
+        The noise is that of `gaussian` for the same step and purpose, or lies on a grid.
+        """
+        ...
+
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
@@ -48,6 +57,12 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
     """
     return from_numpy(np.empty(size, np.float64 if dtype == torch.float64 else np.float32))
 
+
+# Numbers that are drawn and added at once: they stay in the cache. torch draws normal numbers in
+# groups of 16, the last of them anew where it is not full, so each part but the last is of whole
+# groups and the last of no less than one: then parts are what one draw of all would be.
+_CHUNK: Final = 1 << 14
+_GROUP: Final = 16
 
 # torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,
 # each in 8 bytes; what is left of earlier normal draws.
@@ -94,5 +109,21 @@ class SeededDraws:
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
-        generator = stream(*self._key, step, "noise", purpose)
-        return empty(size, like.dtype).normal_(generator=generator).to(like.device)
+        noise = empty(size, like.dtype).normal_(generator=self._noise(step, purpose))
+        return noise.to(like.device)
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
+        generator, part = self._noise(step, purpose), empty(_CHUNK + _GROUP, total.dtype)
+        start, size = 0, total.numel()
+        while start < size:
+            end = size if size - start <= len(part) else start + _CHUNK
+            noise = part[: end - start].normal_(generator=generator).to(total.device)
+            total[start:end].add_(noise, alpha=sigma * sensitivity)
+            start = end
+        return total
+
+    def _noise(self, step: int, purpose: str) -> torch.Generator:
+        return stream(*self._key, step, "noise", purpose)

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import PolicyRefused
-from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -265,13 +264,7 @@ class PrivateOracle:
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
         def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
-            def gaussian(size: int, like: Tensor) -> Tensor:
-                return self._draws.gaussian(size, like, step, channel)
-
-            # Whoever can foretell the draws needs no floating-point attack: a simulation is faster.
-            if not self._draws.repeats:
-                return grid.noisy(total, sigma, bound, gaussian)
-            return total.add(gaussian(total.numel(), total), alpha=sigma * bound)
+            return self._draws.add_noise(total, sigma, bound, step, channel)
 
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         x, y = self._records.x[chosen], self._records.y[chosen]

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedpact.privacy import grid
 from fedpact.privacy.noise import empty, from_numpy
 
 # Numbers that are worked on at once: with their intermediate results they stay in the cache.
@@ -128,6 +129,16 @@ class SecureDraws:
             z = _box_muller(own.stream.words(len(part) + len(part) % 2), own.room)
             np.copyto(part, z[: len(part)], casting="same_kind")
         return noise.to(like.device)
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """See Draws. On the grid."""
+
+        def gaussian(size: int, like: Tensor) -> Tensor:
+            return self.gaussian(size, like, step, purpose)
+
+        return grid.noisy(total, sigma, sensitivity, gaussian)
 
 
 def _box_muller(words: _Words, room: _Floats) -> _Floats:
