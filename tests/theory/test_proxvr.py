@@ -103,6 +103,21 @@ def test_the_lower_bound_and_the_local_accuracy_are_inverse():
         assert local_accuracy(losses, mu, beta, tau) == pytest.approx(theta)
 
 
+@pytest.mark.parametrize("solver", ["sarah", "svrg"])
+def test_at_any_penalty_more_iterations_are_more_exact(solver):
+    # What the certificate rests on: with the least β of Lemma 1, and with the best above it.
+    rng = random.Random(13)
+    taus = np.unique(np.geomspace(5, 1e7, 150).round())
+    for _ in range(20):
+        losses = drawn(rng)
+        mu = losses.weak_convexity + losses.smoothness * 10 ** rng.uniform(-1, 4)
+        best = 3 + math.sqrt(9 + (mu / losses.smoothness) ** 2)
+        least = [least_beta(tau, solver) for tau in taus]
+        for betas in (least, [max(beta, best) for beta in least]):
+            thetas = [local_accuracy(losses, mu, b, t) for b, t in zip(betas, taus, strict=True)]
+            assert np.all(np.diff(thetas) < 0)
+
+
 def test_theta_of_theorem_1_in_its_printed_form_and_digits():
     rng = random.Random(3)
     for _ in range(50):
@@ -287,6 +302,18 @@ def test_more_heterogeneity_means_a_larger_penalty_and_more_exact_sites():
     for quantity in ("theta", "decrease"):
         values = [getattr(best, quantity) for best in found]
         assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("how", [{"tight": False}, {"whole": False}, {"solver": "svrg"}], ids=str)
+def test_extreme_numbers_are_certified_all_the_same(how):
+    rng = random.Random(14)
+    for _ in range(8):
+        smooth = 10 ** rng.uniform(-8, 8)
+        losses = Losses(smooth, smooth * rng.random(), 10 ** rng.uniform(-8, 12))
+        best = minimise(losses, 10 ** rng.uniform(-12, 12), **how)
+        assert best.decrease > 0
+        assert 0 <= best.gap < 1.01e-6
+        assert best.cells < 50_000
 
 
 def test_the_path_for_drawing_is_near_the_certified_optimum():

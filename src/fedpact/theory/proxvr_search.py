@@ -10,8 +10,11 @@ x and b, hence P is log-convex in (log x, log b), and so is what remains of it a
 over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at given μ, τ is
 3 + sqrt(9 + μ²), or the end of its interval nearest to that.
 
-Over τ it is branch and bound. For τ in [t, t'] the least β of Lemma 1 is between β(t) and β(t');
-putting t into the cost, t' into θ, and the best β in between gives a lower bound, exact at t = t'.
+At a given μ, θ falls as τ grows: the least β of Lemma 1, β(τ) = (4 + sqrt(16 + 20c))/10 with
+5β² - 4β = c(τ), grows with τ while β(τ)/τ falls, as c/τ² does, so (β² + μ²)/(bτ) falls, at β(τ) and
+at the best β >= β(τ). Hence the least μ/(1 - P) over μ, M(τ), falls with τ, and on [t, t'] nothing
+is below (1 + γt) M(t'). Branch and bound over τ does the rest, exact at t = t'.
+
 All of it happens in a compact box that holds every optimum: P < 1 needs x > 2(S + sqrt S), P > 0
 makes μ less than the objective, and (1 + γτ) times the least value at θ = 0 is below it, too.
 """
@@ -131,19 +134,14 @@ class _Search:
             return np.where(lost < 1, mu / (1 - lost), np.inf), mu
 
     def at(self, taus: Vector) -> tuple[Vector, Vector]:
-        """The least μ/(1 - P) at each τ, whatever γ, and its μ."""
+        """M(τ), the least μ/(1 - P) at each τ, whatever γ, and its μ."""
         low = self.betas(taus)
         return self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
 
-    def values(self, taus: Vector) -> Vector:
-        """The least objective at each τ."""
-        return (1 + self.gamma * taus) * self.at(taus)[0]
-
-    def bounds(self, first: Vector, last: Vector) -> Vector:
-        """A lower bound of the objective on each interval of τ, exact where it is one point."""
-        high = self.betas(last) if self.tight else np.full(last.shape, np.inf)
-        least, _ = self.least(last, self.betas(first), high)
-        return (1 + self.gamma * first) * least
+    def best(self, taus: Vector, least: Vector) -> tuple[float, float]:
+        """The least (objective, τ) of some τ with their M(τ)."""
+        values = (1 + self.gamma * taus) * least
+        return float(values.min()), float(taus[values.argmin()])
 
 
 def minimise(
@@ -217,20 +215,16 @@ def _box(search: _Search, whole: bool) -> tuple[tuple[float, float], tuple[float
     first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
     first = float(math.ceil(first)) if whole else first
     starts: Vector = np.ldexp(first, np.arange(64))
-    values = search.values(starts)
-    best = float(values.min())
-    if not math.isfinite(best):
+    best = search.best(starts, search.at(starts)[0])
+    if not math.isfinite(best[0]):
         raise InputError(
             f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
             "expected a smaller one"
         )
     everywhere = np.array([np.inf])
     floor, _ = search.least(everywhere, np.array([3.0]), everywhere)
-    last = max(first, (best / float(floor[0]) - 1) / search.gamma)
-    return (best, float(starts[values.argmin()])), (
-        first,
-        float(math.floor(last)) if whole else last,
-    )
+    last = max(first, (best[0] / float(floor[0]) - 1) / search.gamma)
+    return best, (first, float(math.floor(last)) if whole else last)
 
 
 def _branch(
@@ -244,20 +238,24 @@ def _branch(
     edges = np.geomspace(*ends, 33)
     if whole:
         edges = np.unique(np.round(edges))
-    left, right = (edges[:-1], edges[1:]) if edges.size > 1 else (edges, edges)
+    # The first edge is an interval of its own.
+    left, right = np.append(edges[0], edges[:-1]), edges
+    at_right, _ = search.at(right)
+    best = min(best, search.best(right, at_right))
     lower, cells = math.inf, 0
     for level in range(_LEVELS):
-        bounds = search.bounds(left, right)
-        middle = np.floor(np.sqrt(left * right)) if whole else np.sqrt(left * right)
-        values = search.values(middle)
-        cells += left.size
-        best = min(best, (float(values.min()), float(middle[values.argmin()])))
+        bounds = (1 + search.gamma * left) * at_right
         done = (bounds >= best[0] * (1 - gap)) | (left == right) | (level == _LEVELS - 1)
         lower = min(lower, float(bounds[done].min(initial=np.inf)))
-        left, middle, right = (a[~done] for a in (left, middle, right))
+        cells += left.size
+        left, right, at_right = (a[~done] for a in (left, right, at_right))
         if not left.size:
             break
+        middle = np.floor(np.sqrt(left * right)) if whole else np.sqrt(left * right)
+        at_middle, _ = search.at(middle)
+        best = min(best, search.best(middle, at_middle))
         left, right = np.append(left, middle + whole), np.append(middle, right)
+        at_right = np.append(at_middle, at_right)
     return best, min(best[0], lower), cells
 
 
