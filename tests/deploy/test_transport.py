@@ -13,6 +13,7 @@ from flwr.app import Message
 from flwr.app.error import Error
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedpact import algorithms
 from fedpact.engines.admission import expected_form
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, seal, transport
@@ -307,6 +308,22 @@ def test_all_lies_of_form_are_told_apart_one_by_one(federation):
         assert (
             admission.fault("site-00", task, Reply(**{**good, "numbers": numbers}), form) == "form"
         )
+
+
+# fedfair has no private form, and a deployment trains no other.
+@pytest.mark.parametrize("name", sorted(set(algorithms.names()) - {"fedfair"}))
+def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
+    """Two rounds, as the first may not know yet what later ones send."""
+    settings = {"ali_dpfl": {"iterations": 4}}.get(name, {})
+    directory = make(tmp_path / "d", algorithm=name, settings=settings, sites=1, rounds=2)
+    node = Node(10, directory / "sites" / "site-00")
+    try:
+        records = []
+        coordinate(Coordinator.of(directory / "server"), Grid([node]), records.append)
+    finally:
+        node.site.ledger.close()
+    assert len(records) >= 2
+    assert all(record.refused == {} for record in records)
 
 
 def test_a_shortened_ledger_is_found_out_over_a_restart_of_the_server(federation):

@@ -32,12 +32,17 @@ class TooFewReplies(FedpactError):
     """A round got fewer replies than federation.toml asks for, however often it was tried."""
 
 
-@dataclass
-class Seconds:
-    """Where the time of exchanges went: on sites and Flower together, or on our own work here."""
+class _Clock:
+    """Counts the seconds spent inside Flower, or asleep."""
 
-    waiting: float = 0.0
-    own: float = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 @dataclass
@@ -80,7 +85,7 @@ class FlowerTransport:
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
         self._looked, self._joined = 0.0, False
-        self.seconds = Seconds()
+        self._waiting = _Clock()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -89,6 +94,7 @@ class FlowerTransport:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See Transport. Raises TooFewReplies."""
+        began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         this = _Round(tasks, self._form(any_task))
         self._wait_for_all()
@@ -113,6 +119,9 @@ class FlowerTransport:
         for reply in replies.values():
             self._admission.admit(reply)
         self._on_admitted()
+        waited = self._waiting.seconds - before
+        own = time.perf_counter() - began - waited
+        _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
         yield from (answer for _, answer in sorted(this.answers.items()))
 
     def _wait_for_all(self) -> None:
@@ -121,8 +130,12 @@ class FlowerTransport:
         while not self._joined and time.monotonic() < end:
             self._joined = set(self._present()) == set(self.sites)
             if not self._joined:
-                time.sleep(_POLL_SECONDS)
+                self._sleep()
         self._joined = True
+
+    def _sleep(self) -> None:
+        with self._waiting:
+            time.sleep(_POLL_SECONDS)
 
     def _collect(self, this: _Round) -> None:
         """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
@@ -131,23 +144,23 @@ class FlowerTransport:
         while this.open and time.monotonic() < end:
             present = self._present()
             self._ask(this, present)
-            started = time.monotonic()
-            arrived = list(self._grid.pull_messages(list(this.sent))) if this.sent else []
-            self.seconds.waiting += time.monotonic() - started
+            with self._waiting:
+                arrived = list(self._grid.pull_messages(list(this.sent))) if this.sent else []
             for message in arrived:
                 self._take(this, message)
             waited_for = any(site in present for site in this.open)
             if not waited_for and len(this.replies) >= patience.least_replies:
                 break
             if not arrived:
-                time.sleep(_POLL_SECONDS)
-                self.seconds.waiting += _POLL_SECONDS
+                self._sleep()
 
     def _present(self) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago."""
         if time.monotonic() - self._looked >= _NODES_SECONDS:
             found = dict[str, int]()
-            for node in self._grid.get_nodes():
+            with self._waiting:
+                nodes = list(self._grid.get_nodes())
+            for node in nodes:
                 for name, member in self._federation.sites.items():
                     if seal.same_key(member.key, node.public_key):
                         found[name] = node.node_id
@@ -166,13 +179,12 @@ class FlowerTransport:
             record = codec.pack(block, seal.sign(self._key, f"task for {site}", block))
             # A site that comes back later is not to spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
-            for number in self._grid.push_messages([message]):
-                if number:
-                    this.sent[number] = site
+            with self._waiting:
+                numbers = self._grid.push_messages([message])
+            this.sent.update({number: site for number in numbers if number})
             this.asked[site] = now
 
     def _take(self, this: _Round, message: Message) -> None:
-        started = time.monotonic()
         site = this.sent.pop(message.metadata.reply_to_message_id, None)
         if site is None or site in this.answers:
             return
@@ -186,7 +198,6 @@ class FlowerTransport:
             self._reject(this, site, answer)
         else:
             this.answers[site] = answer
-        self.seconds.own += time.monotonic() - started
 
     def _checked(self, this: _Round, site: str, message: Message) -> Reply | Refusal | str:
         """Return a site's answer, or what is wrong with it."""

@@ -30,6 +30,7 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
 
     key: the site's private key.
     """
+    began = time.perf_counter()
     server = seal.public_key(site.federation.server_key)
     try:
         block, signature = codec.unpack(message.content)
@@ -40,8 +41,8 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
         reply, told = answer(site, block)
     else:
         reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
-    _log.info(told)
     record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
+    _log.info("%s, in %.3f s", told, time.perf_counter() - began)
     return Message(record, reply_to=message)
 
 
