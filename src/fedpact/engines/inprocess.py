@@ -5,7 +5,6 @@ the order of site names, and at most a few wait for their turn, so memory does n
 number of sites and results do not depend on the number of workers.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,11 +39,6 @@ class Bench:
         if not isinstance(self.kernel, PlainKernel):
             raise TypeError("a private run's worker was asked for exact numbers")
         return self.kernel
-
-
-def available_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class InProcess:

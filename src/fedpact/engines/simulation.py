@@ -19,8 +19,9 @@ from torch import nn
 from fedpact.client import Client
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
+from fedpact.engines.cores import available_cores
 from fedpact.engines.evaluation import Evaluator
-from fedpact.engines.inprocess import Bench, InProcess, available_cores
+from fedpact.engines.inprocess import Bench, InProcess
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.errors import PlanError
