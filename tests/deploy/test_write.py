@@ -1,5 +1,6 @@
 """What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
 
+import json
 import stat
 import tomllib
 
@@ -9,11 +10,12 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.deploy import local
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.federation import Federation, Patience, read_plan
 from fedpact.engines.flower import codec, require_flower, seal
 from fedpact.engines.site import Site
-from fedpact.errors import InputError, PlanError
+from fedpact.errors import DataError, InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 
@@ -107,6 +109,42 @@ def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
     for arguments in (["init", "d"], ["up", "d"]):
         outcome = CliRunner().invoke(app, ["deploy", *arguments], catch_exceptions=True)
         assert isinstance(outcome.exception, InputError)
+
+
+def run_cli(*arguments):
+    outcome = CliRunner().invoke(app, ["deploy", *map(str, arguments)], catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.output
+
+
+def test_the_command_writes_what_it_was_told_and_status_reads_it(tmp_path):
+    where = tmp_path / "d"
+    told = run_cli(
+        *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
+        *("--host", "localhost", "--least-replies", "2", "--round-seconds", "11", "--test-seeds"),
+    )
+    found = Federation.read(where / "server" / "federation.toml")
+    assert found.run in told
+    assert found.address == "localhost:9443"
+    assert (found.patience.least_replies, found.patience.round_seconds) == (2, 11.0)
+    assert found.seeds == "test"
+    status = json.loads(run_cli("status", where, "--json"))
+    assert status["running"] == {"server": False, "site-00": False, "site-01": False}
+    assert (status["round"], status["status"]) == (None, "not ended")
+    assert "nothing ran" in run_cli("down", where)
+
+
+def test_the_status_of_one_party(deployment):
+    site = deployment / "sites" / "site-00"
+    with Site(site) as opened:
+        run = opened.run
+    status = json.loads(run_cli("status", site, "--json"))
+    assert list(status["ledgers"]) == ["site-00"]
+    assert status["ledgers"]["site-00"]["runs"][run]["epsilon_reserved"] == 2.0
+    assert run in run_cli("status", site)
+    assert list(local.parties(deployment / "server")) == ["server"]
+    with pytest.raises(DataError, match="holds no deployment"):
+        local.parties(deployment / "authority")
 
 
 def test_a_block_survives_the_codec_and_anything_else_is_no_message():

@@ -22,7 +22,9 @@ from fedpact.report.text import upper
 
 app = typer.Typer(help="A federation on real machines, over Flower.", no_args_is_help=True)
 
-Where = Annotated[Path, typer.Argument(help="The directory that `fedpact deploy init` wrote.")]
+Where = Annotated[
+    Path, typer.Argument(help="What `fedpact deploy init` wrote, or one party's directory in it.")
+]
 _POLL_SECONDS = 0.5
 
 
@@ -71,7 +73,7 @@ def up(
     directory: Where,
     wait: Annotated[bool, typer.Option(help="Show progress, and end all when it is done.")] = False,
 ) -> None:
-    """Run the whole federation on this machine, with TLS and keys on, in the background."""
+    """Run the whole federation on this machine, or one party, in the background."""
     require_flower()
     started = local.start(directory)
     _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
@@ -91,7 +93,7 @@ def status(directory: Where, as_json: AsJson = False) -> None:
 
 @app.command()
 def down(directory: Where) -> None:
-    """End every process of the federation on this machine; `up` goes on with the run."""
+    """End what `up` started; `up` goes on with the run."""
     _out().print(f"ended: {', '.join(local.stop(directory)) or 'nothing ran'}")
 
 
@@ -143,8 +145,8 @@ def _line(record: RoundRecord) -> str:
 def _print(found: dict[str, Any]) -> None:
     out = _out()
     last = found["round"]
-    at = "no round yet" if last is None else _line(RoundRecord(**last))
-    out.print(f"run {found['run']}: {found['status']}; {at}")
+    at = "" if last is None else "; " + _line(RoundRecord(**last))
+    out.print(f"run {found['run']}: {found['status']}{at}")
     table = Table("party", "process", "ε spent", "of ε", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)

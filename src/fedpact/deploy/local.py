@@ -22,7 +22,14 @@ _SERVER = "server"
 
 
 def parties(directory: Path) -> dict[str, Path]:
-    """Return each party's directory by name. Raises DataError: no deployment lies there."""
+    """Return each party's directory by name: of a whole deployment, or of the one party it is.
+
+    Raises DataError: neither lies there.
+    """
+    if (directory / "site.toml").exists():
+        return {parse_toml(SiteSettings, directory / "site.toml").name: directory}
+    if (directory / "server.key").exists():
+        return {_SERVER: directory}
     server = directory / _SERVER
     if not (server / "federation.toml").exists():
         raise DataError(
@@ -63,11 +70,12 @@ def look(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says."""
     numbers = _recorded(directory)
     places = parties(directory)
+    server = places.get(_SERVER)
     return {
-        "run": Federation.read(places[_SERVER] / "federation.toml").run,
+        "run": Federation.read(next(iter(places.values())) / "federation.toml").run,
         "running": {name: _is_alive(numbers.get(name, 0)) for name in places},
-        "round": _last_round(places[_SERVER]),
-        "status": _outcome(places[_SERVER]),
+        "round": _last_round(server) if server else None,
+        "status": _outcome(server) if server else "known to the server",
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
     }
 
