@@ -1,11 +1,12 @@
 """The cores that are available: affinity and both versions of control groups."""
 
 import os
+import resource
 
 import pytest
 
 from fedpact.engines import cores
-from fedpact.engines.cores import available_cores
+from fedpact.engines.cores import allow_open_files, available_cores
 
 
 @pytest.fixture
@@ -74,3 +75,24 @@ def test_version_1(machine, quota, expected):
     machine("groups/cpu/docker/abc/cpu.cfs_quota_us", quota)
     machine("groups/cpu/docker/abc/cpu.cfs_period_us", "100000\n")
     assert available_cores() == expected
+
+
+@pytest.fixture
+def files():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    yield lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_files_may_be_opened_up_to_the_hard_limit(files, tmp_path):
+    hard = files()[1]
+    allow_open_files(100)
+    assert files() == (612, hard)
+    allow_open_files(10)
+    assert files() == (612, hard)
+    opened = [(tmp_path / str(i)).open("w") for i in range(400)]
+    for file in opened:
+        file.close()
+    allow_open_files(10**12)
+    assert files()[0] == hard or hard == resource.RLIM_INFINITY

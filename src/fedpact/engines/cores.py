@@ -1,5 +1,6 @@
-"""How many cores this process may use: those it may run on, or the share its control group has."""
+"""What the system lets this process use: cores, by affinity and control group; open files."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_USUAL_FILES = 512
 
 
 def available_cores() -> int:
@@ -16,6 +18,25 @@ def available_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(_OWN, _GROUPS))]))
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process hold `count` files open besides its usual ones, if the system lets it.
+
+    The customary limit of 1,024 ends short of a thousand sites, each of which has its ledger open.
+    """
+    try:
+        import resource
+    except ImportError:  # no such limit
+        return
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _USUAL_FILES
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        # Some systems have a further limit, which nobody tells; opening a file will.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _quotas(own: Path, groups: Path) -> Iterator[float]:

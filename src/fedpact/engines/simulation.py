@@ -19,7 +19,7 @@ from torch import nn
 from fedpact.client import Client
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
-from fedpact.engines.cores import available_cores
+from fedpact.engines.cores import allow_open_files, available_cores
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.inprocess import Bench, InProcess
 from fedpact.engines.scene import Scene
@@ -128,6 +128,7 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
 
 def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> dict[str, Ledger]:
     ledgers = dict[str, Ledger]()
+    allow_open_files(len(scene.terms))
     kept = scene.plan.run.ledgers
     for name, terms in scene.terms.items():
         path = Path(kept) / f"{name}.ledger.jsonl" if kept else folder.site(name) / "ledger.jsonl"
