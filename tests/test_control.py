@@ -340,8 +340,12 @@ def test_an_estimate_that_noise_could_have_made_is_none():
     # ξ² below 0 counts as 0 once it is used, so that s is the noise's part alone.
     assert found.spread == pytest.approx(2 * math.sqrt(D * 0.01))
     assert found.smoothness == pytest.approx(math.sqrt(1.01))
-    for gone in ({"pairs": 0.0}, {"length": -0.1}, {"change": math.nan}):
-        assert server.drift({**numbers, "change": 1.01, **gone}, RATE, D) is None
+    bad = [{"length": -0.1}, {"change": math.nan}, {"change": math.inf}, {"distance": 0.0}]
+    # Whatever a site may send: no number stops the server.
+    bad += [{"noise": -1.0}, {"noise": math.nan}, {"divergence": math.inf}, {"distance": 1e-320}]
+    bad += [{"change_variance": -1.0}, {"length_variance": math.nan}, {"change": 1e308}]
+    for gone in bad:
+        assert server.drift({**numbers, "change": 1.01, "distance": 0.1, **gone}, RATE, D) is None
 
 
 # ---------------------------------------------------------------- choices and budgets
@@ -445,6 +449,21 @@ def test_the_choice_is_that_of_the_theory():
     ]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (317, 1585)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 7.0])
+def test_without_kappa_the_unit_of_the_loss_does_not_matter(unit):
+    """a times the loss with η/a is the same run: gradients and β grow by a, and κ = c ρ² by a²."""
+    answer = {"pairs": 1.0, "change": 1.5, "distance": 0.7, "length": 1.3, "square": 0.9}
+    answer |= {"noise": 0.01}
+    other = {name: value * unit**2 for name, value in answer.items()}
+    other |= {"pairs": 1.0, "distance": 0.7}
+    one, _ = rounds_of(Controller(Ali(iterations=400), 0.5), 60, lambda spent: answer)
+    two, _ = rounds_of(Controller(Ali(iterations=400), 0.5 / unit), 60, lambda spent: other)
+    assert one == two
+    assert 1 < max(one) < 7
+    given = Ali(iterations=400, kappa=server.KAPPA * 1.3)
+    assert rounds_of(Controller(given, 0.5), 60, lambda spent: answer)[0] == one
 
 
 def test_seconds_allow_fewer_rounds_of_more_steps():

@@ -3,7 +3,7 @@ adaptive local iterations. arXiv 2308.10457. Its plain form chooses τ alike, wi
 
 Symbols   paper  code              meaning, unit or range                        who chooses it
           η      learning_rate     step size, > 0                                plan
-          κ      kappa             φλ² > 0: the larger, the more local work      plan
+          κ      kappa             φλ² > 0: the larger, the more local work      plan, or 10 ρ²
           R_c    iterations        local iterations of all rounds, or None       plan, or the sites
           R_s    rounds left       by plan.rounds and the budgets of bytes and   plan
                                    seconds

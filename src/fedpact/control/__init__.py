@@ -34,14 +34,15 @@ InnerUpdate = Callable[[State, Iterable[Reply]], State]
 class Ali(BaseModel):
     """How τ is chosen.
 
-    kappa: κ > 0, the one control parameter; the larger, the more local work. iterations: R_c, the
+    kappa: κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
+    the estimates as server.KAPPA ρ², in units of their own. iterations: R_c, the
     local iterations of all rounds together; left out, the site whose budget allows least decides.
     most_local_steps: no round has more. estimator: "released", from gradients that were released
     anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    kappa: float = Field(default=1.0, gt=0)
+    kappa: float | None = Field(default=None, gt=0)
     iterations: int | None = Field(default=None, ge=1)
     most_local_steps: int = Field(default=tau.LONGEST, ge=1, le=tau.LONGEST)
     estimator: Literal["released", "raw"] = "released"
@@ -86,7 +87,8 @@ class Controller:
         drift = server.drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
         if drift is None:
             return Choice(tau.even_split(allowed, most), even=True)
-        return Choice(tau.best_tau(drift, self.ali.kappa, allowed, most))
+        kappa = self.ali.kappa or server.KAPPA * drift.lipschitz**2
+        return Choice(tau.best_tau(drift, kappa, allowed, most))
 
     def task(self, state: State, inner: Callable[[State], State]) -> State:
         """Return what the sites are told: the algorithm's own, and τ as "local_steps"."""

@@ -32,6 +32,8 @@ from fedpact.messages import Numbers, Reply, State, split
 from fedpact.theory import tau
 
 CLEAR: Final = 2.0
+KAPPA: Final = 10.0
+"""κ over ρ² where no κ is given."""
 
 _PAIRED: Final = ("change", "distance", "lipschitz", "smoothness")
 """What only sites that had two points to compare tell."""
@@ -151,21 +153,29 @@ def raw(before: Numbers, fold: Fold) -> dict[str, float]:
 
 
 def drift(numbers: Numbers, learning_rate: float, dimension: int) -> tau.Drift | None:
-    """Return ρ, β and s by the averages, None where there is no clear estimate of them."""
-    if not numbers.get("pairs"):
+    """Return ρ, β and s by the averages, None where there is no clear estimate of them.
+
+    Nor is there where they are not finite: no site's numbers can stop the server.
+    """
+    if not (_is_clear(numbers, "change") and _is_clear(numbers, "length")):
         return None
-    for name in ("change", "length"):
-        deviation = math.sqrt(numbers.get(f"{name}_variance", 0.0))
-        if not numbers[name] > CLEAR * deviation:
-            return None
+    distance, noise = numbers["distance"], numbers["noise"]
+    if not (distance > 0 and noise >= 0):
+        return None
+    squares = numbers["change"] / distance, numbers["divergence"], noise
+    if not all(map(math.isfinite, squares)):
+        return None
     return tau.Drift(
         learning_rate=learning_rate,
         lipschitz=math.sqrt(numbers["length"]),
-        smoothness=math.sqrt(numbers["change"] / numbers["distance"]),
-        spread=tau.spread(
-            math.sqrt(max(0.0, numbers["divergence"])), dimension, math.sqrt(numbers["noise"])
-        ),
+        smoothness=math.sqrt(squares[0]),
+        spread=tau.spread(math.sqrt(max(0.0, squares[1])), dimension, math.sqrt(noise)),
     )
+
+
+def _is_clear(numbers: Numbers, name: str) -> bool:
+    value, variance = numbers.get(name, 0.0), numbers.get(name + _VARIANCE, 0.0)
+    return variance >= 0 and CLEAR * math.sqrt(variance) < value < math.inf
 
 
 def rounds_left(left: Numbers) -> tau.Allowed:
