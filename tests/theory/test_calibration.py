@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from fedpact.errors import BudgetExhausted, InputError
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.theory import pld
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, round_rate_up
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
 BUDGET = Budget(2.0, 1e-5)
@@ -42,6 +44,22 @@ def test_the_event_that_is_planned_may_be_the_one_that_is_spent():
     assert again == pytest.approx(sigma, rel=5e-4)
     assert largest_rate(BUDGET, 50.0, 30) == 1.0
     assert event.sigma == pytest.approx(smallest_sigma(BUDGET, 0.25, 317), rel=1e-3)
+
+
+def test_a_thousand_sites_need_one_search_a_rate_and_few_exact_answers(monkeypatch):
+    asked, exact = [], pld.epsilon
+
+    def counting(terms, delta):
+        asked.append(terms)
+        return exact(terms, delta)
+
+    monkeypatch.setattr(pld, "epsilon", counting)
+    rates = [round_rate_up(32 / n) for n in np.linspace(37, 200, 1000)]
+    sigma = {q: smallest_sigma(BUDGET, q, 317) for q in rates}
+    assert len(sigma) <= 21
+    # The largest σ that is tried, the answer, and at most one beside it.
+    assert len(asked) <= 3 * len(sigma)
+    assert sorted(sigma) == sorted(sigma, key=sigma.__getitem__)
 
 
 def test_specification_values():

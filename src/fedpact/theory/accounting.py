@@ -160,6 +160,9 @@ def quick_epsilon(
     by_rdp = _rdp_epsilon(terms, delta, conversion) if _known(accountant) != "pld" else math.inf
     if accountant == "rdp" or not terms:
         return by_rdp if terms else 0.0
+    if all(q == 1 for q, _, _ in terms):
+        # One Gaussian, in closed form: no search is needed for it.
+        return min(by_rdp, pld.epsilon(terms, delta))
     return min(by_rdp, *running.epsilons([terms], delta, pld.FINENESS))
 
 

@@ -10,7 +10,8 @@ Every answer lies on the safe side: epsilon(answer) <= budget.epsilon has been e
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from functools import lru_cache
+from typing import Final, NoReturn
 
 from fedpact import check
 from fedpact.errors import BudgetExhausted, InputError
@@ -22,6 +23,7 @@ from fedpact.theory.accounting import (
     History,
     SampledGaussian,
     epsilon,
+    quick_epsilon,
 )
 
 # Of the answer, relative: the search ends this close to the boundary, on the safe side.
@@ -64,20 +66,33 @@ def smallest_scale(
     """
     if not planned or not all(count >= 1 for count in planned.values()):
         raise InputError(f"planned is {dict(planned)}: expected events, each at least once")
+    events = tuple(sorted(planned.items()))
+    return _smallest_scale(
+        budget, events, accountant, conversion, tuple(sorted((spent or {}).items()))
+    )
 
-    def cost(log_scale: float, by: Accountant) -> float:
-        return epsilon(history(math.exp(log_scale)), budget.delta, by, conversion)
 
-    def history(scale: float) -> History:
-        total = Counter(spent or {})
-        for event, count in planned.items():
-            total[SampledGaussian(event.q, scale * event.sigma)] += count
+@lru_cache(maxsize=4096)
+def _smallest_scale(
+    budget: Budget,
+    planned: tuple[tuple[SampledGaussian, int], ...],
+    accountant: Accountant,
+    conversion: Conversion,
+    spent: tuple[tuple[SampledGaussian, int], ...],
+) -> float:
+    """See smallest_scale. Sites on the same terms share one search."""
+
+    def history(log_scale: float) -> History:
+        total = Counter(dict(spent))
+        for event, count in planned:
+            total[SampledGaussian(event.q, math.exp(log_scale) * event.sigma)] += count
         return total
 
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
-    if not cost(high, accountant) <= budget.epsilon:
-        _exhausted(budget, accountant, conversion, spent)
-    return math.exp(_boundary(cost, low, high, budget.epsilon, accountant))
+    least = _least(history, low, high, budget, accountant, conversion)
+    if least is None:
+        _exhausted(budget, accountant, conversion, dict(spent))
+    return math.exp(least)
 
 
 def largest_rate(
@@ -96,38 +111,55 @@ def largest_rate(
     check.positive(sigma=sigma)
     check.count(steps=steps)
 
-    def cost(minus_log_q: float, by: Accountant) -> float:
-        q = min(1.0, math.exp(-minus_log_q))
-        return _cost(SampledGaussian(q, sigma), steps, budget, by, conversion, spent)
+    def history(minus_log_q: float) -> History:
+        event = SampledGaussian(min(1.0, math.exp(-minus_log_q)), sigma)
+        return Counter(spent or {}) + Counter({event: steps})
 
     high = -math.log(_SMALLEST_RATE)
-    if not cost(high, accountant) <= budget.epsilon:
+    least = _least(history, 0.0, high, budget, accountant, conversion)
+    if least is None:
         _exhausted(budget, accountant, conversion, spent)
-    return min(1.0, math.exp(-_boundary(cost, 0.0, high, budget.epsilon, accountant)))
-
-
-def _cost(
-    event: SampledGaussian,
-    steps: int,
-    budget: Budget,
-    accountant: Accountant,
-    conversion: Conversion,
-    spent: History | None,
-) -> float:
-    before = dict(spent or {})
-    history = before | {event: before.get(event, 0) + steps}
-    return epsilon(history, budget.delta, accountant, conversion)
+    return min(1.0, math.exp(-least))
 
 
 def _exhausted(
     budget: Budget, accountant: Accountant, conversion: Conversion, spent: History | None
-) -> None:
+) -> NoReturn:
     bears = epsilon(spent or {}, budget.delta, accountant, conversion)
     raise BudgetExhausted(
         f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {bears:g} is "
         "spent: no noise is large enough and no sampling rate small enough for what is planned; "
         "plan fewer releases or raise the budget"
     )
+
+
+def _least(
+    history: Callable[[float], History],
+    low: float,
+    high: float,
+    budget: Budget,
+    accountant: Accountant,
+    conversion: Conversion,
+) -> float | None:
+    """Return the least x (about) in [low, high] at which a history keeps the budget, or None.
+
+    history: of an ε that falls in x. A quick accountant searches, `epsilon` has the last word.
+    """
+
+    def exact(x: float, by: Accountant) -> float:
+        return epsilon(history(x), budget.delta, by, conversion)
+
+    def quick(x: float, by: Accountant) -> float:
+        return quick_epsilon(history(x), budget.delta, by, conversion)
+
+    if not exact(high, accountant) <= budget.epsilon:
+        return None
+    if quick(high, accountant) <= budget.epsilon:
+        found = _boundary(quick, low, high, budget.epsilon, accountant)
+        for x in (found, found + _TOLERANCE / 2):
+            if exact(x, accountant) <= budget.epsilon:
+                return x
+    return _boundary(exact, low, high, budget.epsilon, accountant)
 
 
 def _boundary(
