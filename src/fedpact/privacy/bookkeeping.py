@@ -63,10 +63,12 @@ class BookKeeping:
 
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
-        for rows in self._parts(len(x)):
+        every = self._parts(x.shape[0])
+        for rows in every:
             if not self._random:
                 try:
-                    losses, calls = self._pass(x[rows], y[rows])
+                    some = (x, y) if len(every) == 1 else (x[rows], y[rows])
+                    losses, calls = self._pass(*some)
                     yield rows, self._measured(losses, self._shares(calls))
                     continue
                 except Random:
@@ -123,9 +125,9 @@ class BookKeeping:
         """Losses [B], and each owner's calls with their output gradients."""
         if self.plan is not None and self.plan.holds:
             try:
-                losses, made = self.plan.run(_by_pixel(x) if self._images(x) else x, y, self._loss)
-                found = [made.get(id(o.module)) for o in self.cover.owners]
-                return one_each(losses, len(x)), [[c] if c else [] for c in found]
+                by_pixel = _by_pixel(x) if self._images(x) else x
+                losses, calls = self.plan.run(by_pixel, y, self._loss)
+                return one_each(losses, x.shape[0]), calls
             except Unfit:
                 self.plan = None
         while True:

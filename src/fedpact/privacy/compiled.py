@@ -26,12 +26,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Plan:
     """The stages of one model, in order."""
 
-    def __init__(self, stages: list[Stage], modules: list[nn.Module], model: FlatModel) -> None:
-        self._stages, self._model = stages, model
-        self._states = [vars(module) for module in modules]
+    def __init__(self, model: FlatModel, stages: list[Stage], weighted: list[Weighted]) -> None:
+        self._model, self._stages, self._weighted = model, stages, weighted
+        self._first = min(stages.index(stage) for stage in weighted)
+        self._states = [vars(module) for module in model.module.modules()]
         self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
-        owners = [isinstance(stage, Weighted) and stage.owner is not None for stage in stages]
-        self._first = owners.index(True)
         self._by_autograd = any(isinstance(stage, Other) for stage in stages)
 
     @staticmethod
@@ -48,18 +47,21 @@ class Plan:
         ):
             return None
         stages: list[Stage] = []
+        weighted: dict[int, Weighted] = {}
         for module in _relu_last(chain):
-            previous = stages[-1] if stages else None
-            stages.append(stage_of(module, of_module.get(id(module)), previous))
-        return Plan(stages, list(model.module.modules()), model)
+            owner = of_module.get(id(module))
+            stages.append(stage_of(module, owner, stages[-1] if stages else None))
+            if owner is not None:
+                weighted[id(module)] = cast(Weighted, stages[-1])
+        return Plan(model, stages, [weighted[id(owner.module)] for owner in owners])
 
     @property
     def holds(self) -> bool:
         """Whether the modules are still no more than their layers: hooks may have been added."""
         return not (any(self._hooks) or any("forward" in state for state in self._states))
 
-    def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, dict[int, Call]]:
-        """Losses, and the call of each owner by its module's id; none where no loss depends on it.
+    def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, list[list[Call]]]:
+        """Losses, and the calls of each owner: one, or none where no loss depends on the output.
 
         Raises Unfit where an output is not one tensor with the batch as leading dimension.
         """
@@ -68,20 +70,16 @@ class Plan:
         with requiring_grad(self._model.module.parameters(), False), torch.no_grad():
             return self._run(x, y, loss)
 
-    def _run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, dict[int, Call]]:
+    def _run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, list[list[Call]]]:
         for stage in self._stages:
             x = stage.forward(x)
         losses, g = _differentiated(loss, x, y)
         del x
         if g is None:
-            return losses, {}
+            return losses, [[] for _ in self._weighted]
         for i in reversed(range(self._first, len(self._stages))):
             g = self._stages[i].backward(g, wanted=i > self._first)
-        return losses, {
-            id(stage.owner.module): stage.taken()
-            for stage in self._stages
-            if isinstance(stage, Weighted) and stage.owner is not None
-        }
+        return losses, [[stage.taken()] for stage in self._weighted]
 
 
 def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:

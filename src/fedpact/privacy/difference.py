@@ -37,13 +37,13 @@ def held(call: Call, vector: Tensor) -> Call:
 def difference(module: nn.Module, rule: Rule, names: frozenset[str], at: Both) -> Part:
     """The Part of g(w) - g(anchor) of a layer's named parameters, from its calls at both points."""
     calls, others = at
-    alike = [_input(a).shape == _input(b).shape for a, b in zip(calls, others, strict=False)]
+    alike = [a.input.shape == b.input.shape for a, b in zip(calls, others, strict=False)]
     if not (isinstance(module, _BILINEAR) and len(calls) == len(others) and all(alike)):
-        return rule(module, calls + [_call(_input(b), -_grad(b)) for b in others], names)
+        return rule(module, calls + [_call(b.input, -_grad(b)) for b in others], names)
     pairs = list(zip(calls, others, strict=True))
-    first = [_call(_input(a), _grad(a) - _grad(b)) for a, b in pairs]
+    first = [_call(a.input, _grad(a) - _grad(b)) for a, b in pairs]
     # The first layer reads the records themselves, at both points the same.
-    second = [_call(_input(a) - _input(b), _grad(b)) for a, b in pairs if not _same(a, b)]
+    second = [_call(a.input - b.input, _grad(b)) for a, b in pairs if not _same(a, b)]
     if not second:
         return rule(module, first, names)
     weight, bias = names & {"weight"}, names & {"bias"}
@@ -52,15 +52,11 @@ def difference(module: nn.Module, rule: Rule, names: frozenset[str], at: Both) -
 
 
 def _same(a: Call, b: Call) -> bool:
-    return _input(a) is _input(b) or _input(a).equal(_input(b))
+    return a.input is b.input or a.input.equal(b.input)
 
 
 def _call(x: Tensor, grad: Tensor) -> Call:
     return Call((x.detach(),), {}, grad)
-
-
-def _input(call: Call) -> Tensor:
-    return call.tensors[0]
 
 
 def _grad(call: Call) -> Tensor:

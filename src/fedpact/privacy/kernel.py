@@ -126,7 +126,7 @@ class PerSampleKernel:
         self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None
     ) -> Tensor:
         total = torch.zeros_like(self.model.vector)
-        if len(x) == 0:
+        if x.shape[0] == 0:
             return total
         self._mixers.check()
         for rows, measured in measure(x, y):

@@ -29,10 +29,6 @@ Rule = Callable[[nn.Module, list[Call], frozenset[str]], Part]
 """(module, its calls, its trainable parameters' names) -> its Part."""
 
 
-def _input(call: Call) -> Tensor:
-    return call.tensors[0]
-
-
 def _grad(call: Call) -> Tensor:
     return cast(Tensor, call.grad)
 
@@ -54,9 +50,9 @@ def _with_bias(weight: Part | None, bias: Tensor | None) -> Part:
 
 def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:  # noqa: ARG001
     """nn.Linear on [B, ..., K]."""
-    if len(calls) == 1 and _input(calls[0]).dim() == 2:
-        return _linear_once(_input(calls[0]), _grad(calls[0]), names)
-    x, g = _positions([_input(c) for c in calls]), _positions([_grad(c) for c in calls])
+    if len(calls) == 1 and calls[0].input.dim() == 2:
+        return _linear_once(calls[0].input, _grad(calls[0]), names)
+    x, g = _positions([c.input for c in calls]), _positions([_grad(c) for c in calls])
     return _with_bias(
         _Positions(x, g).part() if "weight" in names else None,
         g.sum(1) if "bias" in names else None,
@@ -65,7 +61,9 @@ def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
 
 def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
     """One position a sample: G_j = g_j x_jᵀ, so ‖G_j‖ = ‖g_j‖‖x_j‖, and the sum is one product."""
-    factor = (square_sums(x) if "weight" in names else 0) + (1 if "bias" in names else 0)
+    factor = square_sums(x) if "weight" in names else torch.zeros_like(g[:, 0])
+    if "bias" in names:
+        factor += 1
 
     def write(c: Tensor, views: Views) -> None:
         scaled = g * c[:, None]
@@ -101,7 +99,7 @@ class _Positions(Outer):
 
 def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     """nn.Conv1d and nn.Conv2d on [B, C, ...]."""
-    inputs, grads = [_input(c) for c in calls], [_grad(c) for c in calls]
+    inputs, grads = [c.input for c in calls], [_grad(c) for c in calls]
     bias = torch.stack([g.flatten(2).sum(2) for g in grads]).sum(0) if "bias" in names else None
     if "weight" not in names:
         return _with_bias(None, bias)
@@ -118,8 +116,8 @@ def convolution(module: nn.Module, calls: list[Call], names: frozenset[str]) -> 
 def embedding(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:  # noqa: ARG001
     """nn.Embedding on indices [B, ...]; the row of padding_idx has no gradient."""
     table = cast(nn.Embedding, module)
-    batch = len(_input(calls[0]))
-    index = torch.cat([_input(c).reshape(batch, -1) for c in calls], 1).long()
+    batch = len(calls[0].input)
+    index = torch.cat([c.input.reshape(batch, -1) for c in calls], 1).long()
     g = _positions([_grad(c) for c in calls])
     sample = torch.arange(batch, device=index.device)[:, None].expand_as(index)
     real = torch.ones_like(index, dtype=torch.bool)
@@ -157,8 +155,8 @@ def _affine(grads: list[Tensor], normal: list[Tensor], names: frozenset[str]) ->
 def layer_norm(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     """nn.LayerNorm on [B, ..., *normalized_shape]."""
     norm = cast(nn.LayerNorm, module)
-    shape = [len(_input(calls[0])), -1, int(torch.Size(norm.normalized_shape).numel())]
-    normal = [F.layer_norm(_input(c), norm.normalized_shape, eps=norm.eps) for c in calls]
+    shape = [len(calls[0].input), -1, int(torch.Size(norm.normalized_shape).numel())]
+    normal = [F.layer_norm(c.input, norm.normalized_shape, eps=norm.eps) for c in calls]
     return _affine(
         [_grad(c).reshape(shape) for c in calls], [x.reshape(shape) for x in normal], names
     )
@@ -167,8 +165,8 @@ def layer_norm(module: nn.Module, calls: list[Call], names: frozenset[str]) -> P
 def group_norm(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
     """nn.GroupNorm on [B, C, ...]."""
     norm = cast(nn.GroupNorm, module)
-    shape = [len(_input(calls[0])), norm.num_channels, -1]
-    normal = [F.group_norm(_input(c), norm.num_groups, eps=norm.eps) for c in calls]
+    shape = [len(calls[0].input), norm.num_channels, -1]
+    normal = [F.group_norm(c.input, norm.num_groups, eps=norm.eps) for c in calls]
     return _affine(
         [_grad(c).reshape(shape).mT for c in calls], [x.reshape(shape).mT for x in normal], names
     )

@@ -41,13 +41,13 @@ class Stage(ABC):
 class Weighted(Stage):
     """A layer with weights. call: what the pass left, for the layer's rule.
 
-    owner: who answers for the weights, None where all of them are frozen.
+    owner: who answers for the weights, None where there are none to train.
     """
 
     fresh = True
 
     def __init__(self, module: nn.Module, owner: Owner | None) -> None:
-        self._module, self.owner = module, owner
+        self._module = module
         layer = owner.layer if owner else None
         self._dimensions = layer.dimensions(module) if layer else 0
         self.call: Call | None = None

@@ -6,7 +6,7 @@ nothing else; the per-sample gradients of weights follow from what is recorded h
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,8 +30,7 @@ class Call:
     grad: Tensor | None = None
     pooled: tuple[Tensor, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        self._versions = [(t, t._version) for t in self.tensors]
+    _versions: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
 
     @property
     def values(self) -> tuple[object, ...]:
@@ -43,6 +42,11 @@ class Call:
         """The arguments that are tensors."""
         return [a for a in self.values if isinstance(a, Tensor)]
 
+    @property
+    def input(self) -> Tensor:
+        """The first of them."""
+        return next(a for a in self.values if isinstance(a, Tensor))
+
     def rebuilt(self, tensors: Iterable[Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments with others in place of the tensors, in the same order."""
         others = iter(tensors)
@@ -50,8 +54,13 @@ class Call:
         count = len(self.args)
         return tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True))
 
+    def watch(self) -> "Call":
+        """Remember what the inputs hold; returns the call itself."""
+        self._versions = [(t, t._version) for t in self.tensors]
+        return self
+
     def check(self, path: str) -> None:
-        """Raise ModelError where an input no longer holds what the module saw."""
+        """Raise ModelError where a watched input no longer holds what the module saw."""
         if any(t._version != version for t, version in self._versions):
             raise ModelError(
                 f"the input of layer {path!r} was changed in place after the layer had read it: "
@@ -123,7 +132,7 @@ def _hook(entry: Recorded, calls: list[Call]) -> RemovableHandle:
     ) -> object:
         if not torch.is_grad_enabled():
             return output
-        call = Call(args, kwargs)
+        call = Call(args, kwargs).watch()
         entry.accept(call, output)
         calls.append(call)
         return _tap(cast(Tensor, output), call, entry.fresh)
