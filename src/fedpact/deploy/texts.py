@@ -100,7 +100,7 @@ def site(name: str, records: str, label: str | None, port: int) -> str:
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
 name = "{name}"                # as in federation.toml
-records = "{records}"          # .npz with x and y, .csv or .parquet: the training records
+records = "{records}"     # .npz with x and y, .csv or .parquet: the training records
 {column}
 data_set = "{name}"            # what the ledger is called: one for these records, for ever
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
