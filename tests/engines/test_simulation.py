@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fedpact.algorithms import fedavg
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
-from fedpact.errors import InputError, PlanError
+from fedpact.errors import InputError, LedgerError, PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.receipt import receipt
@@ -300,3 +300,18 @@ def test_a_start_cut_off_before_its_first_state_leaves_no_record_behind(tmp_path
     assert [record.round for record in result.records] == [0, 1, 2, 3, 4, 5]
     lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
+    """It lacks the charge of a round that is committed: its ε would be too small."""
+    stopping = iter([False, False, True])
+    result = simulate(plan(), tmp_path / "run", stop=lambda: next(stopping))
+    assert result.records[-1].round == 2
+    ledger = sorted((tmp_path / "run" / "sites").glob("*/ledger.jsonl"))[1]
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[-1])["round"] == 2
+    ledger.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(LedgerError, match="no charge after round 1, and its site took part in"):
+        simulate(plan(), tmp_path / "run")
+    ledger.write_bytes(b"".join(lines))
+    assert simulate(plan(), tmp_path / "run").records[-1].round == 5

@@ -222,7 +222,7 @@ def test_a_charge_is_on_the_disk_before_it_returns(
 
     monkeypatch.setattr(os, "fsync", fsync)
     deep = path.parent / "new" / "newer" / "ledger.jsonl"
-    with opened(deep) as ledger:
+    with opened(deep, hypothetical=False) as ledger:
         # The names of the file and of every directory made for it.
         for directory in (deep.parent, deep.parent.parent, path.parent, path.parent.parent):
             assert directory.stat().st_ino in {inode for inode, _ in synced}
@@ -232,6 +232,39 @@ def test_a_charge_is_on_the_disk_before_it_returns(
             charge(ledger, str(number))
             found = deep.stat()
             assert synced == [(found.st_ino, found.st_size)]
+
+
+def test_a_simulations_charges_are_on_the_disk_when_its_ledger_is_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promises before they return; charges at the end, and at once where another process looks."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    ledger = opened(path, hypothetical=True)
+    ledger.reserve("run", BUDGET, EVENTS)
+    assert synced[-1] == path.stat().st_size
+    synced.clear()
+    for number in range(3):
+        charge(ledger, str(number))
+    assert synced == []
+    assert len(read_entries(path)) == 5
+    ledger.close()
+    ledger.close()
+    assert synced == [path.stat().st_size]
+
+
+def test_the_last_charged_round_is_known_also_after_reopening(path: Path) -> None:
+    with opened(path) as ledger:
+        assert ledger.last_round("run") == -1
+        for run in ("run", "other"):
+            ledger.reserve(run, BUDGET, EVENTS)
+        for number in (3, 7, 5):
+            charge(ledger, str(number), round_number=number)
+        charge(ledger, "1", run="other")
+        assert (ledger.last_round("run"), ledger.last_round("other")) == (7, 1)
+    with opened(path) as ledger:
+        assert (ledger.last_round("run"), ledger.last_round("other")) == (7, 1)
+        assert ledger.last_round("third") == -1
 
 
 def test_what_a_killed_process_wrote_is_made_durable_before_it_is_believed(
@@ -366,8 +399,10 @@ def test_a_full_disk_stops_opening_and_reserving(path: Path, ledger: Ledger) -> 
 
 
 def test_a_disk_that_fails_altogether_closes_the_ledger(
-    path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ledger = opened(path, hypothetical=False)
+    ledger.reserve("run", BUDGET, EVENTS)
     charge(ledger, "a", 2)
 
     def fails(*_: object) -> None:
@@ -381,7 +416,7 @@ def test_a_disk_that_fails_altogether_closes_the_ledger(
     with pytest.raises(LedgerError, match="open it again"):
         charge(ledger, "c")
     ledger.close()
-    with opened(path) as again:
+    with opened(path, hypothetical=False) as again:
         assert total(again) >= 2
         charge(again, "c")
 

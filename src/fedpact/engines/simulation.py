@@ -24,7 +24,7 @@ from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.inprocess import Bench, InProcess
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
-from fedpact.errors import PlanError
+from fedpact.errors import LedgerError, PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, State, Task
@@ -84,6 +84,7 @@ def simulate(
         transport = stack.enter_context(InProcess(clients, workers, scene.bench))
         evaluator = Evaluator(scene, run, ledgers)
         at, records = _start(folder, scene, evaluator)
+        _check_complete(at, run, ledgers)
         for record in records:
             on_round(record)
         rounds = Rounds(plan, run, transport, evaluator, stop)
@@ -139,6 +140,18 @@ def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> d
         charge_size(ledger, run, terms)
         ledgers[name] = ledger
     return ledgers
+
+
+def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
+    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
+    for name, ledger in ledgers.items():
+        included, charged = at.included.get(name, -1), ledger.last_round(run)
+        if charged < included:
+            raise LedgerError(
+                f"ledger {ledger.path} has no charge after round {charged}, and its site took part "
+                f"in round {included}: the machine went down before the disk had the last entries. "
+                "The simulation can no longer tell what it spent: start it anew in another folder"
+            )
 
 
 def _client(

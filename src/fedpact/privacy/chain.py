@@ -1,9 +1,9 @@
 """A file of JSON lines that only grows: each line carries the hash of the one before.
 
-`append` returns only when its line is on the disk. One process at a time has the file open (flock).
-A line that was altered, or taken out, breaks the chain and the file does not open. What a crash can
-leave behind is less: one unreadable last line. It stays where it is, and the next line carries its
-hash; who opens the file is told and has to decide what it meant.
+`append` returns only when its line is on the disk, unless it is told not to wait. One process at a
+time has the file open (flock). A line that was altered, or taken out, breaks the chain and the file
+does not open. What a crash can leave behind is less: one unreadable last line. It stays where it
+is, and the next line carries its hash; who opens the file is told and has to decide what it meant.
 """
 
 import contextlib
@@ -108,17 +108,22 @@ class Chain:
             raise
         self._size = len(content)
         self._unfinished = not content.endswith(b"\n") and bool(content)
-        self._broken = False
+        self._broken = self._waiting = False
         self.head = self.entries[-1]["hash"] if self.entries else ""
         self.length = len(self.entries)
 
     def close(self) -> None:
-        """Close the file, which gives up the lock. Everything appended is on the disk already."""
-        self._file.close()
+        """Close the file, which gives up the lock. What `append` did not wait for is awaited."""
+        try:
+            if self._waiting and not self._file.closed:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
-    def append(self, body: Entry) -> Entry:
+    def append(self, body: Entry, *, wait: bool = True) -> Entry:
         """Write one entry to the disk and return it; if that fails, the file is left as it was.
 
+        wait: until it is there. Without, it outlives the process, but perhaps not the machine.
         Raises LedgerError: the disk is full, or somebody else changed the file.
         """
         self._check()
@@ -129,7 +134,7 @@ class Chain:
         entry["hash"] = _digest(entry)
         line = (b"\n" if self._unfinished else b"") + _encode(entry) + b"\n"
         try:
-            self._write(line)
+            self._write(line, wait)
         except OSError as error:
             self._undo()
             raise LedgerError(
@@ -176,11 +181,13 @@ class Chain:
                 "open: nothing more is released; find out by whom, and open it again"
             )
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, line: bytes, wait: bool) -> None:
         rest = memoryview(line)
         while rest:
             rest = rest[self._file.write(rest) :]
-        os.fsync(self._file.fileno())
+        if wait:
+            os.fsync(self._file.fileno())
+        self._waiting = not wait
 
     def _undo(self) -> None:
         self._broken = True

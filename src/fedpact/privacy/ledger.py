@@ -11,9 +11,11 @@ One file per site, for all runs on the same data; `chain` keeps it. Kinds of ent
               that runs have left, and all that a filter has left
 
 `charge` returns only after the entry is on the disk. A crash between the two costs budget, never
-privacy. The events of a reservation may be used in any order and number up to the reserved counts:
-what is left unused only lowers the cost. `reserve_filter` is for a run that chooses σ, q or unlike
-events from its releases (see reservations). Reservations of several runs add up (`total`).
+privacy. (A simulation's charge does not wait for the disk. A power failure may lose it; the resumed
+run finds that out by `last_round`.) The events of a reservation may be used in any order and number
+up to the reserved counts: what is left unused only lowers the cost. `reserve_filter` is for a run
+that chooses σ, q or unlike events from its releases (see reservations). Reservations of several
+runs add up (`total`).
 """
 
 import math
@@ -56,6 +58,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._reserved: dict[str, Reservation] = {}
         self._requests: dict[_Request, int] = {}
+        self._rounds: dict[str, int] = {}
         self._exposed: set[str] = set()
         self._chain = Chain(path)
         try:
@@ -76,7 +79,7 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Everything charged is on the disk already."""
+        """Close the file. Everything charged is on the disk then."""
         self._chain.close()
 
     @property
@@ -196,6 +199,11 @@ class Ledger:
         with self._lock:
             return dict(self._reserved[run].spent) if run in self._reserved else {}
 
+    def last_round(self, run: str) -> int:
+        """Return the last round that a run was charged for, -1 if none."""
+        with self._lock:
+            return self._rounds.get(run, -1)
+
     def has_reserved(self, run: str) -> bool:
         """Whether the run has a reservation."""
         with self._lock:
@@ -253,7 +261,9 @@ class Ledger:
         return {"kind": "torn", "charges": charges, "closed": closed}
 
     def _append(self, body: Entry) -> None:
-        self._apply(self._chain.append(body))
+        # A simulation's charge protects nobody, so it does not wait for the disk.
+        wait = not (self.hypothetical and body["kind"] == "charge")
+        self._apply(self._chain.append(body, wait=wait))
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
@@ -265,6 +275,7 @@ class Ledger:
                 self._reserved[run].charge(event, count)
                 key = (run, entry["request"], tuple(entry["purpose"]), event)
                 self._requests[key] = self._requests.get(key, 0) + count
+                self._rounds[run] = max(self._rounds.get(run, -1), entry["round"])
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count
