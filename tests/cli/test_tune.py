@@ -46,7 +46,7 @@ def refused(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of FedFDP on sites of unlike labels; every site has fewer than 500 records."""
+    """A run of FedFDP on sites of unlike labels; every site has fewer than 1000 records."""
     plan = Plan.parse(
         {
             "algorithm": "fedfdp",
@@ -209,11 +209,11 @@ def test_the_estimates_of_a_run_are_those_computed_by_hand(private):
     p = sizes / sizes.sum()
     mean = p @ gradients
     last = p @ ((gradients - mean) ** 2).sum(1) / (mean @ mean)
-    assert estimates["sigma2_last"]["value"] == pytest.approx(last, rel=1e-5)
+    assert estimates["sigma2_last"]["value"] == pytest.approx(last, rel=1e-4)  # float32
     assert found["sigma2"] == max(estimates[f"sigma2_{at}"]["value"] for at in ("first", "last"))
     # Logistic regression is convex, and L is seen from below at two models, so it is no smaller
     # than the largest record seen at this one and no larger than x̃ᵀx̃/2 of any.
-    assert found["lam"] == pytest.approx(0, abs=1e-9)
+    assert found["lam"] == pytest.approx(0, abs=1e-5)  # float32
     every = np.concatenate(norms)
     assert np.quantile(every, 0.2) < found["L"]
     x = load("digits").x.double().flatten(1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from fedpact.costs import Costs
@@ -33,7 +34,10 @@ from fedpact.theory.curvature import (
     weak_convexity,
 )
 
-SITES, RECORDS, SINGLE, ITERATIONS = 20, 500, 3, 15
+# Gradients of SITES sites, IN_GRADIENT records each; spectra of CURVED of them, by IN_HESSIAN
+# records and SINGLE single ones: a minute of computing for a CNN of half a million weights.
+SITES, IN_GRADIENT = 20, 1000
+CURVED, IN_HESSIAN, SINGLE, ITERATIONS = 3, 40, 2, 8
 UNPROTECTED = (
     "L, λ and σ̄² were estimated from the simulation's records: exact numbers of them, which no "
     "(ε, δ) covers. L and λ are seen from below; σ̄² grows as a run converges, and where the sites' "
@@ -58,7 +62,8 @@ def from_run(
         measured["costs"] = asdict(costs)
         notes.append(costs.note)
     if wanted := {"L", "lam", "sigma2"} - set(numbers):
-        estimates = _estimates(run)
+        with Console(stderr=True).status("estimating L, λ and σ̄²"):
+            estimates = _estimates(run)
         chosen = {"L": estimates["L"], "lam": estimates["lam"]}
         # Assumption 1 is about every w, so of two points the worse.
         chosen["sigma2"] = max(
@@ -158,19 +163,20 @@ def _estimates(run: Path) -> dict[str, Estimate]:
     plan = Plan.parse(Folder(run).read_json("plan.json"))
     scene = Scene.of(plan, partition=Partition.load(Folder(run).partition))
     checkpoint, _ = Folder(run).restore()
-    model = FlatModel(scene.module().double().eval())
-    points = [model.vector.clone(), checkpoint.state.vectors["w"].double()]
+    model = FlatModel(scene.module().eval())
+    points = [model.vector.clone(), checkpoint.state.vectors["w"]]
     draws = np.random.default_rng(plan.seed)
-    chosen = sorted(draws.permutation(len(scene.sites))[:SITES].tolist())
+    chosen = draws.permutation(len(scene.sites))[:SITES].tolist()
     sites = [_sample(scene.sites[i].x, scene.sites[i].y, draws) for i in chosen]
     sizes = [float(len(scene.sites[i].y)) for i in chosen]
     single, whole, gradients = list[Spectrum](), list[Spectrum](), list[Vector]()
     for w in points:
         model.load(w)
         gradients.append(np.stack([_gradient(model, x, y) for x, y in sites]))
-        for x, y in sites:
-            whole.append(_spectrum(model, x, y, draws))
-            single += [_spectrum(model, x[i : i + 1], y[i : i + 1], draws) for i in range(SINGLE)]
+        for x, y in sites[:CURVED]:
+            whole.append(_spectrum(model, x[:IN_HESSIAN], y[:IN_HESSIAN], draws))
+            ones = range(min(SINGLE, len(y)))
+            single += [_spectrum(model, x[i : i + 1], y[i : i + 1], draws) for i in ones]
     return {
         "L": smoothness(single, draws),
         "lam": weak_convexity(whole, draws),
@@ -180,10 +186,9 @@ def _estimates(run: Path) -> dict[str, Estimate]:
 
 
 def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """At most RECORDS of a site's records, in an order drawn."""
-    order = torch.from_numpy(draws.permutation(len(y))[:RECORDS])
-    x = x[order]
-    return x.double() if x.is_floating_point() else x, y[order]
+    """At most IN_GRADIENT of a site's records, in an order drawn."""
+    order = torch.from_numpy(draws.permutation(len(y))[:IN_GRADIENT])
+    return x[order], y[order]
 
 
 def _slopes(
@@ -196,7 +201,7 @@ def _slopes(
 
 
 def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
-    return _slopes(model, x, y, again=False)[1].numpy()
+    return _slopes(model, x, y, again=False)[1].double().numpy()
 
 
 def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
@@ -208,9 +213,8 @@ def _product(model: FlatModel, x: Tensor, y: Tensor) -> Callable[[Vector], Vecto
     parameters, slope = _slopes(model, x, y, again=True)
 
     def product(v: Vector) -> Vector:
-        rows = torch.autograd.grad(
-            slope @ torch.from_numpy(v), parameters, retain_graph=True, materialize_grads=True
-        )
-        return torch.cat([row.reshape(-1) for row in rows]).numpy()
+        along = slope @ torch.from_numpy(v).to(slope)
+        rows = torch.autograd.grad(along, parameters, retain_graph=True, materialize_grads=True)
+        return torch.cat([row.reshape(-1) for row in rows]).double().numpy()
 
     return product

@@ -32,8 +32,9 @@ _SHARES = (5.0, 95.0)  # percentiles of a bootstrap interval
 class Estimate:
     """A number and its spread: the 5 % and 95 % points of a bootstrap over the parts.
 
-    parts: what each site or record says for itself. Of a maximum, `high` is never above `value`:
-    parts that were not looked at may be larger.
+    parts: what each site or record says for itself. The interval is of as many parts drawn from
+    these, and need not hold the value: of a maximum `high` is never above it, and a mean over sites
+    drawn twice cancels less, so that σ̄² comes out smaller.
     """
 
     value: float
