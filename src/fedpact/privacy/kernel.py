@@ -121,7 +121,6 @@ class PerSampleKernel:
                 rows.append(_flat(gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
-    @torch.no_grad()
     def _sum(
         self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None
     ) -> Tensor:
@@ -129,23 +128,19 @@ class PerSampleKernel:
         if x.shape[0] == 0:
             return total
         self._mixers.check()
-        for rows, measured in measure(x, y):
-            w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
-            known = (
-                [measured.losses, measured.norms]
-                if w is None
-                else [measured.losses, measured.norms, w]
-            )
-            if _all_finite(known):
-                c = clip / measured.norms
-                measured.add(c.clamp_max(1) if w is None else torch.minimum(w, c), total)
-            else:
-                # 0 times infinity is no number, so the others are summed without the bad ones.
-                good = torch.stack(known).isfinite().all(0)
-                weigh_good = None if w is None else partial(_fixed, w[good])
-                total += self._sum(measure, x[rows][good], y[rows][good], clip, weigh_good)
-            # Let go of it before the next slice is measured.
-            del measured
+        with torch.no_grad():
+            for rows, measured in measure(x, y):
+                w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
+                good = _bad_left_out(measured, w)
+                if good is None:
+                    c = clip / measured.norms
+                    measured.add(c.clamp_max(1) if w is None else torch.minimum(w, c), total)
+                else:
+                    # 0 times infinity is no number, so the others are summed without the bad ones.
+                    again = None if w is None else partial(_fixed, w[good])
+                    total += self._sum(measure, x[rows][good], y[rows][good], clip, again)
+                # Let go of it before the next slice is measured.
+                del measured
         return total
 
 
@@ -209,11 +204,14 @@ def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
     return w[rows]
 
 
-def _all_finite(known: list[Tensor]) -> bool:
-    # Their sums are finite only if they are; a sum may overflow, so the other way is looked at.
+def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
+    """Which records [n] are finite in loss, norm and weight; None where all of them are."""
+    known = [measured.losses, measured.norms] + ([] if w is None else [w])
+    # A sum is finite only if its terms are; it may overflow as well, so the rest is looked at.
     if math.isfinite(sum(float(t.sum()) for t in known)):
-        return True
-    return bool(torch.stack(known).isfinite().all())
+        return None
+    good = torch.stack(known).isfinite().all(0)
+    return None if good.all() else good
 
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
