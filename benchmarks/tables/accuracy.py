@@ -13,7 +13,7 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Others
-from fedpact.engines.cores import available_cores
+from fedpact.engines.process import available_cores
 from fedpact.engines.simulation import simulate
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan

@@ -5,7 +5,7 @@ import torch
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import by_turns, milliseconds
-from fedpact.engines.cores import available_cores
+from fedpact.engines.process import available_cores
 from fedpact.privacy import grid
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.secure import SecureDraws

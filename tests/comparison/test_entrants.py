@@ -4,7 +4,7 @@ import pytest
 
 from fedpact.comparison.compare import compare, shares, untimed
 from fedpact.comparison.entrants import comparable, named, read_plans, seeded, seeds_of
-from fedpact.engines.cores import available_cores
+from fedpact.engines.process import available_cores
 from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
 

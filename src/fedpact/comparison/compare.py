@@ -8,7 +8,7 @@ from pathlib import Path
 from fedpact import check
 from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
-from fedpact.engines.cores import available_cores
+from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
 from fedpact.folder import Folder, write_whole
 from fedpact.plan import Plan

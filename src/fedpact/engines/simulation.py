@@ -19,9 +19,9 @@ from torch import nn
 from fedpact.client import Client
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
-from fedpact.engines.cores import allow_open_files, available_cores
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.inprocess import Bench, InProcess
+from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.errors import LedgerError, PlanError
@@ -68,6 +68,7 @@ def simulate(
     on_round: called with every record, those of earlier sessions first. stop: see round.Rounds.
     Raises InputError of some kind for whatever does not fit, before anything is written.
     """
+    keep_freed_memory()
     folder = Folder(out)
     known = _is_known(folder, plan)
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)

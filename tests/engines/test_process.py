@@ -1,20 +1,24 @@
-"""The cores that are available: affinity and both versions of control groups."""
+"""What the process may use: cores by affinity and control groups of both versions, files, memory."""
 
+import ctypes
 import os
+import platform
 import resource
+import subprocess
+import sys
 
 import pytest
 
-from fedpact.engines import cores
-from fedpact.engines.cores import allow_open_files, available_cores
+from fedpact.engines import process
+from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Eight cores, and control groups of our own making: write(path, content) below either root."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(process, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
 
     def write(path, content):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -96,3 +100,33 @@ def test_more_files_may_be_opened_up_to_the_hard_limit(files, tmp_path):
         file.close()
     allow_open_files(10**12)
     assert files()[0] == hard or hard == resource.RLIM_INFINITY
+
+
+PAGES = """
+import resource, sys
+from fedpact.engines.process import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for turn in range(11):
+    if turn == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(10_000_000) for _ in range(5)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_freed_memory_is_not_asked_for_again():
+    """Five blocks of 10 MB, ten times: 122,070 pages of 4 KiB, where they are given back."""
+
+    def faults(how):
+        command = [sys.executable, "-c", PAGES, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("kept") < 12_207 < faults("given back")
+
+
+def test_other_libraries_are_left_as_they_are(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    keep_freed_memory()
