@@ -1,4 +1,4 @@
-"""What the process may use: cores by affinity and control groups of both versions, files, memory."""
+"""What the process may use: cores, by affinity and control groups; open files; memory."""
 
 import ctypes
 import os
