@@ -6,9 +6,12 @@ import pytest
 
 from fedpact.cli import ledger as commands
 from fedpact.engines.simulation import simulate
-from fedpact.errors import LedgerError, PolicyRefused
+from fedpact.errors import BudgetExhausted, LedgerError, PolicyRefused
 from fedpact.plan import Plan
+from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.receipt import receipt
+from fedpact.privacy.remaining import remaining
+from fedpact.theory.accounting import Budget
 
 POLICY = """
 algorithms = ["fedavg"]
@@ -76,6 +79,56 @@ def test_an_altered_ledger_is_told(twice, tmp_path):
     )
     with pytest.raises(LedgerError, match="altered"):
         commands.verify(tmp_path / "kept")
+
+
+def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_path, capsys):
+    path = sorted((tmp_path / "kept").iterdir())[0]
+    before = receipt(path)
+    assert not before["unreadable_last_line"]
+    path.write_bytes(path.read_bytes()[:-25])
+    told = receipt(path)
+    assert told["unreadable_last_line"]
+    for name, run in told["runs"].items():
+        assert (
+            run["epsilon_spent"] == run["epsilon_reserved"] >= before["runs"][name]["epsilon_spent"]
+        )
+    commands.verify(tmp_path / "kept", as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("a crash left unreadable") == 1
+    commands.show_spend(tmp_path / "kept", as_json=False)
+    assert "a crash left unreadable" in capsys.readouterr().out
+    # Who opens the ledger decides what it was: at most what was told.
+    with Ledger(path, before["site"], hypothetical=True):
+        pass
+    after = receipt(path)
+    assert not after["unreadable_last_line"]
+    for name, run in after["runs"].items():
+        assert run["epsilon_spent"] <= told["runs"][name]["epsilon_spent"]
+
+
+def test_a_receipt_of_exact_numbers_is_strict_json(twice, tmp_path, capsys):
+    path = sorted((tmp_path / "kept").iterdir())[0]
+    with Ledger(path, "site-00", hypothetical=True) as ledger:
+        ledger.expose(next(iter(receipt(path)["runs"])), 1)
+    commands.export(path, tmp_path / "receipt.json")
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    told = json.loads((tmp_path / "receipt.json").read_text(), parse_constant=refuse)
+    assert told[str(path)]["epsilon_reserved"] is None
+    for joint in (False, True):
+        with pytest.raises(BudgetExhausted, match="exact numbers"):
+            remaining(path, Budget(1e9, 0.5), joint=joint)
+
+
+def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    commands.show_spend(tmp_path / "kept", as_json=False)
+    shown = capsys.readouterr().out
+    run = next(iter(receipt(next((tmp_path / "kept").iterdir()))["runs"]))
+    column = "".join(line.split("│")[2].strip() for line in shown.splitlines() if "│" in line)
+    assert run in column
 
 
 def test_what_is_no_ledger_is_told(tmp_path):

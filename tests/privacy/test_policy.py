@@ -59,3 +59,17 @@ def test_a_policy_that_cannot_be_read_allows_nothing(tmp_path):
     (tmp_path / "policy.toml").write_text("epsilon_ever = nan\n")
     with pytest.raises(PlanError, match="epsilon_ever"):
         Policy.read(tmp_path / "policy.toml")
+
+
+@pytest.mark.parametrize("value", ["1", True, "all", None, math.nan, math.inf, 0, -1.0, [1.0]])
+@pytest.mark.parametrize("key", [k for k in sorted(ALLOWED) if not isinstance(ALLOWED[k], list)])
+def test_a_number_that_is_none_allows_nothing(key, value):
+    with pytest.raises(PlanError, match=key):
+        Policy.parse({**ALLOWED, key: value})
+
+
+@pytest.mark.parametrize("value", ["fedavg", [1], None, {"fedavg": True}])
+@pytest.mark.parametrize("key", ["algorithms", "releases"])
+def test_names_that_are_none_allow_nothing(key, value):
+    with pytest.raises(PlanError, match=key):
+        Policy.parse({**ALLOWED, key: value})

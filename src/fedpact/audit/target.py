@@ -52,7 +52,9 @@ class Target:
     def of(scene: Scene, site: str | None = None) -> "Target":
         """Return the named site of a scene, or the first. Raises InputError: none, not private."""
         if not scene.plan.private:
-            raise PlanError('privacy.mode is "none": it claims no ε that an audit could contradict')
+            raise PlanError(
+                f"{scene.plan.why_unprotected}: it claims no ε that an audit could contradict"
+            )
         sites = {s.name: s for s in scene.sites}
         name = next(iter(sites)) if site is None else site
         if name not in sites:

@@ -18,18 +18,19 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
     JSON has no NaN and no infinity: such numbers become null.
     """
     if as_json:
-        print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
+        print(json.dumps(strict(document), indent=2, allow_nan=False, default=str))
     else:
         text()
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """Return the value with null for what strict JSON cannot hold: NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _strict(entry) for key, entry in value.items()}
+        return {str(key): strict(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(entry) for entry in value]
+        return [strict(entry) for entry in value]
     return value
 
 

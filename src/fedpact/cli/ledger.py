@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from fedpact.cli.console import show
+from fedpact.cli.console import show, strict
 from fedpact.cli.run import AsJson
 from fedpact.errors import LedgerError
 from fedpact.folder import write_whole
@@ -17,6 +17,11 @@ from fedpact.privacy.reservations import FILTER
 from fedpact.report.text import upper
 
 app = typer.Typer(help="What sites have promised and spent.", no_args_is_help=True)
+
+_TORN = (
+    "a last line that a crash left unreadable: until the ledger is opened, which decides what it "
+    "cost, all that its runs reserved counts as spent"
+)
 
 Where = Annotated[
     Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
@@ -33,13 +38,17 @@ def show_spend(where: Where, as_json: AsJson = False) -> None:
 @app.command()
 def verify(where: Where, as_json: AsJson = False) -> None:
     """Check every link of the chain of every ledger; an altered one is an error."""
-    checked = {path: each["entries"] for path, each in _receipts(where).items()}
+    receipts = _receipts(where)
+    checked = {path: each["entries"] for path, each in receipts.items()}
+    torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
+    lines = [
+        f"{path}: intact, {count} entries" + (f", and {_TORN}" if path in torn else "")
+        for path, count in checked.items()
+    ]
     show(
-        {"intact": True, "entries": checked},
+        {"intact": True, "entries": checked, "unreadable_last_line": torn},
         as_json,
-        lambda: Console(highlight=False, soft_wrap=True).print(
-            "\n".join(f"{path}: intact, {count} entries" for path, count in checked.items())
-        ),
+        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
     )
 
 
@@ -51,7 +60,7 @@ def export(
 ) -> None:
     """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
     receipts = _receipts(where)
-    write_whole(out, json.dumps(receipts, indent=2).encode() + b"\n")
+    write_whole(out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n")
     show(
         {"receipt": str(out), "ledgers": len(receipts)},
         as_json,
@@ -72,7 +81,9 @@ def _receipts(where: Path) -> dict[str, dict[str, Any]]:
 
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = Console(highlight=False, soft_wrap=True)
-    table = Table("site", "run", "ε reserved", "ε spent", "δ", "events spent", "of")
+    # A name that is cut short would name several runs.
+    run = Column("run", overflow="fold")
+    table = Table("site", run, "ε reserved", "ε spent", "δ", "events spent", "of")
     for each in receipts.values():
         site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
         for run, spend in each["runs"].items():
@@ -88,6 +99,9 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 else str(sum(event["reserved"] for event in spend["events"])),
             )
     out.print(table)
+    for path, each in receipts.items():
+        if each["unreadable_last_line"]:
+            out.print(f"{path} has {_TORN}", markup=False)
     first = next(iter(receipts.values()))
     out.print(
         f"(ε, δ) for one record, {first['adjacency']}, accountant {first['accountant']}; covers "

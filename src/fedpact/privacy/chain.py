@@ -77,13 +77,19 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
 def read_entries(path: Path) -> list[Entry]:
     """Return a ledger's entries after checking every link of the chain; the file may be in use.
 
-    An unreadable last line is left out: opening the ledger counts it.
+    An unreadable last line is left out: opening the ledger counts it (see `read_all`).
     Raises LedgerError: a missing file, or a line that is no entry or in the wrong place.
     """
+    return read_all(path)[0]
+
+
+def read_all(path: Path) -> tuple[list[Entry], bool]:
+    """Return what read_entries does, and whether an unreadable line follows. Raises LedgerError."""
     try:
-        return _parse(path, path.read_bytes())[0]
+        entries, torn = _parse(path, path.read_bytes())
     except OSError as error:
         raise LedgerError(f"ledger {path} cannot be read: {error.strerror}") from error
+    return entries, torn is not None
 
 
 class Chain:

@@ -6,12 +6,16 @@ once when a run is taken on, and for every task.
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.privacy.terms import Terms
+
+# Strict: a word, true or "1" is not the number that its owner meant.
+_Positive = Annotated[float, Field(gt=0, strict=True)]
+_Share = Annotated[float, Field(gt=0, lt=1, strict=True)]
 
 
 class Policy(BaseModel):
@@ -28,11 +32,11 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     algorithms: tuple[str, ...]
     releases: tuple[str, ...]
-    epsilon_per_run: float = Field(gt=0)
-    delta_per_run: float = Field(gt=0, lt=1)
-    epsilon_ever: float = Field(gt=0)
-    delta_ever: float = Field(gt=0, lt=1)
-    smallest_sigma: float = Field(gt=0)
+    epsilon_per_run: _Positive
+    delta_per_run: _Share
+    epsilon_ever: _Positive
+    delta_ever: _Share
+    smallest_sigma: _Positive
 
     @staticmethod
     def parse(raw: Any) -> "Policy":

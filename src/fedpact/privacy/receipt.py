@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import LedgerError
-from fedpact.privacy.chain import Entry, read_entries
+from fedpact.privacy.chain import Entry, read_all
 from fedpact.privacy.reservations import FILTER, FIXED
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import SampledGaussian, epsilon
@@ -23,10 +23,14 @@ def receipt(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise LedgerError(f"{path} is no ledger: name a ledger.jsonl, or the folder of a run")
-    entries = read_entries(path)
+    entries, torn = read_all(path)
     if not entries or entries[0].get("kind") != "open":
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
     runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] in ("reserve", "filter")}
+    if torn:
+        # What the line was is decided when the ledger is opened; until then it may be anything.
+        for run in runs.values():
+            run["epsilon_spent"] = run["epsilon_reserved"]
     return {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
@@ -37,6 +41,7 @@ def receipt(path: Path) -> dict[str, Any]:
         "epsilon_reserved": sum(run["epsilon_reserved"] for run in runs.values()),
         "delta_reserved": sum(run["delta"] for run in runs.values()),
         "entries": len(entries),
+        "unreadable_last_line": torn,
         "head": entries[-1]["hash"],
     }
 

@@ -47,6 +47,11 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     runs = told["runs"].values()
     epsilon = math.fsum(run["epsilon_reserved"] for run in runs)
     delta = math.fsum(run["delta"] for run in runs)
+    if not math.isfinite(epsilon):
+        raise BudgetExhausted(
+            f"ledger {path} has a run that let exact numbers out: no ε bounds what is known of its "
+            "records, and nothing is left for another run"
+        )
     if joint:
         return Remaining(told["site"], len(runs), epsilon, delta, whole, _events(path, told))
     left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
