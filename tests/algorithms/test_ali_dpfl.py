@@ -7,12 +7,18 @@ import torch
 
 from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
+from fedpact.engines.admission import Form, expected_form
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
+from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.folder import Checkpoint, Folder
+from fedpact.messages import Reply, State, Task
+from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import read_entries
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.report.page import write_report
 
 BASE = {
@@ -144,6 +150,36 @@ def test_bytes_limit_the_rounds_too(data, tmp_path):
     assert result.summary["bytes_up"] + result.summary["bytes_down"] <= sent // 2
     assert len(steps(result)) <= 6
     assert max(steps(result)) > max(steps(free))
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e9])
+def test_seconds_limit_the_rounds_as_measured(seconds, data, tmp_path):
+    """A budget of time that one round uses up ends the run; an ample one leaves R_s to decide."""
+    asked = plan(ALI, PRIVATE, rounds=5, budget={"seconds": seconds})
+    result = simulate(asked, tmp_path / "run", data=data)
+    assert result.summary["status"] == ("seconds" if seconds < 1 else "finished")
+    assert steps(result) == ([1] if seconds < 1 else [1, 2, 4, 8, 16])
+
+
+@pytest.mark.parametrize("tables", [ALI, CONTROL], ids=["ali_dpfl", "control"])
+def test_a_server_of_a_deployment_knows_the_form_of_replies(tables, data):
+    """It finds the form by made-up records, without memory: later rounds' replies have it too."""
+    asked = plan(tables, PRIVATE)
+    method = asked.method
+    workshop = Workshop(asked, data.x[0], 3)
+    state = method.init(FlatModel(workshop.module()).vector)
+    terms, kernel = asked.terms({"a": 20.0})["a"], workshop.bench().private
+    memory = State()
+    for number in (1, 2, 3):
+        told = method.task(State(state.vectors, {**state.numbers, "left/rounds": 12.0 - number}))
+        task = Task("run", number, method.name, told.vectors, told.numbers)
+        draws, records = SeededDraws(0, "a", number), Records(data.x[:20], data.y[:20])
+        oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None, lambda: 31.0)
+        local = method.local(task, oracle, memory)
+        memory = local.memory
+        assert Form.of(local.vectors, local.numbers) == expected_form(workshop, task)
+        reply = Reply("run", number, "a", 20.0, local.vectors, local.numbers)
+        state = method.update(state, iter([reply]))
 
 
 # ---------------------------------------------------------------- raw estimates
