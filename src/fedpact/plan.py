@@ -7,6 +7,7 @@ data = "digits"              top level: what to train on what, how long
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
 [server]                     what the server does with the    (methods.server.ServerSettings)
                              aggregate
+[compression]                what sites' replies are cut to   (methods.compressed)
 [privacy] [budget] [run]     below
 """
 
@@ -26,6 +27,7 @@ from fedpact.data.partition import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
+from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.server import ServerSettings
@@ -97,6 +99,7 @@ class Plan(BaseModel):
     fairness: FairnessSettings = FairnessSettings()
     control: ControlSettings = ControlSettings()
     server: ServerSettings = ServerSettings()
+    compression: CompressionSettings = CompressionSettings()
     budget: Limits = Limits()
     run: Running = Running()
     policy: str | None = None
@@ -138,7 +141,12 @@ class Plan(BaseModel):
     def method(self) -> Method:
         """The algorithm with its settings, and all that goes around it."""
         return combined(
-            self.algorithm, self.algorithm_settings, self.fairness, self.control, self.server
+            self.algorithm,
+            self.algorithm_settings,
+            self.fairness,
+            self.control,
+            self.server,
+            self.compression,
         )
 
     @cached_property

@@ -326,6 +326,32 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
     assert all(record.refused == {} for record in records)
 
 
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+def test_compressed_replies_are_let_in_and_impossible_ones_are_not(make, tmp_path, kind):
+    patience = {"join_seconds": 0.0}
+    directory = make(tmp_path / "d", {"patience": patience}, compression={"kind": kind}, rounds=2)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def lie(message, answer):
+        reply = from_bytes(codec.unpack(answer().content)[0])
+        vectors = {name: torch.full_like(vector, -1) for name, vector in reply.vectors.items()}
+        numbers = dict.fromkeys(reply.numbers, 1e30)
+        return nodes[0].forge(
+            message,
+            to_bytes(type(reply)(**{**vars(reply), "vectors": vectors, "numbers": numbers})),
+        )
+
+    nodes[0].behave = lie
+    records = []
+    try:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    finally:
+        for node in nodes:
+            node.site.ledger.close()
+    why = "form" if kind == "topk" else "far off"
+    assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {why}"}] * 2
+
+
 def test_a_shortened_ledger_is_found_out_over_a_restart_of_the_server(federation):
     """The site puts an old backup of its ledger back and would spend its budget again."""
     run, nodes = federation

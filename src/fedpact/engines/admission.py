@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from fedpact.engines.workshop import Workshop
+from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
+from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.noise import SeededDraws
@@ -51,7 +53,7 @@ def expected_form(workshop: Workshop, task: Task) -> Form:
 
 
 class Admission:
-    """Checks replies to one run. sizes: what each site declared. longest: see `outliers`.
+    """Checks replies to one run of a method. sizes: what each site declared. longest: `outliers`.
 
     ledgers: site -> (length, head) as last seen; it grows as replies are let in, and outlives a
     restart where its owner keeps it.
@@ -59,11 +61,12 @@ class Admission:
 
     def __init__(
         self,
+        method: Method,
         sizes: Mapping[str, float],
         longest: float,
         ledgers: dict[str, tuple[int, str]] | None = None,
     ) -> None:
-        self._sizes, self._longest = sizes, longest
+        self._method, self._sizes, self._longest = method, sizes, longest
         self.ledgers = {} if ledgers is None else ledgers
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
@@ -76,6 +79,10 @@ class Admission:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:
             return "form"
+        try:
+            reply = self.opened(reply, task)
+        except InputError:
+            return "form"
         finite = all(bool(vector.isfinite().all()) for vector in reply.vectors.values())
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
@@ -84,6 +91,10 @@ class Admission:
         if seen != (length, head) and not reply.ledger_length > length:
             return "ledger"
         return None
+
+    def opened(self, reply: Reply, task: Task) -> Reply:
+        """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
+        return self._method.opened(reply, task.vectors)
 
     def admit(self, reply: Reply) -> None:
         """Remember the ledger of a reply that was let in."""
@@ -98,6 +109,7 @@ class Admission:
         if len(replies) < 3:
             return []
         found = set[str]()
+        replies = {site: self.opened(reply, task) for site, reply in replies.items()}
         for name in next(iter(replies.values())).vectors:
             told = task.vectors.get(name)
             far = {

@@ -77,6 +77,14 @@ class Method:
         """Return the server's next state, folding the replies."""
         return self._algorithm.update(state, replies, self.settings)
 
+    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it.
+
+        told: the vectors that the sites were told. Raises InputError: no site of ours sent it.
+        """
+        del told
+        return reply
+
 
 class Around(Method):
     """A method around another one, which it leaves as it is. Wrappers override what they change."""
@@ -133,3 +141,7 @@ class Around(Method):
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
         return self.inner.update(state, replies)
+
+    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """See Method."""
+        return self.inner.opened(reply, told)

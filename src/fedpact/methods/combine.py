@@ -9,6 +9,7 @@ from typing import Final
 from fedpact.algorithms import BaseSettings
 from fedpact.errors import PlanError
 from fedpact.methods import Method
+from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.server import ServerOptimised, ServerSettings
@@ -43,6 +44,7 @@ def combined(
     fairness: FairnessSettings,
     control: ControlSettings,
     server: ServerSettings,
+    compression: CompressionSettings,
 ) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
@@ -55,6 +57,9 @@ def combined(
     if control.kind != "fixed":
         _check("control", name)
         method = Controlled(method, control)
+    if compression.kind != "none":
+        # Outermost: what leaves a site, whatever made it.
+        method = Compressed(method, compression)
     return method
 
 
