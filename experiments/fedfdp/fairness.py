@@ -1,0 +1,42 @@
+"""Fairness across sites, plain and private: FedFair beside FedAvg, FedFDP beside DP-FedAvg.
+
+    FEDPACT_DATA=DIR python experiments/fedfdp/fairness.py ROW MODEL [SEEDS] [OUT]
+
+ROW: "plain" (one epoch of 20 batches a round, η = 0.1) or "private" (the paper's: one step a round,
+η = 1, q = 0.05, C = 0.1, ε = 3.52 at δ = 1e-5, σ calibrated to it). MODEL: logistic, mlp or cnn. A
+folder that has been begun is resumed, run by run.
+"""
+
+import sys
+from pathlib import Path
+
+import fedpact
+
+BASE = Path(__file__).parent / "fashion_mnist.toml"
+WEIGHTS = {"plain": (0.1, 0.3), "private": (0.1, 0.3)}
+PRIVATE = [
+    "rounds=200",
+    "run.evaluate_every=50",
+    "settings={learning_rate = 1.0, local_steps = 1}",
+    'privacy={mode = "per_sample", epsilon = 3.52, delta = 1e-5, clip = 0.1}',
+]
+
+
+def plans(row: str, model: str) -> dict[str, fedpact.Plan]:
+    """Return the parent's plan and those of its fair form, at several weights λ."""
+    common = [f"model={model}", *(PRIVATE if row == "private" else [])]
+    fair = "fedfdp" if row == "private" else "fedfair"
+    found = {"fedavg": fedpact.Plan.read(BASE, common)}
+    for weight in WEIGHTS[row]:
+        found[f"{fair}-{weight}"] = fedpact.Plan.read(
+            BASE, [*common, f"algorithm={fair}", f"settings.fairness_weight={weight}"]
+        )
+    return found
+
+
+if __name__ == "__main__":
+    row, model = sys.argv[1:3]
+    seeds = int(sys.argv[3]) if len(sys.argv) > 3 else 3
+    out = Path(sys.argv[4]) if len(sys.argv) > 4 else Path("runs") / f"fair-{row}-{model}"
+    fedpact.compare(plans(row, model), seeds, out)
+    print(out / "comparison.html")
