@@ -14,10 +14,11 @@ from fedpact.audit.many_runs import attacks, many_runs
 from fedpact.audit.membership import membership
 from fedpact.audit.noise_level import noise_levels
 from fedpact.audit.one_run import one_run
-from fedpact.audit.target import Target, mislabelled, play
+from fedpact.audit.target import Target, mislabelled, play, private_oracle
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError
 from fedpact.plan import Plan
+from fedpact.theory.accounting import epsilon
 
 FAIR = ("algorithm=fedfdp", "settings.fairness_weight=0.6")
 
@@ -218,3 +219,23 @@ def test_claims_are_the_accountants(plain):
     delta = plain.terms.budget.delta
     assert plain.claimed(plain.terms.steps, delta) <= plain.terms.budget.epsilon
     assert math.isclose(plain.claimed(plain.terms.steps, delta), 6.0, rel_tol=1e-3)
+
+
+def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
+    # FedProxVR: one gradient over the anchor, then τ differences; each has its own rate and noise.
+    rounds = ("rounds=2", "settings.local_steps=3", "privacy.epsilon=1.0")
+    honest = audited.target("algorithm=fedproxvr", *rounds)
+    found = one_run(honest, 200)
+    assert found.passed
+    assert found.events == 2 * (1 + 3)
+    whole = honest.terms.history(2 * 3, 2)
+    assert found.claimed == epsilon(whole, found.delta, honest.terms.accountant)
+    with pytest.raises(InputError, match="many-runs attack knows gradient"):
+        many_runs(honest)
+
+    def faint(records, kernel, terms, draws):
+        quiet = {channel: sigma / 100 for channel, sigma in terms.anchor_sigmas.items()}
+        changed = dataclasses.replace(terms, anchor_sigmas=quiet)
+        return private_oracle(records, kernel, changed, draws)
+
+    assert not one_run(dataclasses.replace(honest, make=faint), 200).passed

@@ -27,12 +27,14 @@ from fedpact.audit.bounds import Counts, many_runs_epsilon
 from fedpact.audit.noise_level import NoiseLevel, noise_levels
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
+from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.weighting import UNIFORM, Fair
 
+_CHANNELS = ("gradient", "loss", "below")
 _DELTAS = (0.05, 0.1)
 _PILOT = 100
 _RUNS = 500
@@ -104,11 +106,22 @@ class Attack:
         return np.mean(rows, axis=0)
 
 
+def attackable(target: Target) -> bool:
+    """Whether many_runs knows all that the site's batches release."""
+    return not target.terms.anchors and set(target.terms.sigmas) <= set(_CHANNELS)
+
+
 def many_runs(
     target: Target, runs: int = _RUNS, confidence: float = 0.95, events: int = _EVENTS
 ) -> ManyRuns:
     """Audit with `runs` runs with the canary and as many without, of at most `events` events."""
     count(runs=runs)
+    if not attackable(target):
+        raise InputError(
+            f"algorithm {target.plan.algorithm!r} releases {', '.join(target.terms.releases)}: the "
+            f"many-runs attack knows {', '.join(_CHANNELS)} of batches that are all alike; audit "
+            "it with --method one-run or membership"
+        )
     events = min(events, target.terms.steps)
     pilots = [(attack, _Rule.learn(target, attack, events)) for attack in attacks(target)]
     attack, rule = max(pilots, key=lambda pilot: pilot[1].separation)

@@ -25,10 +25,11 @@ from torch.func import functional_call, grad, vmap
 from fedpact.audit.bounds import one_run_epsilon
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
-from fedpact.errors import ModelError
+from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy
 from fedpact.privacy.noise import stream
 from fedpact.privacy.oracle import Records
+from fedpact.privacy.terms import Terms
 
 # Guesses, as shares of the canaries; the largest of the bounds counts, each at its share of error.
 _SHARES = (0.05, 0.2, 1.0)
@@ -65,11 +66,12 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
     records = Records(
         torch.cat([target.records.x, made.x[coins]]), torch.cat([target.records.y, made.y[coins]])
     )
-    scores, events = _scores(target, records, made)
+    scores, events, anchors = _scores(target, records, made)
     bounds = [_bound(scores, coins, share, target, confidence) for share in _SHARES]
     best, guesses, correct = max(bounds)
     delta = target.terms.budget.delta
-    return OneRun(m, guesses, correct, events, delta, best, target.claimed(events, delta))
+    claimed = target.claimed(events, delta, anchors)
+    return OneRun(m, guesses, correct, events + anchors, delta, best, claimed)
 
 
 def _bound(
@@ -87,27 +89,42 @@ def _bound(
     return found, guesses, right
 
 
-def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int]:
-    """The canaries' scores [m] after a run on the records, and the run's joint events."""
-    terms, m = target.terms, len(canaries.y)
-    if terms.mechanism == "batch_clipped":
-        whole, known, half = 1.0, 1.0, 0.5 / len(target.records.y)
-    else:
-        whole, known, half = terms.batch_size, terms.rate, terms.rate / 2
+def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int, int]:
+    """The canaries' scores [m] after a run on the records, and the run's joint events and anchors.
+
+    By the gradients alone: whatever else is released only adds to what an attacker might use.
+    """
+    m = len(canaries.y)
     precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
-    events = 0
+    events = anchors = gradients = 0
     for asked in play(target, records, target.rounds, "one run"):
-        events += 1 + max(a.batch for a in asked)
+        opened = len({a.batch for a in asked if a.anchor})
+        anchors += opened
+        events += len({a.batch for a in asked}) - opened
         for a in asked:
             if a.channel == "gradient":
+                gradients += 1
+                whole, known, half = _scale(target, a.terms)
                 shares = _shares(target, canaries, a)
                 rest = a.answer * whole - half * shares.sum(0)
-                rest -= known * target.answer(target.records, "gradient", a.query)
+                rest -= known * target.answer(target.records, "gradient", a.query, a.terms)
                 # As loud as it is, not as it is claimed to be: batches add to the noise.
                 variance = float(rest.square().mean())
                 evidence += (half / variance) * (shares @ rest).double()
                 precision += (half**2 / variance) * (shares @ shares.T).double()
-    return torch.linalg.solve(precision, evidence), events
+    if not gradients:
+        raise InputError(
+            f"algorithm {target.plan.algorithm!r} releases no gradient, which the one-run attack "
+            "reads: audit it with --method membership"
+        )
+    return torch.linalg.solve(precision, evidence), events, anchors
+
+
+def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:
+    """What turns an answer into a sum, the share of known records in it, and half a canary's."""
+    if terms.mechanism == "batch_clipped":
+        return 1.0, 1.0, 0.5 / len(target.records.y)
+    return terms.batch_size, terms.rate, terms.rate / 2
 
 
 def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:

@@ -1,5 +1,6 @@
 """What is audited: one site of a configuration, with the oracle, kernel and terms of a real run."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,25 +77,32 @@ class Target:
         """Return the oracle under audit, over these records."""
         return self.make(records, self.kernel, self.terms, draws)
 
-    def answer(self, records: Records, channel: str, query: tuple[Any, ...]) -> Tensor:
+    def answer(
+        self, records: Records, channel: str, query: tuple[Any, ...], terms: Terms | None = None
+    ) -> Tensor:
         """Return what these records add to a channel's sum, without noise or sampling: [d] or [1].
 
+        terms: those that the question was asked under, by default those of the batches.
         This is the attacker's own arithmetic, so it is never the oracle under audit.
         """
+        asked = terms or self.terms
         silent = replace(
-            self.terms,
+            asked,
             rate=1.0,
             size=1.0,
-            sigmas=dict.fromkeys(self.terms.sigmas, 0),
-            anchor_sigmas=dict.fromkeys(self.terms.anchor_sigmas, 0),
+            sigmas=dict.fromkeys(asked.sigmas, 0),
+            anchor_sigmas={},
+            anchors=0,
         )
         oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
         batch = next(iter(oracle.batches(1, channel)))
         return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
 
-    def claimed(self, events: int, delta: float) -> float:
-        """Return the ε at δ that the accountant states for so many of this site's joint events."""
-        return epsilon({self.terms.event: events}, delta, self.terms.accountant)
+    def claimed(self, events: int, delta: float, anchors: int = 0) -> float:
+        """Return the ε at δ that the accountant states for so many joint events and anchors."""
+        history = Counter({self.terms.event: events})
+        history[self.terms.opening.event] += anchors
+        return epsilon(history, delta, self.terms.accountant)
 
     @property
     def rounds(self) -> int:
@@ -105,12 +113,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Asked:
-    """One question that the algorithm put to its oracle. batch: which of the request's batches."""
+    """One question that the algorithm put to its oracle. batch: which of the request's batches.
+
+    terms: of the site's batches, or of the event that opens a round (`anchor`).
+    """
 
     batch: int
     channel: str
     query: tuple[Any, ...]
     answer: Tensor
+    terms: Terms
+    anchor: bool = False
 
     @property
     def weighting(self) -> Weighting:
@@ -121,8 +134,8 @@ class Asked:
 class Recorder:
     """An oracle that writes down what it is asked and what it answers."""
 
-    def __init__(self, inner: Oracle) -> None:
-        self._inner, self.asked = inner, list[Asked]()
+    def __init__(self, inner: Oracle, terms: Terms) -> None:
+        self._inner, self._terms, self.asked = inner, terms, list[Asked]()
         self.batches_opened = 0
         self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
 
@@ -133,20 +146,30 @@ class Recorder:
 
     def anchor(self, *channels: str) -> Any:
         """See Oracle."""
-        batch = _RecordingBatch(self._inner.anchor(*channels), self.batches_opened, self.asked)
-        self.batches_opened += 1
-        return batch
+        return self._recorded(self._inner.anchor(*channels), anchor=True)
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle. A run that asks for this is not private, and not audited."""
+        return self._inner.unprotected(w)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
         """See Oracle."""
         for batch in self._inner.batches(count, *channels):
-            yield _RecordingBatch(batch, self.batches_opened, self.asked)
-            self.batches_opened += 1
+            yield self._recorded(batch, anchor=False)
+
+    def _recorded(self, batch: Any, anchor: bool) -> Any:
+        number, terms = self.batches_opened, self._terms.opening if anchor else self._terms
+        self.batches_opened += 1
+
+        def keep(channel: str, query: tuple[Any, ...], answer: Tensor) -> None:
+            self.asked.append(Asked(number, channel, query, answer, terms, anchor))
+
+        return _RecordingBatch(batch, keep)
 
 
 class _RecordingBatch:
-    def __init__(self, inner: Any, number: int, asked: list[Asked]) -> None:
-        self._inner, self._number, self._asked = inner, number, asked
+    def __init__(self, inner: Any, keep: Callable[[str, tuple[Any, ...], Tensor], None]) -> None:
+        self._inner, self._keep = inner, keep
 
     def __getattr__(self, channel: str) -> Callable[..., Any]:
         def ask(*query: Any) -> Any:
@@ -154,7 +177,7 @@ class _RecordingBatch:
             kept = tuple(q.clone() if isinstance(q, Tensor) else q for q in query)
             answer = getattr(self._inner, channel)(*query)
             flat = torch.as_tensor(answer).reshape(-1).clone()
-            self._asked.append(Asked(self._number, channel, kept, flat))
+            self._keep(channel, kept, flat)
             return answer
 
         return ask
@@ -171,7 +194,7 @@ def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iter
         told = method.task(state)
         task = Task("audit", number, plan.algorithm, told.vectors, told.numbers, number - 1)
         draws = SeededDraws(plan.seed, "audit", *key, number)
-        recorder = Recorder(target.oracle(records, draws))
+        recorder = Recorder(target.oracle(records, draws), target.terms)
         local = method.local(task, recorder, memory)
         memory = local.memory
         reply = Reply("audit", number, name, target.terms.size, local.vectors, local.numbers)

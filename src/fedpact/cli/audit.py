@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fedpact.audit.findings import Check, Finding, checks
-from fedpact.audit.many_runs import many_runs
+from fedpact.audit.many_runs import attackable, many_runs
 from fedpact.audit.membership import membership
 from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target
@@ -52,7 +52,8 @@ def audit(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     method: Annotated[
-        Method, typer.Option(help="The attack; all leaves out many-runs for large models.")
+        Method,
+        typer.Option(help="The attack; all leaves out many-runs where it would take too long."),
     ] = Method.all,
     canaries: Annotated[int, typer.Option(help="Records to insert in the one run, >= 1.")] = 1000,
     as_json: AsJson = False,
@@ -118,8 +119,8 @@ def _one_thread() -> Iterator[None]:
 def _methods(method: Method, target: Target) -> list[Method]:
     if method is not Method.all:
         return [method]
-    small = target.w.numel() <= _SMALL_MODEL
-    return [Method.one_run, *([Method.many_runs] if small else []), Method.membership]
+    many = target.w.numel() <= _SMALL_MODEL and attackable(target)
+    return [Method.one_run, *([Method.many_runs] if many else []), Method.membership]
 
 
 def _carry_out(method: Method, scene: Scene, target: Target, canaries: int) -> Finding:
@@ -165,6 +166,8 @@ def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> No
     if "many-runs" not in methods and len(methods) > 1:
         out.print(
             f"many-runs   left out: the model has {document['model_parameters']:,} parameters"
+            if document["model_parameters"] > _SMALL_MODEL
+            else "many-runs   left out: the attack does not know what this algorithm releases"
         )
     good = document["passed"]
     out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")
