@@ -234,7 +234,7 @@ def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
         many_runs(honest)
 
     def faint(records, kernel, terms, draws):
-        quiet = {channel: sigma / 100 for channel, sigma in terms.anchor_sigmas.items()}
+        quiet = {channel: sigma / 1e4 for channel, sigma in terms.anchor_sigmas.items()}
         changed = dataclasses.replace(terms, anchor_sigmas=quiet)
         return private_oracle(records, kernel, changed, draws)
 
