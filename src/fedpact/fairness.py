@@ -69,11 +69,30 @@ class LossRelease(BaseModel):
         return math.exp(min(max(logarithm, least), most))
 
 
-def weighting(fairness_weight: float, reference: float) -> Weighting:
+WeightRule = Literal["fixed", "relative"]
+"""λ as it is given; or λ = given / F, which follows the released loss as training goes on.
+
+Relative weights are 1 - c + c ℓ/F, for c = the given one: whatever the scale of the loss, a record
+of twice the mean loss counts 1 + c, and for c <= 1 none counts less than 0.
+"""
+
+_LEAST_LOSS = 0.01
+
+
+def weight(rule: WeightRule, given: float, reference: float) -> float:
+    """Return λ against the reference F; 0 as long as F is no finite number.
+
+    A noisy F may be at or below 0: "relative" takes it as at least 0.01.
+    """
+    if not math.isfinite(reference):
+        return 0.0
+    return given if rule == "fixed" else given / max(reference, _LEAST_LOSS)
+
+
+def weighting(rule: WeightRule, given: float, reference: float) -> Weighting:
     """Return how records count against the reference F: alike, as long as F is no finite number."""
-    if fairness_weight == 0 or not math.isfinite(reference):
-        return Uniform()
-    return Fair(fairness_weight, reference)
+    lam = weight(rule, given, reference)
+    return Fair(lam, reference) if lam > 0 else Uniform()
 
 
 class FairOracle:

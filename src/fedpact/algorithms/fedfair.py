@@ -4,6 +4,7 @@ privacy. arXiv 2402.16028: the algorithm without privacy. Its private form is fe
 Symbols   paper  code             meaning, unit or range                       who chooses it
           η      learning_rate    step size, > 0                               plan
           λ      fairness_weight  >= 0; 0 gives FedAvg                         plan, tune fedfdp
+          -      weight_rule      λ itself, or λ F: fairness.WeightRule        plan
           E      local_steps      local iterations of a round; 1/q is an epoch plan
           F      "loss"           Σ p_i F_i(w_i) of the last round             the sites
 Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each batch b
@@ -25,6 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.fairness import WeightRule, weight
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Anchor, Oracle
@@ -41,6 +43,7 @@ class Settings(BaseSettings):
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=2, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
+    weight_rule: WeightRule = "fixed"
 
     @property
     def anchor(self) -> Anchor:
@@ -84,13 +87,13 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     """See Algorithm."""
     del memory
     w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
+    lam = weight(settings.weight_rule, settings.fairness_weight, reference)
     for batch in oracle.batches(round_steps(task, settings.local_steps), *channels(settings)):
-        weight = 1.0
+        scale = 1.0
         if settings.fairness_weight > 0:
             gap = batch.loss(w, _UNUSED_BOUND) - reference
-            if math.isfinite(reference):
-                weight = max(0.0, 1 + settings.fairness_weight * gap)
-        w.add_(batch.gradient(w), alpha=-settings.learning_rate * weight)
+            scale = max(0.0, 1 + lam * gap) if lam > 0 else 1.0
+        w.add_(batch.gradient(w), alpha=-settings.learning_rate * scale)
     return Local({"w": w}, {"loss": oracle.anchor("loss").loss(w, _UNUSED_BOUND)})
 
 

@@ -5,6 +5,7 @@ Symbols   paper  code              meaning, unit or range                      w
           η      learning_rate     step size, > 0                              plan
           τ      local_steps       local iterations of a round, >= 1           plan
           λ      fairness_weight   >= 0; 0 gives DP-FedAvg                     plan
+          -      weight_rule       λ itself, or λ F: fairness.WeightRule       plan
           F      "loss"            Σ p_i F_i of the last round                 released
           C_l⁰   loss_bound        first bound on a record's loss, > 0         plan
           σ_l/σ  loss_noise        the loss' noise over the gradient's, > 0    plan
@@ -29,7 +30,7 @@ Differs   The weight is clamped at 0 from below: as printed, a contribution can 
           (16) it only ever falls, noise aside, since E[min(C_l, ℓ)] <= C_l, and F falls with it.
           The bound has a ceiling: at a site with fewer records than it declared, b stays below γ,
           so C_l would grow for ever, and with it the noise in everybody's F.
-          The paper has τ = 1.
+          The paper has τ = 1, and one λ, whose theorem says 0 whenever a loss is below the mean's.
 """
 
 import math
@@ -39,7 +40,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.fairness import FairOracle, LossRelease, weighting
+from fedpact.fairness import FairOracle, LossRelease, WeightRule, weighting
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle
@@ -53,6 +54,7 @@ class Settings(LossRelease, BaseSettings):
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
+    weight_rule: WeightRule = "fixed"
 
     @property
     def weighs_records(self) -> bool:
@@ -86,7 +88,8 @@ def task(state: State, settings: Settings) -> State:
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """See Algorithm."""
     bound = memory.numbers.get("loss_bound", settings.loss_bound)
-    weights = weighting(settings.fairness_weight, task.numbers.get("loss", math.nan))
+    reference = task.numbers.get("loss", math.nan)
+    weights = weighting(settings.weight_rule, settings.fairness_weight, reference)
     fair = FairOracle(oracle, weights, tuple(settings.loss_channels))
     steps = round_steps(task, settings.local_steps)
     w = sgd(fair, task.vectors["w"], steps, settings.learning_rate)

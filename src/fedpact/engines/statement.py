@@ -5,6 +5,7 @@ from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.messages import RoundRecord
+from fedpact.metrics import fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
@@ -122,6 +123,7 @@ def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str
         "loss": last.loss,
         "psi": last.psi,
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
+        "fairness": fairness(last.scores) if last.scores else None,
         "seconds": sum(record.seconds for record in records),
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),

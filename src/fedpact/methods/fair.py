@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from fedpact.fairness import FairOracle, LossRelease, weighting
+from fedpact.fairness import FairOracle, LossRelease, WeightRule, weighting
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.methods import Around, Method, join, split
 from fedpact.privacy.oracle import Oracle
@@ -22,11 +22,13 @@ _PREFIX = "fair/"
 class FairnessSettings(LossRelease):
     """The [fairness] table of a plan. weight: λ >= 0; 0 leaves the algorithm as it is.
 
-    The rest is fairness.LossRelease: how each site releases the round's loss.
+    weight_rule: fairness.WeightRule. The rest is fairness.LossRelease: how each site releases the
+    round's loss.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     weight: float = Field(default=0.0, ge=0)
+    weight_rule: WeightRule = "fixed"
 
 
 class FairMethod(Around):
@@ -62,7 +64,8 @@ class FairMethod(Around):
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""
         fairness, (own, rest) = self._fairness, split(memory, _PREFIX)
-        weights = weighting(fairness.weight, task.numbers.get(_PREFIX + "loss", math.nan))
+        reference = task.numbers.get(_PREFIX + "loss", math.nan)
+        weights = weighting(fairness.weight_rule, fairness.weight, reference)
         fair = FairOracle(oracle, weights, tuple(fairness.loss_channels))
         local = self.inner.local(task, fair, rest)
         bound = own.numbers.get("loss_bound", fairness.loss_bound)
