@@ -26,8 +26,8 @@ from fedpact.theory.accounting import (
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
 NAMES: dict[tuple[str, str], str] = {
-    ("best", "balle"): "best, the smaller one of PLD and RDP",
-    ("best", "mironov"): "best, the smaller one of PLD and RDP (Mironov's conversion)",
+    ("best", "balle"): "best of PLD and RDP",
+    ("best", "mironov"): "best of PLD and RDP (Mironov's conversion)",
     ("pld", "balle"): "PLD, pessimistic",
     ("pld", "mironov"): "PLD, pessimistic",
     ("rdp", "balle"): "RDP, Balle's conversion",
@@ -173,7 +173,8 @@ def _solve(
         raise InputError("one of q, sigma and steps could not be determined")
     delta = budget.delta if budget else setting.delta
     event = SampledGaussian(q, sigma)
-    cost = epsilon({**spent, event: spent.get(event, 0) + steps}, delta, by, how)
+    history = {**spent, event: spent.get(event, 0) + steps}
+    cost = epsilon(history, delta, by, how)
     return {
         "q": q,
         "sigma": sigma,
@@ -183,6 +184,7 @@ def _solve(
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
+        "bound_by": "pld" if by == "pld" or cost < epsilon(history, delta, "rdp", how) else "rdp",
         "conversion": how if by != "pld" else None,
     }
 
@@ -218,7 +220,8 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
             _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
             _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
             str(row["steps"]),
-            NAMES[row["accountant"], row["conversion"] or "balle"],
+            NAMES[row["accountant"], row["conversion"] or "balle"]
+            + (f": {row['bound_by'].upper()}" if row["accountant"] == "best" else ""),
         )
     console = Console()
     console.print(table)
