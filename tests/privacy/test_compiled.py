@@ -163,6 +163,24 @@ def test_float32_norms_are_good_enough_to_clip_by(reference, make, shape):
             assert abs(float(found.double().norm()) / 0.01 - 1) <= 1e-5
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+def test_records_that_are_not_finite_spoil_no_other_in_float32(shape, bad):
+    # Routines that work on several records at once must not carry a NaN across: the others' norms
+    # decide which records are summed, so each sum equals that without the bad ones, to the bit.
+    torch.manual_seed(0)
+    model = papers.cnn_padded(shape, 10)
+    x, y = torch.rand(19, *shape), torch.arange(19) % 10
+    others = torch.tensor([j for j in range(19) if j not in (2, 7, 18)])
+    for kernel in both_levels(model, cross_entropy):
+        expected = kernel.clipped_sum(x[others], y[others], 0.1)
+        spoilt = x.clone()
+        spoilt[2], spoilt[7, 0, 3, 4], spoilt[18] = bad, bad, -bad
+        if bad == 1e38:  # finite, but its activations are not
+            spoilt[7] = bad
+        assert torch.equal(kernel.clipped_sum(spoilt, y, 0.1), expected)
+
+
 def test_batches_of_every_size_in_turn(reference):
     # Poisson batches: nothing of one pass may be left for the next.
     torch.manual_seed(0)
