@@ -7,3 +7,8 @@
 
 Each table is a module in `tables`; its results lie in benchmarks/results/NAME.json.
 """
+
+import os
+
+# numpy's library reads it when it is loaded; one thread is what everything here is compared on.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

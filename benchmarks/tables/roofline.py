@@ -34,7 +34,7 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
     by_numpy = a.numpy()
     works = {m: steps.METHODS[m](PROBLEMS[scale.of("B", "tiny")], batch) for m in _TITLES}
     works["mm"] = lambda: torch.mm(a, a)
-    # numpy's library chooses its own number of threads: OPENBLAS_NUM_THREADS=1 makes it one.
+
     works["dot"] = lambda: np.dot(by_numpy, by_numpy)
     turns = by_turns(works, scale.repetitions)
     best = "mm" if turns.time("mm").median <= turns.time("dot").median else "dot"
