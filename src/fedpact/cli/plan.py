@@ -49,7 +49,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     """
     if not scene.plan.private:
         raise PlanError(
-            '--optimise chooses how to spend ε: privacy.mode = "none" has none to spend'
+            f"--optimise chooses how to spend ε: with {scene.plan.why_unprotected} there is none"
         )
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
@@ -57,7 +57,9 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
         if key not in cases:
             rounds = scene.plan.rounds
             now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
-            best_one = best(terms.budget, rounds, passes or now.passes, terms.history(0))
+            # What is not a batch is paid for first: a noisy size, the openings of the rounds.
+            fixed = terms.history(0, terms.anchors)
+            best_one = best(terms.budget, rounds, passes or now.passes, fixed)
             cases[key] = {
                 "epsilon": terms.budget.epsilon,
                 "delta": terms.budget.delta,
