@@ -284,6 +284,22 @@ def test_a_layer_that_does_not_keep_the_batch_gives_the_plan_up(reference):
     assert kernel._level.plan is None
 
 
+def test_a_layer_of_ones_own_that_overwrites_its_input(reference):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    for model in (
+        nn.Sequential(nn.Linear(4, 3), Twice(), nn.Tanh(), nn.Linear(3, 2)),
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), Twice()),
+    ):
+        model.double()
+        x, y = reference.data(5, 4), reference.data(5, 2, seed=1)
+        rows = reference.per_sample_loop(model, squared_error, x, y)
+        kernel = PerSampleKernel(FlatModel(model), squared_error)
+        assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-13
+
+
 def test_batchnorm_at_frozen_statistics_and_dropout_off_are_layers_like_others(reference):
     model = nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(), nn.Dropout(0.5),

@@ -1,8 +1,8 @@
 """The per-sample gradient kernel: Σ_j c_j g_j with c_j = min(w_j, C/‖g_j‖), in one backward pass.
 
 Book-keeping with ghost norms (Bu, Wang, Zha, Karypis, arXiv 2210.00038): one forward and one
-backward pass of the activations record every layer's input and output gradient (tape); from them
-come the norms layer by layer, then the coefficients c, then the weighted sum (layers, fallback).
+backward pass of the activations leave every layer's input and output gradient; from them come the
+norms layer by layer, then the coefficients c, then the weighted sum (bookkeeping).
 
 What a caller may rely on:
 * no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
@@ -33,7 +33,6 @@ Weights = Callable[[Tensor], Tensor]
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
 
-
 # What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
 
@@ -63,14 +62,13 @@ class PerSampleKernel:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = min(w_j, C/‖g_j‖).
 
         clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
-        by default; asked slice by slice of the batch, so w_j must depend on ℓ_j alone, and else one
-        record would change the others' shares.
+        by default. They are asked for slice by slice of the batch, and w_j must depend on ℓ_j
+        alone, else one record changes the others' shares.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
         if clip != math.inf:
             check.positive(clip=clip)
-
         weigh = None if weights is None else partial(_asked, weights)
         return self._sum(self._level.gradients, x.detach(), y, clip, weigh)
 

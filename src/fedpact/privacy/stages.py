@@ -212,10 +212,13 @@ class Other(Weighted):
             self._y = self._module(x)
             return self._y
         self._leaf.requires_grad_()
-        with torch.enable_grad():
-            # A leaf must not be overwritten, as nn.ELU(inplace=True) would.
-            inplace = getattr(self._module, "inplace", False)
-            self._y = self._module(self._leaf.clone() if inplace else self._leaf)
+        inplace = getattr(self._module, "inplace", False)
+        try:
+            with torch.enable_grad():
+                # A leaf must not be overwritten, as nn.ELU(inplace=True) would.
+                self._y = self._module(self._leaf.clone() if inplace else self._leaf)
+        except RuntimeError as error:
+            raise Unfit from error
         return self._y.detach()
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:
