@@ -2,6 +2,8 @@
 
 import json
 import stat
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -145,6 +147,31 @@ def test_the_status_of_one_party(deployment):
     assert list(local.parties(deployment / "server")) == ["server"]
     with pytest.raises(DataError, match="holds no deployment"):
         local.parties(deployment / "authority")
+
+
+WITHOUT_FLOWER = """
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flwr" or name.startswith("flwr."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nowhere())
+from importlib.util import find_spec
+import fedpact.engines.flower
+fedpact.engines.flower.find_spec = lambda name: None
+sys.argv = ["fedpact", "deploy", "init", sys.argv[1]]
+from fedpact.cli.main import main
+main()
+"""
+
+
+def test_everything_else_works_without_flower(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FLOWER, str(tmp_path / "d")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedpact: a deployment needs Flower")
+    assert "pip install 'fedpact[deploy]'" in done.stderr
 
 
 def test_a_block_survives_the_codec_and_anything_else_is_no_message():

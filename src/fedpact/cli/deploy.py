@@ -118,9 +118,13 @@ def site(
 
 def _follow(directory: Path) -> None:
     """Print each committed round until the server's process has ended."""
-    seen, out = -1, _out()
+    seen, out, told = -1, _out(), set[str]()
     while True:
         found = local.look(directory)
+        for name, runs in found["running"].items():
+            if not runs and name not in told | {"server"}:
+                told.add(name)
+                out.print(f"{name} has ended: {local.last_words(directory, name)}")
         last = found["round"]
         if last is not None and last["round"] != seen:
             seen = last["round"]

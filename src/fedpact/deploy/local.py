@@ -80,6 +80,13 @@ def look(directory: Path) -> dict[str, Any]:
     }
 
 
+def last_words(directory: Path, name: str) -> str:
+    """Return the last line of a party's log."""
+    log = parties(directory)[name] / "log.txt"
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "its log is empty")
+
+
 def _spawn(kind: str, where: Path) -> int:
     """Start a party's process in a session of its own, which outlives this one."""
     log, appending = str(where / "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _GRACE_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
 _KNOCK_SECONDS = 1.0
-_log = logging.getLogger("fedpact.site")
+_log = logging.getLogger("fedpact.party")
 
 
 def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         *("--superexec-auth-secret-file", "runtime.secret"),
         "--disable-runtime-dependency-installation",
     ]
-    with _flower(directory, command), _ended_by_signals():
+    with _ended_by_signals(), _flower(directory, command) as link, _ends_with(link):
         return serve(coordinator, f"127.0.0.1:{port}", on_round)
 
 
@@ -129,6 +130,27 @@ def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[b
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
+
+
+@contextmanager
+def _ends_with(process: subprocess.Popen[bytes]) -> Generator[None]:
+    """End this process, as SIGTERM does, should the other one end before the block does."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_KNOCK_SECONDS):
+            if process.poll() is not None:
+                _log.error("Flower's process ended with code %s: see its log", process.returncode)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 @contextmanager
