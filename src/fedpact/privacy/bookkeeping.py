@@ -57,6 +57,7 @@ class BookKeeping:
         self._whole = Whole(model, loss)
         self._random = False
         self._trainable = trainable(model)
+        self._places = dict(model.views(model.vector))
         convolutions = [m for m in model.module.modules() if isinstance(m, nn.Conv2d)]
         self._channels_last = bool(convolutions)
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
@@ -174,11 +175,15 @@ class BookKeeping:
                 shares.append((owner.names, owner.measure(made)))
         return shares
 
+    def _view(self, total: Tensor, name: str) -> Tensor:
+        """What a parameter is of the model's vector, of another: model.views in one operation."""
+        place = self._places[name]
+        return total.as_strided(place.shape, place.stride(), place.storage_offset())
+
     def _measured(self, losses: Tensor, shares: list[_Share]) -> Measured:
         def add(c: Tensor, total: Tensor) -> None:
-            views = dict(self._model.views(total))
             for names, part in shares:
-                part.write(c, {local: views[name] for local, name in names.items()})
+                part.write(c, {local: self._view(total, name) for local, name in names.items()})
 
         squares = [part.squares for _, part in shares]
         if not squares:

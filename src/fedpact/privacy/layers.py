@@ -70,7 +70,7 @@ def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
         if "weight" in names:
             views["weight"].addmm_(scaled.t(), x)
         if "bias" in names:
-            views["bias"].add_(scaled.sum(0))
+            views["bias"].addmv_(g.t(), c)
 
     return Part(square_sums(g) * factor, write)
 

@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _probe() -> _Product | None:
     x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4).t()
     try:
-        product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise)
+        product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise.default)
         good = torch.equal(product(x, weight, None, "none", [], ""), x @ weight.t())
     except (AttributeError, RuntimeError, TypeError):
         return None
