@@ -141,3 +141,17 @@ def test_budgets_that_do_not_fit_the_sites_are_told(privacy, told):
 def test_bad_grants_are_told(privacy, told):
     with pytest.raises(PlanError, match=told):
         Plan.parse({"privacy": privacy})
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedproxvr"])
+def test_spare_rounds_are_reserved_within_the_same_budget(algorithm):
+    """R + S rounds' events are calibrated for together: what a longer plan would reserve."""
+    spare = Plan.parse({"algorithm": algorithm, "rounds": 8, "budget": {"spare_rounds": 2}})
+    longer = Plan.parse({"algorithm": algorithm, "rounds": 10})
+    assert spare.terms({"a": 100.0}) == longer.terms({"a": 100.0})
+    assert spare.steps * 10 == longer.steps * 8
+
+
+def test_spare_rounds_do_not_go_with_a_tau_that_follows_what_is_left():
+    with pytest.raises(PlanError, match="spare_rounds"):
+        Plan.parse({"control": {"kind": "ali", "iterations": 9}, "budget": {"spare_rounds": 1}})

@@ -49,12 +49,15 @@ class Limits(BaseModel):
     A run that depends on measured time does not repeat itself bit for bit.
     when_spent: where a site has spent its privacy budget, the others "continue" with weights among
     themselves until none is left, or the run is to "stop" after that round.
+    spare_rounds: rounds whose events are reserved beyond the run's, at the cost of a little more
+    noise. A deployed site that dies in mid-round computes, and is charged for, that round again.
     """
 
     model_config = _FROZEN
     bytes: int | None = Field(default=None, gt=0)
     seconds: float | None = Field(default=None, gt=0)
     when_spent: Literal["continue", "stop"] = "continue"
+    spare_rounds: int = Field(default=0, ge=0)
 
 
 class Running(BaseModel):
@@ -135,6 +138,11 @@ class Plan(BaseModel):
                 "before the number of local iterations is known: give it as settings.iterations "
                 "(or control.iterations), or give privacy.sigma"
             )
+        if method.controlled and self.budget.spare_rounds:
+            raise ValueError(
+                f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
+                "spare events would be used like the others, and none are needed; leave it out"
+            )
         return self
 
     @cached_property
@@ -203,6 +211,7 @@ class Plan(BaseModel):
             return {}
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
+        spare = self.budget.spare_rounds
         result = dict[str, Terms]()
         for name in names:
             common: dict[str, Any] = {
@@ -211,9 +220,9 @@ class Plan(BaseModel):
                 "rate": self.rate(name, sizes[name]),
                 "clip": self.privacy.clip,
                 "channels": self.method.channels,
-                "steps": self.steps,
+                "steps": self.steps + spare * self.method.steps(),
                 "anchor": self.method.anchor,
-                "anchors": self.rounds if self.method.anchor else 0,
+                "anchors": self.rounds + spare if self.method.anchor else 0,
                 "budget": self.privacy.budget(name, names),
                 "accountant": self.privacy.accountant,
                 "mechanism": self.privacy.mode,

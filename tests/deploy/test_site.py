@@ -92,6 +92,20 @@ def test_the_budget_ends_with_the_reservation(site_dir):
     assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
 
 
+def test_spare_rounds_pay_for_what_a_crash_took(make, tmp_path):
+    """One round is charged twice, as when a site dies between charge and commit; all five are
+    answered, within the same ε."""
+    directory = make(tmp_path / "d", budget={"spare_rounds": 1}) / "sites" / "site-00"
+    with Site(directory) as site:
+        site._client.handle(task_of(site, 3), site._bench)
+        answers = [from_bytes(site.handle(task_of(site, number))) for number in range(1, 8)]
+    assert [type(a) for a in answers] == [Reply] * 5 + [Refusal] * 2
+    run = next(iter(receipt(directory / "ledger.jsonl")["runs"].values()))
+    (event,) = run["events"]
+    assert event["spent"] == event["reserved"] == 2 * (5 + 1)
+    assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
+
+
 def test_two_sites_and_two_rounds_never_draw_alike(deployment):
     vectors = []
     for name in ("site-00", "site-01"):
