@@ -11,10 +11,10 @@ from dp_accounting.pld import privacy_loss_distribution
 from fedpact.errors import InputError
 from fedpact.theory import accounting, pld, rdp, running
 from fedpact.theory.accounting import (
+    RunningEpsilon,
     SampledGaussian,
     epsilon,
     quick_epsilon,
-    running_epsilon,
 )
 
 # From the papers' setting to a tiny and a full rate, a loud and a faint noise.
@@ -27,6 +27,10 @@ EVENTS = [
     (0.5, 20.0),
     (1.0, 40.0),
 ]
+
+
+def running_epsilon(history, delta, planned, accountant="best"):
+    return RunningEpsilon(planned, delta, accountant)(history)
 
 
 def delta_of_one(q: float, sigma: float, e: float) -> mpmath.mpf:

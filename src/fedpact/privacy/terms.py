@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from fedpact import check
@@ -15,11 +16,11 @@ from fedpact.theory.accounting import (
     Accountant,
     Budget,
     History,
+    RunningEpsilon,
     SampledGaussian,
     epsilon,
     joint,
     max_steps,
-    running_epsilon,
 )
 from fedpact.theory.calibration import smallest_scale
 
@@ -186,8 +187,11 @@ class Terms:
 
     def epsilon_after(self, spent: History) -> float:
         """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""
-        planned = self.history(self.steps)
-        return running_epsilon(spent, self.budget.delta, planned, self.accountant)
+        return self._running(spent)
+
+    @cached_property
+    def _running(self) -> RunningEpsilon:
+        return RunningEpsilon(self.history(self.steps), self.budget.delta, self.accountant)
 
 
 def _size_event(noise: float | None) -> dict[SampledGaussian, int]:

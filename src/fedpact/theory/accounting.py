@@ -31,13 +31,13 @@ __all__ = [
     "Budget",
     "Conversion",
     "History",
+    "RunningEpsilon",
     "SampledGaussian",
     "epsilon",
     "joint",
     "max_steps",
     "quick_epsilon",
     "round_rate_up",
-    "running_epsilon",
 ]
 
 Accountant = Literal["best", "pld", "rdp"]
@@ -166,25 +166,36 @@ def quick_epsilon(
     return min(by_rdp, *running.epsilons([terms], delta, pld.FINENESS))
 
 
-def running_epsilon(
-    history: History, delta: float, planned: History, accountant: Accountant = "best"
-) -> float:
-    """Return an upper bound on ε that is cheap to ask for after every round, and never falls.
+class RunningEpsilon:
+    """An upper bound on ε of a history on its way to a plan: microseconds a call, and never falls.
 
     planned: what the history may grow to; there the bound is `epsilon(planned)`. On the way, by
     "pld" and "best", it is the ε of a history with every count at most 2^(1/16) times as large,
     which theory.running finds less than 1.5 % above PLD (δ >= 1e-9); by "rdp" it is `epsilon`.
     A history that is not part of its plan is priced by itself. Raises InputError.
+
+    >>> after = RunningEpsilon({SampledGaussian(0.015, 1.1): 2000}, delta=1e-5)
+    >>> round(after({SampledGaussian(0.015, 1.1): 317}), 2)
+    1.37
     """
-    check.fraction(delta=delta)
-    terms = _terms(history)
-    if _known(accountant) == "rdp" or not terms:
-        return _rdp_epsilon(terms, delta, "balle")
-    counts, bounds = _on_the_way(_terms(planned), delta, accountant)
-    place = max(bisect_left(counts.get((q, s), ()), t) for q, s, t in terms)
-    if place == len(bounds) or any((q, s) not in counts for q, s, _ in terms):
-        return _epsilon(terms, delta, accountant, "balle")
-    return bounds[place]
+
+    def __init__(self, planned: History, delta: float, accountant: Accountant = "best") -> None:
+        self._delta, self._accountant = check.fraction(delta=delta), _known(accountant)
+        self._counts: dict[SampledGaussian, list[int]] = {}
+        if accountant != "rdp":
+            counts, self._bounds = _on_the_way(_terms(planned), delta, accountant)
+            self._counts = {SampledGaussian(q, s): column for (q, s), column in counts.items()}
+
+    def __call__(self, history: History) -> float:
+        """Return the bound for this history; 0.0 for an empty one."""
+        place = -1
+        for event, count in history.items():
+            if check.natural(count=count):
+                column = self._counts.get(event, ())
+                place = max(place, bisect_left(column, count))
+                if place >= len(column):
+                    return _epsilon(_terms(history), self._delta, self._accountant, "balle")
+        return self._bounds[place] if place >= 0 else 0.0
 
 
 @lru_cache(maxsize=4096)
