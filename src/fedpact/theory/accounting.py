@@ -176,7 +176,7 @@ class RunningEpsilon:
 
     >>> after = RunningEpsilon({SampledGaussian(0.015, 1.1): 2000}, delta=1e-5)
     >>> round(after({SampledGaussian(0.015, 1.1): 317}), 2)
-    1.37
+    1.38
     """
 
     def __init__(self, planned: History, delta: float, accountant: Accountant = "best") -> None:
