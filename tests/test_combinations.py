@@ -11,6 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 COLUMNS = {
     "fairness": {"fairness": {"weight": 0.1}},
     "control": {"control": {"kind": "ali", "iterations": 9}},
+    "robust": {"robust": {"rule": "median"}},
     "server": {"server": {"optimiser": "momentum"}},
     "per_sample": {},
     "batch_clipped": {"privacy": {"mode": "batch_clipped"}},

@@ -8,6 +8,7 @@ data = "digits"              top level: what to train on what, how long
 [server]                     what the server does with the    (methods.server.ServerSettings)
                              aggregate
 [compression]                what sites' replies are cut to   (methods.compressed)
+[robust]                     an aggregate against lying sites (methods.robust)
 [privacy] [budget] [run]     below
 """
 
@@ -30,6 +31,7 @@ from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.fair import FairnessSettings
+from fedpact.methods.robust import RobustSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
@@ -103,6 +105,7 @@ class Plan(BaseModel):
     control: ControlSettings = ControlSettings()
     server: ServerSettings = ServerSettings()
     compression: CompressionSettings = CompressionSettings()
+    robust: RobustSettings = RobustSettings()
     budget: Limits = Limits()
     run: Running = Running()
     policy: str | None = None
@@ -155,6 +158,7 @@ class Plan(BaseModel):
             self.control,
             self.server,
             self.compression,
+            self.robust,
         )
 
     @cached_property

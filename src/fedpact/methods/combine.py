@@ -12,6 +12,7 @@ from fedpact.methods import Method
 from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
+from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.server import ServerOptimised, ServerSettings
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
@@ -30,6 +31,11 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "ali_dpfl": "it chooses τ by itself, as fedavg with [control] does",
         "ldp_fedsgd": "it makes one step a round, so there is no τ to choose",
     },
+    "robust": {
+        "ali_dpfl": "its controller reads single replies, so one lie moves its estimates",
+        "ldp_fedsgd": "it weighs releases by their noise, and robust aggregates have no weights",
+        "qffl": "its weights follow the losses that sites report, so a lie would choose its own",
+    },
     "server": {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
@@ -45,9 +51,14 @@ def combined(
     control: ControlSettings,
     server: ServerSettings,
     compression: CompressionSettings,
+    robust: RobustSettings,
 ) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
+    if robust.rule != "mean":
+        # Innermost: whatever is around it still sees the sites' own replies.
+        _check("robust", name)
+        method = Robust(method, robust)
     if fairness.weight > 0:
         _check("fairness", name)
         method = FairMethod(method, fairness)

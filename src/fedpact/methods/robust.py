@@ -1,0 +1,93 @@
+"""Aggregates that a few lying sites cannot drag away: instead of the sites' weighted mean.
+
+    median    of each coordinate, over the sites' replies
+    trimmed   of each coordinate, the mean without the f smallest and the f largest values
+    krum      the one reply with the least sum of squared distances to its n - f - 2 nearest others,
+              the first by its site's name where several have
+
+median, trimmed: Yin, Chen, Kannan, Bartlett, arXiv 1803.01498. krum: Blanchard, El Mhamdi,
+Guerraoui, Stainer, NeurIPS 2017. f of n sites may lie: median and trimmed need n > 2f, krum
+n >= 2f + 3; a round with fewer replies trims as many as leave one or two of them, and krum counts
+one neighbour at least.
+
+What it changes. The privacy of no site: it is post-processing of what the sites released. The
+objective: every reply counts alike, so the sum of unweighted F_i is what is sought, and where sites
+are unlike, or their noise is, something between them: a site with rare records is an outlier too.
+Noise: a median of n Gaussian releases has up to π/2 times the mean's variance, krum n times. The
+numbers that a reply carries are treated like a coordinate; what other wrappers take from single
+replies ([control], [fairness]) is not protected.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedpact.errors import InputError
+from fedpact.messages import Reply, State
+from fedpact.methods import Around, Method
+
+
+class RobustSettings(BaseModel):
+    """The [robust] table of a plan. liars: f, how many sites may lie; median needs no number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    rule: Literal["mean", "median", "trimmed", "krum"] = "mean"
+    liars: int = Field(default=1, ge=0)
+
+
+class Robust(Around):
+    """A method whose aggregate of replies is robust; the innermost of all, and not "mean"."""
+
+    def __init__(self, inner: Method, robust: RobustSettings) -> None:
+        super().__init__(inner)
+        self._rule, self._liars = robust.rule, robust.liars
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method. All replies are held at once. Raises InputError: none."""
+        return self.inner.update(state, [self._one(list(replies))])
+
+    def _one(self, replies: list[Reply]) -> Reply:
+        """Return the reply that stands for all of them; its weight is nobody's."""
+        if not replies:
+            raise InputError("replies is empty: expected the reply of at least one site")
+        if self._rule == "krum":
+            return replace(replies[_nearest(replies, self._liars)], weight=1.0)
+        first, n = replies[0], len(replies)
+        # The median leaves one or two values of each coordinate; no trimming goes further.
+        cut = (n - 1) // 2 if self._rule == "median" else min(self._liars, (n - 1) // 2)
+        vectors: Mapping[str, Tensor] = {
+            name: _trimmed(torch.stack([reply.vectors[name] for reply in replies]), cut)
+            for name in first.vectors
+        }
+        numbers = {
+            name: float(_trimmed(torch.tensor([r.numbers[name] for r in replies]).double(), cut))
+            for name in first.numbers
+        }
+        return replace(first, vectors=vectors, numbers=numbers, weight=1.0)
+
+
+def _trimmed(values: Tensor, cut: int) -> Tensor:
+    """Return the mean over the first axis of values [n, ...] without `cut` at either end."""
+    ordered = values.sort(dim=0).values
+    return ordered[cut : len(values) - cut].mean(dim=0)
+
+
+def _nearest(replies: list[Reply], liars: int) -> int:
+    """Return the place of Krum's choice: the vectors of a reply count as one long vector."""
+    whole = torch.stack(
+        [torch.cat([v.double().reshape(-1) for _, v in sorted(r.vectors.items())]) for r in replies]
+    )
+    n = len(replies)
+    if n == 1:
+        return 0
+    squares = torch.stack([(whole - one).square().sum(dim=1) for one in whole])
+    # Each row's smallest entry is the distance to itself, 0.
+    neighbours = min(max(1, n - liars - 2), n - 1)
+    scores = squares.sort(dim=1).values[:, 1 : neighbours + 1].sum(dim=1)
+    # What is no number is near to nobody, and would pass for the least.
+    return int(scores.nan_to_num(math.inf, math.inf).argmin())
