@@ -41,6 +41,8 @@ def test_json_is_one_document_with_what_each_site_spent(folder: Path) -> None:
     assert document["summary"] == json.loads((folder / "summary.json").read_text())
     assert document["privacy"]["adjacency"] == "add/remove one record"
     assert document["privacy"]["accountant"] == "best"
+    assert document["privacy"]["mechanism"] == "per_sample"
+    assert document["audit"] is None
     lines = (folder / "rounds.jsonl").read_text().splitlines()
     spent = RoundRecord.from_json(lines[-1]).epsilon
     assert len(spent) == 3

@@ -82,8 +82,8 @@ def _receipts(where: Path) -> dict[str, dict[str, Any]]:
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     # A name that is cut short would name several runs.
-    run = Column("run", overflow="fold")
-    table = Table("site", run, "ε reserved", "ε spent", "δ", "events spent", "of")
+    names = [Column(name, overflow="fold") for name in ("site", "run")]
+    table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")
     for each in receipts.values():
         site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
         for run, spend in each["runs"].items():

@@ -25,11 +25,12 @@ def report(
 
 
 def _document(run: RunFolder, path: Path) -> dict[str, Any]:
-    statement = ("private", "unit", "adjacency", "accountant", "randomness")
+    statement = ("private", "unit", "adjacency", "mechanism", "accountant", "randomness")
     return {
         "summary": run.summary or {"status": run.status, "rounds": run.last.round},
-        "privacy": {key: run.privacy[key] for key in statement},
+        "privacy": {key: run.privacy.get(key) for key in statement},
         "sites": {name: asdict(site) for name, site in run.site_privacy.items()},
+        "audit": asdict(run.audit) if run.audit else None,
         "report": str(path),
     }
 
