@@ -14,8 +14,9 @@ _HEAD = """# Benchmarks
 Made by `make bench`; do not edit. `python -m benchmarks NAME` measures one table again, and this
 page from all that are there (`benchmarks/results`). What is compared takes turns in one process; a
 ratio is taken within a turn, and a row shows the median and the quartiles over the turns. Turns in
-which other processes used more than a tenth of a core are not counted; a table for which too few
-turns were quiet says so. Ratios from different tables are not to be compared.
+which other processes used more than a tenth of a core are not counted. A table for which too few
+turns were quiet says so: there all turns count, and what runs on one thread is compared by its
+processor time. Ratios from different tables are not to be compared.
 
 `goal` and `stretch` are what was set before the work began; an arrow shows the better direction. A
 row that misses its stretch says why, or nobody knows yet.

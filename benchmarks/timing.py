@@ -1,7 +1,8 @@
 """Timing by turns: what is compared runs in turn in one process, and only ratios are quoted.
 
 Machines drift; a ratio is taken within one turn, and its median and quartiles over all turns. A
-turn in which other processes took more than a tenth of a core is not counted.
+turn in which other processes took more than a tenth of a core is not counted. Where most turns are
+so disturbed, all count, and what runs on one thread is compared by its processor time.
 """
 
 import os
@@ -15,9 +16,10 @@ from benchmarks.results import Row
 
 Work = Callable[[], object]
 
+_Took = tuple[float, float]  # seconds by the clock, and of this thread's processor time
+
 _LEAST_SECONDS = 0.01  # of one function in a turn: short ones run several times
 _OTHERS = 0.1  # cores
-_PATIENCE = 3  # turns for each one wanted
 
 
 @dataclass(frozen=True)
@@ -65,33 +67,35 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-def by_turns(works: Mapping[str, Work], repetitions: int) -> Turns:
+def by_turns(works: Mapping[str, Work], repetitions: int, *, threads: int = 1) -> Turns:
     """Time the functions in turn, `repetitions` undisturbed times each, after two runs unmeasured.
 
-    Where fewer than a third of the turns are undisturbed, all of them count.
+    It is given up after as many disturbed turns; where fewer than a third of the turns wanted are
+    undisturbed then, all of them count. threads: how many the functions use.
     """
     inner = {name: _how_often(work) for name, work in works.items()}
-    quiet: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
-    while len(quiet) < repetitions and len(quiet) + len(disturbed) < _PATIENCE * repetitions:
+    quiet: list[dict[str, _Took]] = []
+    disturbed: list[dict[str, _Took]] = []
+    while max(len(quiet), len(disturbed)) < repetitions:
         others = Others()
-        turn = {name: _seconds(work, inner[name]) for name, work in works.items()}
+        turn = {name: _took(work, inner[name]) for name, work in works.items()}
         (quiet if others.undisturbed else disturbed).append(turn)
     busy = len(quiet) < max(1, repetitions // 3)
+    place = 1 if busy and threads == 1 else 0
     turns = quiet + disturbed if busy else quiet
-    return Turns({name: [turn[name] for turn in turns] for name in works}, busy)
+    return Turns({name: [turn[name][place] for turn in turns] for name in works}, busy)
 
 
 def _how_often(work: Work) -> int:
     work()
-    return max(1, round(_LEAST_SECONDS / max(_seconds(work, 1), 1e-7)))
+    return max(1, round(_LEAST_SECONDS / max(_took(work, 1)[0], 1e-7)))
 
 
-def _seconds(work: Work, times: int) -> float:
-    started = time.perf_counter()
+def _took(work: Work, times: int) -> _Took:
+    started, used = time.perf_counter(), time.thread_time()
     for _ in range(times):
         work()
-    return (time.perf_counter() - started) / times
+    return (time.perf_counter() - started) / times, (time.thread_time() - used) / times
 
 
 class Others:

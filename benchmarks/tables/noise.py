@@ -49,7 +49,7 @@ def _rows(d: int, threads: int, scale: Scale) -> tuple[list[Row], bool]:
         "secure": lambda: gaussian(d, like),
         "grid": lambda: grid.noisy(total, 1.0, 0.1, gaussian),
     }
-    turns = by_turns(works, scale.repetitions)
+    turns = by_turns(works, scale.repetitions, threads=threads)
     where = f"d = {d:,}, {threads} thread{'s' * (threads > 1)}"
     marks = {"goal": 0.8, "stretch": 0.5} if threads == 1 else {}
     rows = [

@@ -116,41 +116,44 @@ def test_the_command_measures_what_is_named(tmp_path, monkeypatch, capsys):
     assert "no such table: nothing" in capsys.readouterr().err
 
 
-def clock(monkeypatch, *durations):
-    """Make every call of the clock the end of the next duration."""
-    times = itertools.accumulate(itertools.cycle(durations))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
+def measured(monkeypatch, quiet, repetitions, seconds, **asked):
+    """by_turns with turns that are quiet or not, and functions that take what is said.
+
+    seconds: by the clock and of the processor, of each function run, the trial runs first.
+    """
+    marks, durations = itertools.cycle(quiet), iter(seconds)
+    monkeypatch.setattr(timing.Others, "undisturbed", property(lambda _: next(marks)))
+    monkeypatch.setattr(timing, "_took", lambda *_: next(durations))
+    return by_turns({"a": lambda: None, "b": lambda: None}, repetitions, **asked)
 
 
 def test_turns_are_compared_turn_by_turn(monkeypatch):
-    """Seconds 2 and 1, then 4 and 2: the ratio is 2 in each turn, whatever the drift."""
-    monkeypatch.setattr(timing.Others, "undisturbed", True)
-    seconds = iter([1.0, 1.0, 2.0, 1.0, 4.0, 2.0, 6.0, 3.0])
-    monkeypatch.setattr(timing, "_seconds", lambda *_: next(seconds))
-    turns = by_turns({"a": lambda: None, "b": lambda: None}, 3)
+    """Seconds 2 and 1, then 4 and 2, then 6 and 3: the ratio is 2, whatever the drift."""
+    seconds = [(s, 0.0) for s in (1.0, 1.0, 2.0, 1.0, 4.0, 2.0, 6.0, 3.0)]
+    turns = measured(monkeypatch, [True], 3, seconds)
     assert turns.ratio("a", "b") == Spread(2.0, 2.0, 2.0)
     assert turns.time("a") == Spread(4.0, 3.0, 5.0)
     assert not turns.busy
 
 
 def test_disturbed_turns_do_not_count_unless_there_are_few_others(monkeypatch):
-    def measured(quiet):
-        marks = itertools.cycle(quiet)
-        monkeypatch.setattr(timing.Others, "undisturbed", property(lambda _: next(marks)))
-        count = itertools.count(1)
-        monkeypatch.setattr(timing, "_seconds", lambda *_: float(next(count)))
-        return by_turns({"a": lambda: None}, 3)
-
-    # The first second goes to finding out how often to run.
-    assert measured([False, True]).seconds["a"] == [3.0, 5.0, 7.0]
-    never = measured([False])
-    assert never.busy
-    assert len(never.seconds["a"]) == 9
+    seconds = [(float(n), 100.0 + n) for n in range(100)]
+    turns = measured(monkeypatch, [False, True], 3, seconds)
+    # Runs 0 and 1 are for trying; then every second turn is quiet, until three are disturbed.
+    assert (turns.seconds["a"], turns.busy) == ([4.0, 8.0], False)
+    turns = measured(monkeypatch, [False], 3, seconds)
+    assert (turns.seconds["a"], turns.busy) == ([102.0, 104.0, 106.0], True)
+    # Several threads' processor time is not theirs alone: then by the clock.
+    turns = measured(monkeypatch, [False], 3, seconds, threads=2)
+    assert (turns.seconds["a"], turns.busy) == ([2.0, 4.0, 6.0], True)
 
 
 def test_short_functions_run_several_times(monkeypatch):
+    """A millisecond each: ten times a turn, besides two runs to try."""
+    ticks = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 0.001 * next(ticks))
+    monkeypatch.setattr(timing.Others, "undisturbed", True)
     runs = []
-    clock(monkeypatch, 0.001)
     by_turns({"a": lambda: runs.append(1)}, 1)
     assert len(runs) == 2 + 10
 
