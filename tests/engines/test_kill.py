@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedpact import folder as folders
 from fedpact.engines.simulation import simulate
+from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import Ledger
@@ -118,6 +120,36 @@ def kill_often(runner, tmp_path, times, seed):
                 assert torch.equal(value, expected[name])
     # The instants have to fall into the run, else nothing was tried.
     assert unfinished >= times // 3
+
+
+@pytest.mark.parametrize("write", range(4))
+def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypatch, write):
+    calls, whole = [], folders.write_whole
+
+    def cut_off(path, content):
+        calls.append(path.name)
+        if len(calls) > write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(path.name + ".partial").write_bytes(content[: len(content) // 2])
+            raise KeyboardInterrupt
+        whole(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "write_whole", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(Plan.parse(PLAN), tmp_path / "run")
+    # The plan, the environment, the statement, then the state.
+    expected = ["plan.json", "environment.json", "privacy.json", "state.safetensors"]
+    assert calls == expected[: write + 1]
+    result = simulate(Plan.parse(PLAN), tmp_path / "run")
+    assert result.summary["status"] in ("finished", "budget")
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"plan\.json cannot be read"):
+        simulate(Plan.parse(PLAN), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_ten_kills(runner, tmp_path):

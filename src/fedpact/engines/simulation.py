@@ -39,6 +39,8 @@ from fedpact.round import Rounds
 
 OnRound = Callable[[RoundRecord], None]
 
+_FIRST = "plan.json"
+
 
 def _nobody(_: RoundRecord) -> None:
     pass
@@ -99,9 +101,10 @@ def simulate(
 
 
 def _is_known(folder: Folder, plan: Plan) -> bool:
-    if not folder.path.exists() or not any(folder.path.iterdir()):
+    # A start that was cut off within its first file left a part of that, and no run.
+    if not folder.path.exists() or {p.name for p in folder.path.iterdir()} <= {_FIRST + ".partial"}:
         return False
-    found = folder.read_json("plan.json")
+    found = folder.read_json(_FIRST)
     # How it is carried out may change from session to session, what is trained may not.
     same = {"run": plan.run}
     if Plan.parse(found).model_copy(update=same) != plan:
@@ -123,9 +126,10 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
         **{name: version(name) for name in packages},
     }
     folder.path.mkdir(parents=True, exist_ok=True)
+    # The plan comes first: it says whose folder this is, should nothing else be written.
+    folder.write_json(_FIRST, scene.plan.model_dump(mode="json"))
     scene.partition.save(folder.partition)
     folder.write_json("environment.json", environment)
-    folder.write_json("plan.json", scene.plan.model_dump(mode="json"))
 
 
 def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> dict[str, Ledger]:
