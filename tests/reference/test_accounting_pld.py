@@ -38,14 +38,14 @@ def test_plain_gaussians_are_within_a_thousandth_of_the_exact_value(releases, de
 )
 def test_the_rounding_of_the_transforms_stays_below_its_allowance(sigma, count):
     # The release-by-release path, which epsilon() spares plain Gaussians: their δ is known exactly.
-    step = pld._interval([(1.0, sigma, count)])
+    step = pld.grid_step([(1.0, sigma, count)])
     composed = pld._repeated(pld._single(1.0, sigma, step), count)
     mu = math.sqrt(count) / sigma
     for z in (1.0, 3.0, 4.5, 5.5, 6.5, 7.2):
         epsilon = mu * z + mu**2 / 2
         exact = gaussian_delta(mu, epsilon)
         got = composed.get_delta_for_epsilon(epsilon)
-        assert exact - pld._rounding(count) <= got <= exact * 1.05 + pld._rounding(count)
+        assert exact - pld.rounding(count) <= got <= exact * 1.05 + pld.rounding(count)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_agrees_with_dp_accounting(terms, delta):
 @pytest.mark.parametrize(("terms", "delta"), CASES + EXTREME, ids=str)
 def test_never_below_the_optimistic_estimate(terms, delta):
     # The library's optimistic rounding gives a lower bound on the true ε at any step.
-    step = pld._interval(terms) / 4
+    step = pld.grid_step(terms) / 4
     parts = []
     for q, sigma, count in terms:
         one = library.from_gaussian_mechanism(
