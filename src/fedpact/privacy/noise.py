@@ -68,6 +68,7 @@ _GROUP: Final = 16
 # each in 8 bytes; what is left of earlier normal draws.
 _WORDS: Final = 624
 _FIRST: Final = 24
+_BLANK: Final = torch.Generator().manual_seed(0).get_state()
 
 
 def stream(*key: str | int) -> torch.Generator:
@@ -77,9 +78,8 @@ def stream(*key: str | int) -> torch.Generator:
     a million streams a hundred pairs would be the same.
     """
     digest = hashlib.shake_256(json.dumps(key).encode()).digest(4 * _WORDS)
-    words = torch.tensor(np.frombuffer(digest, "<u4").astype(np.int64))
-    generator = torch.Generator().manual_seed(0)
-    state = generator.get_state()
+    words = from_numpy(np.frombuffer(digest, "<u4").astype(np.int64))
+    generator, state = torch.Generator(), _BLANK.clone()
     state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64).copy_(words)
     generator.set_state(state)
     return generator

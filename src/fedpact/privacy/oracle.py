@@ -101,6 +101,12 @@ class Records:
     x: Tensor
     y: Tensor
 
+    def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the records of these indices."""
+        chosen = chosen.to(self.x.device)
+        # A quarter of the time of x[chosen].
+        return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
+
 
 class PlainOracle:
     """Exact answers, for runs that are explicitly not private: the private run's twin.
@@ -144,7 +150,7 @@ class PlainOracle:
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
         chosen = self._draws.batch(len(self._records.y), rate, self._step)
         self._step += 1
-        x, y = self._records.x[chosen], self._records.y[chosen]
+        x, y = self._records.at(chosen)
         return PlainBatch(self._kernel, x, y, rate * self._size, channels)
 
 
@@ -267,7 +273,7 @@ class PrivateOracle:
             return self._draws.add_noise(total, sigma, bound, step, channel)
 
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
-        x, y = self._records.x[chosen], self._records.y[chosen]
+        x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         if terms.mechanism == "batch_clipped":
             kernel = cast(BatchClippedKernel, self._kernel)
