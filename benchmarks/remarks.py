@@ -38,7 +38,4 @@ REMARKS: dict[tuple[str, str], str] = {
         "Sampling, noise, ledger entry, messages and the oracle's checks are each 20 to 100 µs of "
         "Python; the commit's two flushes are shared by all sites."
     ),
-    ("workers", "2 workers / 1"): (
-        "Aggregation, encoding and the commit to the disk are one thread's work between rounds."
-    ),
 }
