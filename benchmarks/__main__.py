@@ -10,6 +10,7 @@ from benchmarks.machine import describe
 from benchmarks.results import Table
 from benchmarks.scale import FULL, QUICK, Scale
 from benchmarks.tables import modules
+from fedpact.engines.process import keep_freed_memory
 
 
 def measure(name: str, scale: Scale) -> Table:
@@ -23,6 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the tables named, all by default, and write the page."""
     # Opacus warns of what is asked of it here: no secure random numbers, inputs without gradient.
     warnings.simplefilter("ignore")
+    # As in a run of fedpact; all methods here have it alike.
+    keep_freed_memory()
     known = modules()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("tables", nargs="*", help=", ".join(known))
