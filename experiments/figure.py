@@ -1,0 +1,38 @@
+"""Draw a comparison's curves: python experiments/figure.py FOLDER FIGURE.svg [loss|accuracy|psi]
+
+FOLDER is what fedpact.compare wrote. One line an entry: the mean over its seeds, round by round.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+
+def curve(entry: Path, quantity: str) -> tuple[list[int], list[float]]:
+    """Return the evaluated rounds and the mean of a quantity over the entry's seeds."""
+    found = defaultdict[int, list[float]](list)
+    for run in sorted(entry.glob("seed-*")):
+        for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record[quantity] is not None:
+                found[record["round"]].append(record[quantity])
+    rounds = sorted(found)
+    return rounds, [sum(found[r]) / len(found[r]) for r in rounds]
+
+
+if __name__ == "__main__":
+    folder, target = map(Path, sys.argv[1:3])
+    quantity = sys.argv[3] if len(sys.argv) > 3 else "accuracy"
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for entry in sorted(path for path in folder.iterdir() if path.is_dir()):
+        axes.plot(*curve(entry, quantity), marker=".", label=entry.name)
+    axes.set_xlabel("round")
+    axes.set_ylabel(quantity)
+    if quantity != "accuracy":
+        axes.set_yscale("log")
+    axes.legend(fontsize="small")
+    figure.savefig(target)
