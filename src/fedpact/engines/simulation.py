@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.sizes import charge_size
+from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds
 
 OnRound = Callable[[RoundRecord], None]
@@ -159,6 +161,10 @@ def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> Non
             )
 
 
+def _steps_left(terms: Terms, ledger: Ledger, run: str) -> float:
+    return terms.steps_after(ledger.spent(run))
+
+
 def _client(
     scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
 ) -> Client[Bench]:
@@ -175,9 +181,7 @@ def _client(
         charge = Charge(ledger, run, task.round, task.digest + memory.digest)
         exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
 
-        def left() -> float:
-            return terms.steps_after(ledger.spent(run))
-
+        left = partial(_steps_left, terms, ledger, run)
         return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
 
     memory = folder.site(site.name) / "memory.safetensors"
