@@ -42,6 +42,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
         "fairness": {"weight": 0.1},
         "control": {"kind": "ali"},
         "server": {"optimiser": "momentum"},
+        "robust": {"rule": "median"},
     }
     tables = {"algorithm": algorithm, "privacy": {"mode": "none"}}
     Plan.parse(tables)
