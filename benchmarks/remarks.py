@@ -28,12 +28,12 @@ REMARKS: dict[tuple[str, str], str] = {
         "Normal numbers for 13 million coordinates, at the speed of torch's generator, are a fifth "
         "of the plain step."
     ),
-    ("noise", "secure, d = 582,026, 1 thread"): _TORCH_IS_FASTER,
-    ("noise", "secure, d = 1,663,370, 1 thread"): _TORCH_IS_FASTER,
-    ("noise", "secure, d = 13,000,000, 1 thread"): _THIRTEEN,
-    ("noise", "secure on the grid / randn alone, d = 582,026, 1 thread"): _GRID,
-    ("noise", "secure on the grid / randn alone, d = 1,663,370, 1 thread"): _GRID,
-    ("noise", "secure on the grid / randn alone, d = 13,000,000, 1 thread"): _GRID,
+    ("noise", "secure, d = 582,026"): _TORCH_IS_FASTER,
+    ("noise", "secure, d = 1,663,370"): _TORCH_IS_FASTER,
+    ("noise", "secure, d = 13,000,000"): _THIRTEEN,
+    ("noise", "secure on the grid / randn alone, d = 582,026"): _GRID,
+    ("noise", "secure on the grid / randn alone, d = 1,663,370"): _GRID,
+    ("noise", "secure on the grid / randn alone, d = 13,000,000"): _GRID,
     ("overhead", "a site and round"): (
         "Sampling, noise, ledger entry, messages and the oracle's checks are each 20 to 100 µs of "
         "Python; the commit's two flushes are shared by all sites."

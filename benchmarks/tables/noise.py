@@ -5,7 +5,6 @@ import torch
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import by_turns, milliseconds
-from fedpact.engines.process import available_cores
 from fedpact.privacy import grid
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.secure import SecureDraws
@@ -23,19 +22,17 @@ NAMES = ("noise",)
 def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
     """See tables."""
     del name
+    torch.set_num_threads(1)
     rows: list[Row] = []
     busy = False
     for d in scale.of((582_026, 1_663_370, 13_000_000), (1000,)):
-        for threads in sorted({1, scale.of(available_cores(), 1)}):
-            found, disturbed = _rows(d, threads, scale)
-            rows += found
-            busy |= disturbed
-    torch.set_num_threads(1)
+        found, disturbed = _rows(d, scale)
+        rows += found
+        busy |= disturbed
     return rows, busy
 
 
-def _rows(d: int, threads: int, scale: Scale) -> tuple[list[Row], bool]:
-    torch.set_num_threads(threads)
+def _rows(d: int, scale: Scale) -> tuple[list[Row], bool]:
     total, like = torch.ones(d), torch.empty(0)
     seeded, secure = SeededDraws(0, "site", 1), SecureDraws()
 
@@ -49,19 +46,15 @@ def _rows(d: int, threads: int, scale: Scale) -> tuple[list[Row], bool]:
         "secure": lambda: gaussian(d, like),
         "grid": lambda: grid.noisy(total, 1.0, 0.1, gaussian),
     }
-    turns = by_turns(works, scale.repetitions, threads=threads)
-    where = f"d = {d:,}, {threads} thread{'s' * (threads > 1)}"
-    marks = {"goal": 0.8, "stretch": 0.5} if threads == 1 else {}
+    turns = by_turns(works, scale.repetitions)
+    where = f"d = {d:,}"
+    marks = {"goal": 0.8, "stretch": 0.5}
+    alone = milliseconds(turns.time("randn").median)
     rows = [
+        Row(f"torch.randn, {where}", 1.0, note=alone),
+        turns.row(f"a simulation's, {where}", "seeded", "randn"),
         turns.row(f"secure, {where}", "secure", "randn", **marks),
         turns.row(f"secure on the grid / randn and addition, {where}", "grid", "added"),
         turns.row(f"secure on the grid / randn alone, {where}", "grid", "randn", **marks),
     ]
-    if threads == 1:
-        alone = milliseconds(turns.time("randn").median)
-        rows = [
-            Row(f"torch.randn, {where}", 1.0, note=alone),
-            turns.row(f"a simulation's, {where}", "seeded", "randn"),
-            *rows,
-        ]
     return rows, turns.busy

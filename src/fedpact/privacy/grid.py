@@ -23,7 +23,6 @@ the rounding of the others), and how long anything takes.
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -37,8 +36,6 @@ from fedpact.privacy.noise import empty
 _COARSENESS: Final = 2.0**-10
 # Numbers that are worked on at once: they stay in the cache.
 _CHUNK: Final = 1 << 15
-# A thread costs 0.1 ms, a chunk as much.
-_CHUNKS_A_THREAD: Final = 16
 
 Gaussian = Callable[[int, Tensor], Tensor]
 """(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call."""
@@ -57,9 +54,8 @@ def spacing(sensitivity: float, size: int) -> float:
 def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -> Tensor:
     """Return total [d] plus normal noise of σ times its sensitivity, added on the grid.
 
-    Long totals are worked on by as many threads as torch may use (torch.set_num_threads); gaussian
-    is called by all of them, for float64 numbers on the CPU. The result has the total's type and
-    device: rounding it to that type uses nothing but the release.
+    gaussian is called for part after part, for float64 numbers on the CPU. The result has the
+    total's type and device: rounding it to that type uses nothing but the release.
     Raises InputError: sigma or sensitivity is not a finite number > 0. PrivacyError: gaussian
     returns the same numbers twice.
     """
@@ -84,18 +80,10 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
         np.copyto(target[part], whole, casting="same_kind")
         return first
 
-    firsts = _each(add, range(0, len(source), _CHUNK))
+    firsts = [add(start) for start in range(0, len(source), _CHUNK)]
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
             f"the noise for {total.numel()} coordinates repeats itself: expected draws that are "
             "new at every call, as privacy.secure.SecureDraws are; a simulation's need no grid"
         )
     return release.to(total.device)
-
-
-def _each(work: Callable[[int], float], starts: range) -> list[float]:
-    threads = min(torch.get_num_threads(), len(starts) // _CHUNKS_A_THREAD)
-    if threads < 2:
-        return [work(start) for start in starts]
-    with ThreadPoolExecutor(threads, "noise", lambda: torch.set_num_threads(1)) as pool:
-        return list(pool.map(work, starts))
