@@ -67,11 +67,11 @@ def rounds_by_turns(
     def on_round(record: RoundRecord) -> None:
         nonlocal watch, resumed
         turn = {"fedpact": time.perf_counter() - resumed}
-        for name, work in others.items():
-            started = time.perf_counter()
-            work()
-            turn[name] = time.perf_counter() - started
         if record.round >= _WARM or record.round == plan.rounds:
+            for name, work in others.items():
+                started = time.perf_counter()
+                work()
+                turn[name] = time.perf_counter() - started
             turns.append(turn)
             quiet.append(watch.undisturbed)
         watch = Others()
