@@ -77,3 +77,18 @@ def test_a_plain_run_names_no_mechanism_and_the_page_shows_the_private_one(tmp_p
         "&#39;", "'"
     )
     assert "The smaller one is PLD&#39;s at 2 of 2 sites" in shown
+
+
+def test_the_event_that_opens_a_round_is_stated():
+    """With it, what the statement lists costs exactly what it says is reserved."""
+    plan = Plan.parse({"algorithm": "fedproxvr", "rounds": 3, "settings": {"local_steps": 2}})
+    (terms, *_) = plan.terms({"a": 100.0}).values()
+    told = described(terms)
+    opening = told["opening"]
+    events = {
+        SampledGaussian(told["rate"], told["sigma_joint"]): told["steps"],
+        SampledGaussian(opening["rate"], opening["sigma_joint"]): opening["count"],
+    }
+    assert (told["steps"], opening["count"]) == (6, 3)
+    assert epsilon(events, told["delta"]) == told["epsilon_reserved"]
+    assert described(next(iter(Plan.parse({}).terms({"a": 9.0}).values())))["opening"] is None

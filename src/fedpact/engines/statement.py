@@ -103,11 +103,26 @@ def described(terms: Terms) -> dict[str, Any]:
         "multipliers": terms.multipliers,
         "sigma_joint": terms.event.sigma,
         "steps": terms.steps,
+        "opening": _opening(terms),
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
         # "best" is the smaller of the two: which it was.
         "epsilon_by": "PLD" if terms.accountant == "pld" or reserved < by_rdp else "RDP",
+    }
+
+
+def _opening(terms: Terms) -> dict[str, Any] | None:
+    """Return the event that opens each round, or None where there is none."""
+    if not terms.anchors:
+        return None
+    opening = terms.opening
+    return {
+        "rate": opening.rate,
+        "sigmas": dict(opening.sigmas),
+        "multipliers": opening.multipliers,
+        "sigma_joint": opening.event.sigma,
+        "count": opening.steps,
     }
 
 
