@@ -65,7 +65,11 @@ class Checkpoint:
             raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
         numbers = dict(stored.numbers)
         done = int(numbers.pop("/round"))
-        found: dict[str, Any] = {f.name: numbers.pop(f"/cost/{f.name}") for f in fields(Costs)}
+        # Runs of before costs were split have only the bytes.
+        found: dict[str, Any] = {"rounds": done, "sent": int(numbers.pop("/sent", 0))}
+        for field_ in fields(Costs):
+            if f"/cost/{field_.name}" in numbers:
+                found[field_.name] = numbers.pop(f"/cost/{field_.name}")
         keys = [key for key in numbers if key.startswith("/included/")]
         included = {key.removeprefix("/included/"): int(numbers.pop(key)) for key in keys}
         return Checkpoint(State(stored.vectors, numbers), done, included, Costs(**found))
