@@ -36,7 +36,6 @@ from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.sizes import charge_size
-from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds
 
 OnRound = Callable[[RoundRecord], None]
@@ -161,10 +160,6 @@ def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> Non
             )
 
 
-def _steps_left(terms: Terms, ledger: Ledger, run: str) -> float:
-    return terms.steps_after(ledger.spent(run))
-
-
 def _client(
     scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
 ) -> Client[Bench]:
@@ -181,7 +176,7 @@ def _client(
         charge = Charge(ledger, run, task.round, task.digest + memory.digest)
         exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
 
-        left = partial(_steps_left, terms, ledger, run)
+        left = partial(charge.steps_left, terms)
         return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
 
     memory = folder.site(site.name) / "memory.safetensors"

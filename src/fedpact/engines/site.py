@@ -14,6 +14,7 @@ which follow from its own copies of the plan and the federation.
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -140,10 +141,7 @@ class Site:
         charge = Charge(
             self.ledger, self.run, task.round, task.digest + memory.digest, task.attempt
         )
-
-        def left() -> float:
-            return self._terms.steps_after(self.ledger.spent(self.run))
-
+        left = partial(charge.steps_left, self._terms)
         draws = test or self._secure
         return PrivateOracle(self._records, bench.private, self._terms, draws, charge, left)
 

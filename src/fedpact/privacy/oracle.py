@@ -168,6 +168,10 @@ class Charge:
     digest: str
     attempt: int = 0
 
+    def steps_left(self, terms: Terms) -> float:
+        """Return how many of the reserved batches the ledger leaves the run."""
+        return terms.steps_after(self.ledger.spent(self.run))
+
     def __call__(self, terms: Terms, first: int, count: int, channels: tuple[str, ...]) -> None:
         """Charge `count` joint events, the first of them the request's step `first`.
 
