@@ -3,7 +3,9 @@
 import math
 import random
 
+import numpy as np
 import pytest
+from scipy.stats import binom, multivariate_normal, norm
 
 from fedpact.errors import InputError
 from fedpact.theory import tradeoffs
@@ -12,7 +14,9 @@ from fedpact.theory.tradeoffs import (
     aggregate_variance,
     aggregate_variance_of_sums,
     bits_on_the_wire,
+    entropy_bound,
     exact_point,
+    mean_of_clipped_moment,
     old_point,
     paper_example,
     paper_rate,
@@ -96,6 +100,30 @@ def test_the_valid_rate_bound_is_the_gaussians_entropy_at_the_total_variance(sig
     assert rate_bound(500, sigma, 2.0) == pytest.approx(gaussian_entropy(500, total))
     # Never below the noise's own entropy, which the paper's (12) violates at its own numbers.
     assert rate_bound(10_000, sigma, 1.0) >= gaussian_entropy(10_000, sigma)
+
+
+def test_the_entropy_bound_is_reached_by_a_gaussian_and_by_no_other_shape():
+    # X of deviations (a, b), noise v: the sum's entropy in closed form. Equality where a = b.
+    for a, b in ((1.0, 1.0), (2.0, 0.1), (0.0, 3.0)):
+        exact = multivariate_normal(cov=np.diag([a * a + 0.5, b * b + 0.5])).entropy()
+        bound = entropy_bound(2, a * a + b * b, 0.5)
+        assert bound == pytest.approx(exact) if a == b else bound > exact
+
+
+@pytest.mark.parametrize(("size", "rate"), [(40, 0.25), (7, 1.0), (1, 0.5)])
+def test_the_moment_of_a_clipped_sum_is_that_of_its_number_of_records(size, rate):
+    # All records alike, each of length C = 3: ‖X‖ = C B/(qN), B ~ Binomial(N, q), summed exactly.
+    counts = np.arange(size + 1)
+    moment = np.sum(binom.pmf(counts, size, rate) * (3.0 * counts / (rate * size)) ** 2)
+    assert mean_of_clipped_moment(size, rate, 3.0) == pytest.approx(moment)
+
+
+def test_bits_at_a_fine_step_are_the_entropy_of_the_rounded_number():
+    # A Gaussian in steps of a hundredth of its deviation, its cells' probabilities added up.
+    edges = np.arange(-700.5, 701.5) / 100
+    cells = np.diff(norm.cdf(edges))
+    entropy = -np.sum(cells * np.log2(cells))
+    assert bits_on_the_wire(entropy_bound(1, 1.0, 0.0), 1, 0.01) == pytest.approx(entropy, abs=1e-4)
 
 
 def test_the_papers_rate_falls_below_the_entropy_of_the_noise_alone():

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from fedpact.folder import write_whole
 from fedpact.metrics import fairness, ranking
 from fedpact.report import budgets, figures
+from fedpact.report.rates import rates
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.report.text import duration, lower, number, percent, size, upper
 
@@ -78,6 +79,7 @@ def render(run: RunFolder) -> str:
             "epsilon": budgets.epsilon(run),
             "bytes": budgets.traffic(run),
         },
+        rates=rates(run),
         fair=_fair(run),
         sites=_site_rows(run),
         accountant=_accountant(run),

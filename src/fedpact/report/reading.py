@@ -26,6 +26,7 @@ class SitePrivacy:
 
     epsilon_spent: of everything released so far, an upper bound at delta; NaN if not recorded.
     epsilon_allowed: of the budget. epsilon_reserved: of all `steps` that the run may take.
+    sigmas: channel -> noise over that channel's bound.
     """
 
     epsilon_spent: float
@@ -37,6 +38,7 @@ class SitePrivacy:
     clip: float
     sigma_joint: float
     steps: int
+    sigmas: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class RunFolder:
                 clip=float(terms["clip"]),
                 sigma_joint=float(terms["sigma_joint"]),
                 steps=int(terms["steps"]),
+                sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
             )
             for name, terms in sorted(self.privacy["sites"].items())
         }

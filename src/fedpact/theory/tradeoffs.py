@@ -98,15 +98,34 @@ def aggregate_variance_of_sums(
     return check.positive(clip=clip) ** 2 * math.fsum(x * x for x in each)
 
 
+def entropy_bound(dimension: int, moment: float, variance: float) -> float:
+    """Return (d/2) ln(2πe (m/d + v)), the most entropy X + N(0, v I_d) can have, in nats.
+
+    m = `moment` >= E‖X‖², v = `variance` >= 0, not both 0. Of all laws with that second moment the
+    Gaussian has the most differential entropy (Cover and Thomas, Theorem 8.6.5, and Jensen).
+    """
+    check.count(dimension=dimension)
+    each = check.non_negative(moment=moment) / dimension + check.non_negative(variance=variance)
+    return dimension / 2 * math.log(2 * math.pi * math.e * check.positive(moment_or_variance=each))
+
+
 def rate_bound(dimension: int, sigma: float, clip: float) -> float:
     """Return (d/2) ln(2πe C² (σ² + 1/d)), the most entropy one release can have, in nats.
 
-    The Gaussian has the most entropy for a given total variance: C² of the clipped gradient and
-    dC²σ² of the noise. Differential entropy: with a quantisation step s see `bits_on_the_wire`.
+    `entropy_bound` of a vector of at most C with noise of σC. Differential entropy: with a
+    quantisation step s see `bits_on_the_wire`.
     """
-    check.count(dimension=dimension)
-    variance = check.positive(clip=clip) ** 2 * (check.non_negative(sigma=sigma) ** 2)
-    return dimension / 2 * math.log(2 * math.pi * math.e * (variance + clip**2 / dimension))
+    moment = check.positive(clip=clip) ** 2
+    return entropy_bound(dimension, moment, moment * check.non_negative(sigma=sigma) ** 2)
+
+
+def mean_of_clipped_moment(size: float, rate: float, clip: float) -> float:
+    """Return C² (1 + (1 - q)/(qN)), the most E‖X‖² of X, a Poisson batch's clipped sum over qN.
+
+    size: N, the number of records; ‖X‖ <= C B/(qN) with B records drawn, B ~ Binomial(N, q).
+    """
+    expected = check.positive(size=size) * check.rate(rate=rate)
+    return check.positive(clip=clip) ** 2 * (1 + (1 - rate) / expected)
 
 
 def paper_rate(dimension: int, sigma: float, clip: float) -> float:

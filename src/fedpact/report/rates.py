@@ -1,0 +1,140 @@
+"""The bytes that sites sent beside LDP FedSGD's rate bound (arXiv 2102.04737), where it is defined.
+
+The bound is on the differential entropy of one release, one noisy gradient. A number of bits comes
+from it only with a step to which values are written: here a hundredth of the noise's deviation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedpact.report.reading import RunFolder, SitePrivacy
+from fedpact.report.text import number, size
+from fedpact.theory.tradeoffs import (
+    bits_on_the_wire,
+    entropy_bound,
+    mean_of_clipped_moment,
+    paper_rate,
+)
+
+STEP = 0.01
+"""The step s of the table, in standard deviations of a coordinate's noise."""
+
+_BOUND = (
+    "R bounds the differential entropy of one site's release in one round, in exact arithmetic: no "
+    "clipped gradient plus Gaussian noise has more, whatever the records. It counts nats in the "
+    "gradient's own unit and can be negative. Values written to a step s take about "
+    "(R - d ln s)/ln 2 bits with the best code for their law; the run's own code writes a fixed "
+    "number of bits. It says nothing about privacy."
+)
+_MECHANISM = {
+    "batch_clipped": "R = (d/2) ln(2πe C²(σ² + 1/d)), for a mean gradient clipped to C.",
+    "per_sample": "The paper clips the batch's mean. This run clips each record's gradient and "
+    "divides by qN, so R = (d/2) ln(2πe (m/d + (σC/(qN))²)) with m = C²(1 + (1 - q)/(qN)), where "
+    "each site's declared N is taken to be its number of records.",
+}
+_PAPER = (
+    "The paper's own (12) does not bound it: it can lie below the entropy of the noise alone "
+    "(docs/errata.md, L4)."
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The table: rows of (name, for one reply, for one coordinate, for the run), and what it says.
+
+    reply, coordinate: mean bits at the step, of the bound. measured: mean bits of a reply as sent.
+    """
+
+    rows: list[tuple[str, str, str, str]]
+    notes: list[str]
+    measured: float
+    reply: float
+
+
+def rates(run: RunFolder) -> Rates | str:
+    """Return the table, or in a sentence why there is no bound for this run."""
+    why = _undefined(run)
+    if why:
+        return why
+    d = int(run.summary["model_parameters"])
+    sites, replies = run.site_privacy, _replies(run)
+    total = sum(replies.values())
+    bounds = {name: _bound(run, site, d) for name, site in sites.items()}
+    bits = {
+        name: bits_on_the_wire(bounds[name], d, STEP * _deviation(run, site))
+        for name, site in sites.items()
+    }
+    whole = math.fsum(bits[name] * count for name, count in replies.items())
+    sent = 8 * run.bytes[1]
+    rows = [
+        _in_bits("sent, as measured, with all that is around the numbers", sent, total, d),
+        _in_bits(
+            f"at most about, to a step of s = {STEP:g} deviations of the noise", whole, total, d
+        ),
+        _in_nats("R, differential entropy", list(bounds.values()), d),
+    ]
+    mechanism = str(run.privacy["mechanism"])
+    notes = [_BOUND, _MECHANISM[mechanism]]
+    if mechanism == "batch_clipped":
+        paper = [paper_rate(d, site.sigmas["gradient"], site.clip) for site in sites.values()]
+        rows.append(_in_nats("the paper's (12), no bound", paper, d))
+        notes.append(_PAPER)
+    if run.plan.get("compression", {}).get("kind", "none") != "none":
+        notes.append("R is of the release before [compression], which rounds it further.")
+    return Rates(rows, notes, sent / total, whole / total)
+
+
+def _undefined(run: RunFolder) -> str:
+    if not run.private:
+        return "No rate bound: it needs noise, and a plain run adds none."
+    if run.plan.get("algorithm") != "ldp_fedsgd":
+        return (
+            "No rate bound: it is for one noisy gradient a reply, as ldp_fedsgd sends it. What "
+            f"{run.plan.get('algorithm')} sends has no such bound here."
+        )
+    mechanism = run.privacy.get("mechanism")
+    if mechanism not in _MECHANISM:
+        return f"No rate bound: the mechanism {mechanism!r} is not known to this version."
+    if mechanism == "per_sample" and run.privacy["sizes"] != "public":
+        return "No rate bound: for clipped records it needs their number, and sizes are noisy."
+    if not run.summary.get("model_parameters") or not sum(_replies(run).values()):
+        return "No rate bound yet: the run has not ended, or no site has replied."
+    return ""
+
+
+def _replies(run: RunFolder) -> dict[str, int]:
+    """Return how often each site replied."""
+    rounds = [record for record in run.records if record.round]
+    return {name: sum(name not in r.refused for r in rounds) for name in run.site_privacy}
+
+
+def _divisor(run: RunFolder, site: SitePrivacy) -> float:
+    return 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
+
+
+def _deviation(run: RunFolder, site: SitePrivacy) -> float:
+    """Return the standard deviation of a released coordinate's noise."""
+    return site.sigmas["gradient"] * site.clip / _divisor(run, site)
+
+
+def _bound(run: RunFolder, site: SitePrivacy, d: int) -> float:
+    moment = site.clip**2
+    if run.privacy["mechanism"] == "per_sample":
+        moment = mean_of_clipped_moment(site.size, site.rate, site.clip)
+    return entropy_bound(d, moment, _deviation(run, site) ** 2)
+
+
+def _in_bits(name: str, bits: float, replies: int, d: int) -> tuple[str, str, str, str]:
+    each = bits / replies
+    return name, size(each / 8), f"{number(each / d)} bits", size(bits / 8)
+
+
+def _in_nats(name: str, values: Sequence[float], d: int) -> tuple[str, str, str, str]:
+    each, coordinate = _range(values), _range([value / d for value in values])
+    return name, f"{each} nats", f"{coordinate} nats", "–"
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = number(min(values)), number(max(values))
+    return least if least == most else f"{least} to {most}"

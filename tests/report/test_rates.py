@@ -1,0 +1,89 @@
+"""The rate bound beside measured bytes: its identity, its units, and where it is not given."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedpact.report.rates import STEP, rates
+from fedpact.report.reading import read_run
+
+Build = Callable[..., Path]
+SITES = ["a", "b", "c"]
+D, ROUNDS = 650, 4  # of the made-up folder, in which each site sends 2,000 bytes a round
+SIGMA, CLIP, SIZE, Q = 2.5, 1.5, 120.0, 0.25
+
+
+def change(folder: Path, name: str, **values: object) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return folder
+
+
+def ldp(folder: Path, mechanism: str = "batch_clipped", **privacy: object) -> Path:
+    change(folder, "plan", algorithm="ldp_fedsgd")
+    return change(folder, "privacy", mechanism=mechanism, **privacy)
+
+
+def test_the_bound_in_bits_follows_from_the_papers_quantities(build: Build) -> None:
+    # R - d ln s with s = 0.01 Cσ: C cancels, (d/2) log2(2πe (1 + 1/(dσ²))) + d log2(100).
+    found = rates(read_run(ldp(build(SITES))))
+    assert not isinstance(found, str)
+    each = 0.5 * math.log2(2 * math.pi * math.e * (1 + 1 / (D * SIGMA**2))) - math.log2(STEP)
+    assert found.reply == pytest.approx(D * each)
+    nats = 0.5 * math.log(2 * math.pi * math.e * CLIP**2 * (SIGMA**2 + 1 / D))
+    assert found.rows[2][2] == f"{nats:.4g} nats"
+    assert found.rows[2][1] == f"{D * nats:,.0f} nats"
+
+
+def test_measured_bits_are_the_bytes_that_arrived_over_the_replies(build: Build) -> None:
+    # Round 4 has a refusal: 3 sites x 4 rounds less one reply, the same bytes. Round 0 sends none.
+    folder = ldp(build(SITES, refused={"b": "budget"}))
+    run = read_run(folder)
+    found = rates(run)
+    assert not isinstance(found, str)
+    assert found.measured == pytest.approx(8 * run.bytes[1] / (len(SITES) * ROUNDS - 1))
+
+
+def test_clipped_records_take_the_noise_and_the_moment_of_a_sum_over_its_expected_size(
+    build: Build,
+) -> None:
+    found = rates(read_run(ldp(build(SITES), "per_sample")))
+    assert not isinstance(found, str)
+    # In units of C/(qN): noise σ², moment (qN)² (1 + (1 - q)/(qN)) over d coordinates.
+    batch = Q * SIZE
+    total = 1 + batch**2 * (1 + (1 - Q) / batch) / (D * SIGMA**2)
+    each = 0.5 * math.log2(2 * math.pi * math.e * total) - math.log2(STEP)
+    assert found.reply == pytest.approx(D * each)
+    assert not any("(12)" in row[0] for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda build: build(SITES), "one noisy gradient a reply"),
+        (lambda build: build(SITES, private=False), "a plain run adds none"),
+        (lambda build: ldp(build(SITES), "per_sample", sizes="noisy"), "sizes are noisy"),
+        (lambda build: ldp(build(SITES, rounds=0)), "no site has replied"),
+        (lambda build: ldp(build(SITES), "unheard of"), "not known to this version"),
+    ],
+)
+def test_where_it_is_not_defined_the_report_says_why(build: Build, make, why: str) -> None:
+    told = rates(read_run(make(build)))
+    assert isinstance(told, str)
+    assert why in told
+
+
+def test_noisy_sizes_do_not_matter_to_a_clipped_mean(build: Build) -> None:
+    assert not isinstance(rates(read_run(ldp(build(SITES), sizes="noisy"))), str)
+
+
+def test_the_page_says_what_is_bounded_and_in_which_unit(build: Build) -> None:
+    from fedpact.report.page import render
+
+    page = render(read_run(ldp(build(SITES))))
+    for words in ("differential entropy", "nats", "no bound", "says nothing about privacy"):
+        assert words in page
+    assert "one noisy gradient a reply" in render(read_run(change(build(SITES), "plan", rounds=4)))
