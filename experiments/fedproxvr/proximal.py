@@ -2,8 +2,8 @@
 
     python experiments/fedproxvr/proximal.py [SEEDS] [OUT]
 
-100 devices, B = 1, τ = 20, η = 0.3 for every entry: FedAvg, SVRG and SARAH at several μ. A folder
-that has been begun is resumed, run by run.
+100 devices, B = 1, τ = 20, η = 0.3, 100 rounds for every entry: FedAvg, SVRG and SARAH at several μ.
+A folder that has been begun is resumed, run by run.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import fedpact
 
 BASE = Path(__file__).parent / "synthetic.toml"
-PROXIMAL = (0.0, 0.1, 0.5, 1.0)
+PROXIMAL = (0, 1, 5, 20)
 
 
 def plans() -> dict[str, fedpact.Plan]:

@@ -6,6 +6,7 @@ import torch
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
+from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import read_entries
 
@@ -21,7 +22,7 @@ def refused(case, private):
     return True
 
 
-def plan(case, private, workers=1):
+def plan(case, private, workers=1, stacked=1):
     return Plan.parse(
         {
             **case.tables,
@@ -31,7 +32,7 @@ def plan(case, private, workers=1):
             # Where τ is chosen on the way, σ is calibrated for given iterations only.
             "privacy": {"mode": "per_sample" if private else "none"}
             | ({"sigma": 8.0} if case.controlled and case.iterations is None else {}),
-            "run": {"workers": workers, "evaluate_every": 1},
+            "run": {"workers": workers, "stacked": stacked, "evaluate_every": 1},
         }
     )
 
@@ -102,6 +103,20 @@ def test_the_number_of_workers_changes_nothing(case, private, data, tmp_path):
         return
     runs = [simulate(plan(case, private, n), tmp_path / str(n), data=data) for n in (1, 2)]
     assert_same(runs[1], runs[0])
+
+
+@both_forms
+def test_stacking_sites_changes_nothing_but_rounding(case, private, data, tmp_path):
+    """Three sites at tables of two: 1e-5 of the model's length, and the same charges."""
+    if refused(case, private):
+        return
+    one, other = (
+        simulate(plan(case, private, stacked=n), tmp_path / str(n), data=data) for n in (1, 2)
+    )
+    w, v = (FlatModel(run.model).vector for run in (one, other))
+    assert float((w - v).norm()) <= 1e-5 * float(w.norm())
+    assert contents(one)[1] == contents(other)[1]
+    assert [r.epsilon for r in one.records] == [r.epsilon for r in other.records]
 
 
 def test_another_seed_is_another_run(case, data, tmp_path):

@@ -315,3 +315,13 @@ def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
         simulate(plan(), tmp_path / "run")
     ledger.write_bytes(b"".join(lines))
     assert simulate(plan(), tmp_path / "run").records[-1].round == 5
+
+
+def test_a_model_that_cannot_be_stacked_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    asked = plan(model="models_of_users:tied", run={"stacked": 4})
+    with pytest.raises(PlanError, match=r"run.stacked = 4.*cannot be stacked"):
+        simulate(asked, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

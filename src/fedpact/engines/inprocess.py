@@ -1,16 +1,18 @@
 """The in-process transport: sites trained by worker threads, each with one intra-op thread.
 
-A worker has a model and a kernel of its own and trains one site at a time. Replies are yielded in
-the order of site names, and at most a few wait for their turn, so memory does not grow with the
-number of sites and results do not depend on the number of workers.
+A worker has a model and a kernel of its own and trains one site at a time, or several in lockstep
+where the plan stacks sites. Replies are yielded in the order of site names, and at most a few wait
+for their turn, so memory does not grow with the number of sites and results do not depend on the
+number of workers.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -41,17 +43,53 @@ class Bench:
         return self.kernel
 
 
+Job = Callable[[Bench], Reply | Refusal]
+
+
+class Table(Protocol):
+    """Where a worker's sites sit."""
+
+    @property
+    def size(self) -> int:
+        """How many sites a worker trains at a time."""
+        ...
+
+    def serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the table holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A table for one site at a time."""
+
+    bench: Bench
+    size = 1
+
+    def serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
+        """See Table."""
+        return [job(self.bench) for job in jobs]
+
+    def close(self) -> None:
+        """See Table."""
+
+
 class InProcess:
-    """See round.Transport. `workers` threads; `bench` makes what each of them computes with."""
+    """See round.Transport. `workers` threads; `table` makes what each of them trains sites at."""
 
     def __init__(
-        self, clients: Mapping[str, Client[Bench]], workers: int, bench: Callable[[], Bench]
+        self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Table]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
         self._workers = workers
-        self._benches: SimpleQueue[Bench] = SimpleQueue()
-        for _ in range(workers):
-            self._benches.put(bench())
+        self._tables = [table() for _ in range(workers)]
+        self._free: SimpleQueue[Table] = SimpleQueue()
+        for one in self._tables:
+            self._free.put(one)
         # torch counts intra-op threads per thread, so each worker sets its own.
         self._pool = ThreadPoolExecutor(workers, "site", lambda: torch.set_num_threads(1))
 
@@ -60,6 +98,8 @@ class InProcess:
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for table in self._tables:
+            table.close()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -68,17 +108,22 @@ class InProcess:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See Transport."""
-        waiting = deque[Future[Reply | Refusal]]()
-        for name, client in self._clients.items():
+        waiting = deque[Future[list[Reply | Refusal]]]()
+        names, size = list(self._clients), self._tables[0].size
+        for start in range(0, len(names), size):
             if len(waiting) >= 2 * self._workers:
-                yield waiting.popleft().result()
-            waiting.append(self._pool.submit(self._handle, client, tasks[name]))
+                yield from waiting.popleft().result()
+            jobs = [
+                partial(self._clients[name].handle, tasks[name])
+                for name in names[start : start + size]
+            ]
+            waiting.append(self._pool.submit(self._serve, jobs))
         while waiting:
-            yield waiting.popleft().result()
+            yield from waiting.popleft().result()
 
-    def _handle(self, client: Client[Bench], task: Task) -> Reply | Refusal:
-        bench = self._benches.get()
+    def _serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
+        table = self._free.get()
         try:
-            return client.handle(task, bench)
+            return table.serve(jobs)
         finally:
-            self._benches.put(bench)
+            self._free.put(table)

@@ -43,6 +43,7 @@ class Scene:
                 policy.check_run(plan.algorithm, own, (0.0, 0.0))
         scene = Scene(plan, dataset, partition, sites, terms, policy)
         scene.bench(check=True)
+        scene.workshop.table().close()
         return scene
 
     @property

@@ -85,7 +85,7 @@ def simulate(
             folder.write_json("privacy.json", privacy_statement(scene))
         clients = {site.name: _client(scene, site, folder, run, ledgers) for site in scene.sites}
         workers = plan.run.workers or available_cores()
-        transport = stack.enter_context(InProcess(clients, workers, scene.bench))
+        transport = stack.enter_context(InProcess(clients, workers, scene.workshop.table))
         evaluator = Evaluator(scene, run, ledgers)
         at, records = _start(folder, scene, evaluator)
         _check_complete(at, run, ledgers)

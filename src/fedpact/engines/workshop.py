@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Bench, OneByOne, Table
+from fedpact.engines.lockstep import Lockstep
+from fedpact.errors import PlanError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.params import FlatModel
@@ -13,6 +15,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
+from fedpact.privacy.stacked import Ask, PlainSeat, Seat, Stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,32 @@ class Workshop:
         if check:
             kernel.verify(*self.made_up())
         return Bench(kernel)
+
+    def table(self) -> Table:
+        """Return where one worker trains sites: one by one, or as many together as the plan says.
+
+        Raises PlanError: the plan stacks sites of a model that cannot be stacked.
+        """
+        seats = self.plan.run.stacked
+        if seats == 1:
+            return OneByOne(self.bench())
+        stack = Stack.of(FlatModel(self.module()), cross_entropy)
+        if stack is None:
+            raise PlanError(
+                f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
+                "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
+                "mlp are; use run.stacked = 1, which larger models lose nothing by"
+            )
+        return Lockstep(seats, self._seat, stack.sums)
+
+    def _seat(self, ask: Ask) -> Bench:
+        model = FlatModel(self.module())
+        mode = self.plan.privacy.mode
+        if mode == "per_sample":
+            return Bench(Seat(model, cross_entropy, ask))
+        plain = PlainSeat(model, cross_entropy, ask)
+        batch_clipped = mode == "batch_clipped"
+        return Bench(BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain)
 
     def made_up(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""

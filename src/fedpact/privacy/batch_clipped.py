@@ -27,12 +27,13 @@ class BatchClippedKernel:
 
     No record's share has to be known for them, but BatchNorm is refused all the same: its running
     statistics would carry records past clip and noise. Raises ModelError, as PerSampleKernel does.
+    plain: what sums the model's gradients, one of its own by default.
     """
 
-    def __init__(self, model: FlatModel, loss: Loss) -> None:
+    def __init__(self, model: FlatModel, loss: Loss, plain: PlainKernel | None = None) -> None:
         check_precision(model)
         self.model, self._loss = model, loss
-        self._plain = PlainKernel(model, loss)
+        self._plain = plain or PlainKernel(model, loss)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""

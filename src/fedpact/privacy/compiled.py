@@ -36,7 +36,7 @@ class Plan:
     @staticmethod
     def of(model: FlatModel, owners: list[Owner]) -> "Plan | None":
         """Compile the model, or return None where it is not a chain of layers with rules."""
-        chain = _chain(model.module)
+        chain = chain_of(model.module)
         if chain is None or any(owner.layer is None for owner in owners):
             return None
         of_module = {id(owner.module): owner for owner in owners}
@@ -103,7 +103,7 @@ def _cross_entropy(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return losses, _aten._log_softmax_backward_data.default(g, log, 1, log.dtype)
 
 
-def _chain(module: nn.Module) -> list[nn.Module] | None:
+def chain_of(module: nn.Module) -> list[nn.Module] | None:
     """The layers that a module runs one after another, None where it does anything else."""
     if _changed(module):
         return None
@@ -112,7 +112,7 @@ def _chain(module: nn.Module) -> list[nn.Module] | None:
         return [module] if alone and not any(True for _ in module.children()) else None
     chain: list[nn.Module] = []
     for child in module:
-        inner = _chain(child)
+        inner = chain_of(child)
         if inner is None:
             return None
         chain += inner

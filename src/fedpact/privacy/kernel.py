@@ -168,7 +168,7 @@ class PlainKernel:
         self._mixers.check()
         with requiring_grad(self._trainable) as parameters:
             losses = one_each(self._loss(self.model.module(x.detach()), y), len(x))
-            w = _weights(weights, losses.detach()).clamp_min(0)
+            w = weights_of(weights, losses.detach()).clamp_min(0)
             return _flat(gradients((w * losses).sum(), parameters))
 
     def difference(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Tensor:
@@ -213,10 +213,11 @@ def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
 
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
-    return _weights(weights, losses)
+    return weights_of(weights, losses)
 
 
-def _weights(weights: Weights | None, losses: Tensor) -> Tensor:
+def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
+    """Return the weights [n] of the losses [n], ones without any. Raises ModelError."""
     if weights is None:
         return torch.ones_like(losses)
     w = weights(losses).detach()

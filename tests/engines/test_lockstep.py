@@ -1,0 +1,91 @@
+"""Jobs in lockstep: what is asked together, who runs when, and what happens when one fails."""
+
+import threading
+
+import pytest
+
+from fedpact.engines.lockstep import Lockstep
+
+
+def table(seats, answers):
+    return Lockstep(seats, lambda ask: ask, answers)
+
+
+def test_a_turns_questions_are_answered_together_and_in_order():
+    turns = []
+
+    def answers(questions):
+        turns.append(list(questions))
+        return [10 * q for q in questions]
+
+    def job(first, count):
+        return lambda ask: [ask(first + k) for k in range(count)]
+
+    at = table(3, answers)
+    # Of different lengths: who has ended is no longer waited for.
+    found = at.serve([job(0, 1), job(100, 3), job(200, 2)])
+    assert found == [[0], [1000, 1010, 1020], [2000, 2010]]
+    assert turns == [[0, 100, 200], [101, 201], [102]]
+    # Once more, and with fewer jobs than seats; one that asks nothing.
+    turns.clear()
+    assert at.serve([lambda ask: "silent", job(7, 1)]) == ["silent", [70]]
+    assert turns == [[7]]
+    assert at.serve([]) == []
+    at.close()
+
+
+def test_one_job_runs_at_a_time():
+    running, most, lock = [0], [0], threading.Lock()
+
+    def job(ask):
+        for k in range(50):
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            sum(range(200))
+            with lock:
+                running[0] -= 1
+            ask(k)
+
+    at = table(4, lambda questions: questions)
+    at.serve([job] * 4)
+    at.close()
+    assert most[0] == 1
+
+
+def test_a_failing_job_lets_the_others_end():
+    ended = []
+
+    def good(ask):
+        ended.append(ask(1) + ask(2))
+
+    def bad(ask):
+        ask(1)
+        raise ValueError("of its own")
+
+    at = table(3, lambda questions: questions)
+    with pytest.raises(ValueError, match="of its own"):
+        at.serve([good, bad, good])
+    assert ended == [3, 3]
+    assert at.serve([lambda ask: ask(5)]) == [5]
+    at.close()
+
+
+def test_what_fails_in_answering_fails_in_every_job_that_asked():
+    def answers(questions):
+        raise ZeroDivisionError("nobody knows")
+
+    told = []
+
+    def job(ask):
+        try:
+            ask(1)
+        except ZeroDivisionError as error:
+            told.append(str(error))
+            raise
+
+    at = table(2, answers)
+    with pytest.raises(ZeroDivisionError):
+        at.serve([job, job])
+    assert told == ["nobody knows"] * 2
+    at.close()
