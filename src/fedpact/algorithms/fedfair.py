@@ -22,6 +22,7 @@ Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
 import math
 from collections.abc import Iterable
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -87,13 +88,15 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     """See Algorithm."""
     del memory
     w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
+    longest = torch.finfo(w.dtype).max
     lam = weight(settings.weight_rule, settings.fairness_weight, reference)
     for batch in oracle.batches(round_steps(task, settings.local_steps), *channels(settings)):
         scale = 1.0
         if settings.fairness_weight > 0:
             gap = batch.loss(w, _UNUSED_BOUND) - reference
             scale = max(0.0, 1 + lam * gap) if lam > 0 else 1.0
-        w.add_(batch.gradient(w), alpha=-settings.learning_rate * scale)
+        # A run that diverges may have a loss whose step is beyond the weights' numbers.
+        w.add_(batch.gradient(w), alpha=-min(settings.learning_rate * scale, longest))
     return Local({"w": w}, {"loss": oracle.anchor("loss").loss(w, _UNUSED_BOUND)})
 
 

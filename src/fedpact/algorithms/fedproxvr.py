@@ -38,6 +38,7 @@ noise of t clipped gradients.
 """
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -157,7 +158,11 @@ def _direction(
         return batch.gradient(w)
     other, direction = before if settings.solver == "sarah" else start
     moved = float(torch.linalg.vector_norm(w - other, dtype=torch.float64))
-    bound = (settings.difference_bound or settings.smoothness) * moved
+    most = torch.finfo(w.dtype).max ** 0.5
+    if not moved < most:
+        # No noise follows such a movement. What is no number shows the server that w diverged.
+        return torch.full_like(w, math.nan)
+    bound = min((settings.difference_bound or settings.smoothness) * moved, most)
     return direction + batch.difference(w, other, bound)
 
 
