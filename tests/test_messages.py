@@ -20,6 +20,7 @@ from fedpact.messages import (
     RoundRecord,
     SiteScore,
     State,
+    Step,
     Task,
     from_bytes,
     to_bytes,
@@ -70,7 +71,7 @@ def bits(value: Message) -> object:
 
 
 @settings(max_examples=150, deadline=None)
-@given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, State)]))
+@given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
 def test_every_message_comes_back_bit_for_bit(value: Message) -> None:
     assert bits(from_bytes(to_bytes(value))) == bits(value)
 

@@ -1,8 +1,9 @@
 """What may cross the wire, and what may reach a report: frozen, and nothing else.
 
-A Task goes from the server to a site; a Reply or a Refusal comes back. `to_bytes` and `from_bytes`
-turn each into one safetensors block and back without losing a bit, for every engine; NaN and
-infinity pass, as a run that diverges has to be seen and recorded.
+A Task goes from the server to a site; a Reply or a Refusal comes back. Steps go both ways where
+replies are masked (docs/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into one
+safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a run
+that diverges has to be seen and recorded.
 A RoundRecord is what a round leaves behind: one line of a run's rounds.jsonl.
 
 Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
@@ -85,6 +86,22 @@ class Refusal:
     round: int
     site: str
     code: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A question of secure aggregation to a site, or the site's answer to it.
+
+    session: which of a round's tries it belongs to. step: which question. vectors: blocks of bytes
+    by name, uint8: keys, sealed shares, an encoded Task or Reply.
+    """
+
+    run: str
+    round: int
+    site: str
+    session: str
+    step: str
+    vectors: Vectors
 
 
 @dataclass(frozen=True)
@@ -177,9 +194,11 @@ def join(own: State, prefix: str, rest: State) -> State:
     return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
 
 
-Message = Task | Reply | Refusal | State
+Message = Task | Reply | Refusal | Step | State
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Task, Reply, Refusal, State)}
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Task, Reply, Refusal, Step, State)
+}
 
 
 def to_bytes(message: Message) -> bytes:

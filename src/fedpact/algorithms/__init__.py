@@ -24,6 +24,20 @@ from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Anchor, Oracle
 
 
+@dataclass(frozen=True)
+class Summed:
+    """What the server's update takes from single replies, where it is one weighted mean of them.
+
+    weight: the number in a reply that is its weight ω_i, "" for its declared size N_i.
+    public: numbers that the update reads of each reply; they depend on no record. All others, and
+    all vectors, it uses as Σ ω_i x_i / Σ ω_i only. why_not: why that is not enough; "" if it is.
+    """
+
+    weight: str = ""
+    public: tuple[str, ...] = ()
+    why_not: str = ""
+
+
 class BaseSettings(BaseModel):
     """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
 
@@ -58,6 +72,11 @@ class BaseSettings(BaseModel):
     def total_iterations(self) -> int | None:
         """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
         return None
+
+    @property
+    def summed(self) -> Summed:
+        """What secure aggregation has to leave of single replies: by default their sizes only."""
+        return Summed()
 
 
 @dataclass(frozen=True)

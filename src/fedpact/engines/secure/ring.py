@@ -1,0 +1,145 @@
+"""Vectors as integers modulo 2^64, whose sum over the sites cannot wrap.
+
+    e_i = round(p_i clamp(x, -R, R) 2^s) mod 2^64,   R = 2^20,  s = 42 - ceil(log2 n),  0 < p_i <= 1
+
+|Σ e_i| <= n (2^(20+s) + 1/2) < 2^63, whatever the sites send. With Q of the n sites in the sum,
+Σ e_i / 2^s / Σ p_i misses the mean of the clamped x by at most Q 2^-(s+1) / Σ p_i and float64's
+own rounding, 2^-51 max|x|.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpact.algorithms import Summed
+from fedpact.errors import DataError, InputError
+from fedpact.messages import Numbers, Reply
+
+Words = NDArray[np.uint64]
+
+RANGE: Final = 2.0**20
+"""R: what lies beyond ±R is clamped before it is sent."""
+
+MASKED: Final = "masked"
+"""The one vector of a masked reply: int64 [L]."""
+
+_BITS: Final = 42
+_LEAST_BITS: Final = 24
+
+
+def fraction_bits(sites: int) -> int:
+    """Return s for a federation of n sites. Raises InputError: too many, or none.
+
+    >>> fraction_bits(3), fraction_bits(8), fraction_bits(9)
+    (40, 39, 38)
+    """
+    bits = _BITS - max(0, sites - 1).bit_length()
+    if not (sites >= 1 and bits >= _LEAST_BITS):
+        raise InputError(
+            f"secure aggregation over {sites} sites: expected 1 to 2^{_BITS - _LEAST_BITS}, as the "
+            "sum of more has too few bits left for its fractions"
+        )
+    return bits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is in a masked vector, in this order: the coordinates of vectors, then numbers."""
+
+    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    numbers: tuple[str, ...]
+
+    @staticmethod
+    def of(vectors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> "Layout":
+        """Return the layout of these, each in the order of names."""
+        shapes = {name: (v.shape, v.dtype) for name, v in sorted(vectors.items())}
+        return Layout(shapes, tuple(sorted(numbers)))
+
+    @property
+    def length(self) -> int:
+        """L, the number of words."""
+        return sum(shape.numel() for shape, _ in self.vectors.values()) + len(self.numbers)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How replies count in the sum. total: Σ N_i of all sites, declared. summed: see Summed."""
+
+    total: float
+    summed: Summed
+
+    def weight(self, reply: Reply) -> float:
+        """Return ω_i. Raises InputError: not a number in (0, Σ N]."""
+        name = self.summed.weight
+        weight = reply.numbers.get(name, -1.0) if name else reply.weight
+        if not 0 < weight <= self.total:
+            raise InputError(
+                f"the weight of {reply.site} is {weight!r}: expected a number in (0, "
+                f"{self.total:g}], at most all sites' declared sizes"
+            )
+        return weight
+
+    def share(self, reply: Reply) -> float:
+        """Return p_i = ω_i / Σ N, in (0, 1]. Raises InputError, as `weight` does."""
+        return self.weight(reply) / self.total
+
+    def public(self, numbers: Numbers) -> dict[str, float]:
+        """Return those of a reply's numbers that stay readable."""
+        return {name: value for name, value in numbers.items() if name in self.summed.public}
+
+    def private(self, numbers: Numbers) -> dict[str, float]:
+        """Return those of a reply's numbers that are summed."""
+        return {name: value for name, value in numbers.items() if name not in self.summed.public}
+
+    def layout(self, reply: Reply) -> Layout:
+        """Return the layout of what is masked of a plain reply."""
+        return Layout.of(reply.vectors, self.private(reply.numbers))
+
+    def masked(self, reply: Reply, words: Words) -> Reply:
+        """Return a reply with masked words [L] in place of all that is not public."""
+        vector = torch.from_numpy(words.view(np.int64))
+        return replace(reply, vectors={MASKED: vector}, numbers=self.public(reply.numbers))
+
+    def words(self, masked: Reply) -> Words:
+        """Return the words [L] of what `masked` made."""
+        return masked.vectors[MASKED].numpy().view(np.uint64)
+
+
+def encode(
+    vectors: Mapping[str, Tensor], numbers: Mapping[str, float], share: float, sites: int
+) -> Words:
+    """Return e_i, uint64 [L], in the order of `Layout.of`. share: p_i in (0, 1]. sites: n.
+
+    Raises DataError: NaN or infinity among them. Raises InputError: a share out of its range.
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"share is {share!r}: expected a number in (0, 1], a site's part of all")
+    parts = [v.detach().double().reshape(-1).numpy() for _, v in sorted(vectors.items())]
+    values = np.concatenate([*parts, [numbers[name] for name in sorted(numbers)]])
+    if not np.isfinite(values).all():
+        raise DataError("a vector with NaN or infinity has no place in a sum modulo 2^64")
+    scaled = np.clip(values, -RANGE, RANGE) * np.ldexp(share, fraction_bits(sites))
+    return np.rint(scaled).astype(np.int64).view(np.uint64)
+
+
+def decode(
+    total: Words, share: float, sites: int, layout: Layout
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the mean of vectors and numbers from Σ e_i, uint64 [L]. share: Σ p_i of its sites.
+
+    sites: n, of all who could have sent.
+    """
+    if len(total) != layout.length:
+        raise InputError(f"a sum of {len(total)} words: expected {layout.length}, as of one reply")
+    means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
+    vectors, at = dict[str, Tensor](), 0
+    for name, (shape, dtype) in layout.vectors.items():
+        part = means[at : at + shape.numel()]
+        vectors[name] = torch.from_numpy(part.copy()).to(dtype).reshape(shape)
+        at += shape.numel()
+    return vectors, dict(zip(layout.numbers, means[at:].tolist(), strict=True))

@@ -1,0 +1,161 @@
+"""The server's side of a session: relays keys and shares, sums what is masked, takes masks off.
+
+It keeps a running sum, and never two masked vectors. What does not fit is the site's drop-out: a
+step is asked of those who have answered the one before. With fewer than t of them nothing goes on.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedpact.engines.secure import keys, wire
+from fedpact.engines.secure.keys import Advert, Place, SecretsDoNotFit
+from fedpact.engines.secure.ring import Weighing, Words
+from fedpact.engines.secure.site import add_pair
+from fedpact.errors import FedpactError, InputError
+from fedpact.messages import Reply, Step, Task, to_bytes
+
+
+class BelowThreshold(FedpactError):
+    """Fewer sites than the threshold are left in a session, so it is given up."""
+
+
+@dataclass
+class Session:
+    """One try at one round's sum, asked and told step by step in the order of wire.STEPS.
+
+    keys: every site's long-term key. Each `ask_...` returns the questions to those who are still
+    in it and raises BelowThreshold where they are too few; each `take_...` takes in one site's
+    answer, and raises InputError or SecretsDoNotFit where it is no answer to that.
+    """
+
+    place: Place
+    keys: Mapping[str, ec.EllipticCurvePublicKey]
+    threshold: int
+    weighing: Weighing
+    adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
+    sealed: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
+    replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
+    opened: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
+    _total: Words | None = None
+
+    @staticmethod
+    def of(
+        run: str,
+        number: int,
+        public: Mapping[str, ec.EllipticCurvePublicKey],
+        threshold: int,
+        weighing: Weighing,
+    ) -> "Session":
+        """Return a session of a round, under a name that no other has."""
+        return Session(Place(run, number, secrets.token_hex(8)), public, threshold, weighing)
+
+    def ask_keys(self) -> dict[str, Step]:
+        """Ask all sites."""
+        return {site: wire.step(self.place, site, "keys", {}) for site in sorted(self.keys)}
+
+    def take_keys(self, site: str, answer: Step) -> None:
+        """Take a site's keys, if it signed them."""
+        advert = wire.to_advert(wire.blocks(answer))
+        keys.check_adverts({site: advert}, self.keys, self.place)
+        self.adverts[site] = advert
+
+    def ask_shares(self) -> dict[str, Step]:
+        """Tell U1, the sites with keys, each other's."""
+        blocks = wire.from_adverts(dict(sorted(self.adverts.items())))
+        return {
+            site: wire.step(self.place, site, "shares", blocks)
+            for site in self._enough(self.adverts, "sent keys")
+        }
+
+    def take_shares(self, site: str, answer: Step) -> None:
+        """Take the shares that a site sealed for the others."""
+        sealed = wire.blocks(answer, "share/")
+        if set(sealed) != set(self.adverts) - {site}:
+            raise InputError(f"{site} sealed shares for other sites than it was told of")
+        self.sealed[site] = sealed
+
+    def ask_masked(self, tasks: Mapping[str, Task]) -> dict[str, Step]:
+        """Hand the shares of U2 out, with the tasks."""
+        asks = dict[str, Step]()
+        for site in self._enough(self.sealed, "sealed shares"):
+            own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
+            blocks = {"task": to_bytes(tasks[site]), **wire.under("share/", own)}
+            asks[site] = wire.step(self.place, site, "masked", blocks)
+        return asks
+
+    def masked_of(self, answer: Step) -> Reply:
+        """Return the masked reply in an answer, for its check. Raises InputError: there is none."""
+        reply = wire.inner(wire.block(answer, "reply"))
+        if not isinstance(reply, Reply):
+            raise InputError("an answer to 'masked' holds no reply")
+        return reply
+
+    def take_masked(self, site: str, reply: Reply) -> None:
+        """Add a checked masked reply to the sum. Raises InputError: it cannot be added."""
+        words = self.weighing.words(reply)
+        self.weighing.weight(reply)
+        if self._total is None:
+            self._total = np.zeros_like(words)
+        if self._total.shape != words.shape:
+            raise InputError(f"{site} sent {len(words)} words: expected {len(self._total)}")
+        np.add(self._total, words, out=self._total)
+        # The sum is all that is kept of it.
+        self.replies[site] = self.weighing.masked(reply, np.zeros(0, dtype=np.uint64))
+
+    def ask_unmask(self) -> dict[str, Step]:
+        """Tell U3, the sites in the sum, who they are."""
+        survivors = self._enough(self.replies, "sent masked vectors")
+        block = {"survivors": wire.from_names(survivors)}
+        return {site: wire.step(self.place, site, "unmask", block) for site in survivors}
+
+    def take_unmask(self, site: str, answer: Step) -> None:
+        """Take what a site opened: of each site in the sum a share of b, of the others one of m."""
+        found = wire.blocks(answer)
+        expected = {("seed/" if peer in self.replies else "mask/") + peer for peer in self.sealed}
+        if set(found) != expected:
+            raise InputError(f"{site} opened other shares than it was asked for")
+        self.opened[site] = found
+
+    def total(self) -> Words:
+        """Return Σ e_i over U3, uint64 [L].
+
+        Raises BelowThreshold: too few have opened their shares. Raises SecretsDoNotFit: those
+        opened are not of the secrets that their sites had told everybody about.
+        """
+        self._enough(self.opened, "opened shares")
+        if self._total is None:
+            raise InputError("nothing was summed: expected masked replies before shares")
+        total = self._total.copy()
+        for site in self.replies:
+            seed = self._secret("seed/" + site)
+            if not keys.is_committed(self.adverts[site], seed):
+                raise SecretsDoNotFit(f"the opened shares of {site} are not of its seed")
+            np.subtract(total, keys.stream(seed, len(total)), out=total)
+        for missing in set(self.sealed) - set(self.replies):
+            mask_key = self._secret("mask/" + missing)
+            if not keys.is_of_advert(self.adverts[missing], mask_key):
+                raise SecretsDoNotFit(f"the opened shares of {missing} are not of its key")
+            for site in self.replies:
+                # What the missing one would have added for the other takes that one's mask off.
+                public = self.adverts[site].mask
+                add_pair(total, mask_key, public, (missing, site), self.place)
+        return total
+
+    def share(self) -> float:
+        """Return Σ p_i over U3."""
+        return sum(self.weighing.share(reply) for _, reply in sorted(self.replies.items()))
+
+    def _secret(self, name: str) -> bytes:
+        return keys.combined([opened[name] for _, opened in sorted(self.opened.items())])
+
+    def _enough(self, found: Mapping[str, object], what: str) -> list[str]:
+        if len(found) < self.threshold:
+            raise BelowThreshold(
+                f"round {self.place.round}: {len(found)} sites {what}, and the threshold of secure "
+                f"aggregation is {self.threshold}: nothing is opened"
+            )
+        return sorted(found)

@@ -1,0 +1,116 @@
+"""What the steps of a session carry, as messages: blocks of bytes under names."""
+
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedpact.engines.secure.keys import Advert, Place
+from fedpact.errors import InputError
+from fedpact.messages import Message, Step, from_bytes, to_bytes
+
+STEPS = ("keys", "shares", "masked", "unmask")
+"""The questions of a session, in their order."""
+
+_FIELDS = ("mask", "seal", "commitment", "signature")
+
+
+def step(place: Place, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
+    """Return the step to or from a site with these blocks."""
+    vectors = {key: _packed(block) for key, block in blocks.items()}
+    return Step(place.run, place.round, site, place.session, name, vectors)
+
+
+def blocks(message: Step, prefix: str = "") -> dict[str, bytes]:
+    """Return the blocks of a step whose names have a prefix, without it.
+
+    Raises InputError: a vector that is no block of bytes.
+    """
+    for name, vector in message.vectors.items():
+        if vector.dtype != torch.uint8 or vector.dim() != 1:
+            raise InputError(f"vector {name!r} of a step is no row of bytes")
+    return {
+        name.removeprefix(prefix): vector.numpy().tobytes()
+        for name, vector in message.vectors.items()
+        if name.startswith(prefix)
+    }
+
+
+def block(message: Step, name: str) -> bytes:
+    """Return one block of a step. Raises InputError: there is none of that name."""
+    found = blocks(message)
+    if name not in found:
+        raise InputError(f"a step {message.step!r} has no block {name!r}")
+    return found[name]
+
+
+def place_of(message: Step) -> Place:
+    """Return run, round and session of a step."""
+    return Place(message.run, message.round, message.session)
+
+
+def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return blocks with a prefix before their names."""
+    return {prefix + name: value for name, value in given.items()}
+
+
+def from_advert(advert: Advert) -> dict[str, bytes]:
+    """Return the blocks of a site's keys."""
+    return {name: getattr(advert, name) for name in _FIELDS}
+
+
+def to_advert(given: Mapping[str, bytes]) -> Advert:
+    """Return the keys of what `from_advert` made. Raises InputError: of anything else."""
+    if set(given) != set(_FIELDS):
+        raise InputError(f"keys are {sorted(given)}: expected {', '.join(_FIELDS)}")
+    return Advert(**given)
+
+
+def from_adverts(adverts: Mapping[str, Advert]) -> dict[str, bytes]:
+    """Return the blocks of many sites' keys."""
+    return {
+        f"{name}/{site}": value
+        for site, advert in adverts.items()
+        for name, value in from_advert(advert).items()
+    }
+
+
+def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
+    """Return the keys by site of what `from_adverts` made. Raises InputError: of anything else."""
+    found = dict[str, dict[str, bytes]]()
+    for name, value in given.items():
+        field, _, site = name.partition("/")
+        found.setdefault(site, {})[field] = value
+    return {site: to_advert(parts) for site, parts in found.items()}
+
+
+def from_names(names: Iterable[str]) -> bytes:
+    """Return a set of site names as bytes, the same whatever their order."""
+    return json.dumps(sorted(set(names))).encode()
+
+
+def to_names(given: bytes) -> tuple[str, ...]:
+    """Return the sorted names of what `from_names` made. Raises InputError: of anything else."""
+    try:
+        names = json.loads(given)
+        if names == sorted(set(map(str, names))):
+            return tuple(names)
+    except (ValueError, TypeError):
+        pass
+    raise InputError("a list of sites is not understood: expected what wire.from_names made")
+
+
+def inner(given: bytes) -> Message:
+    """Return the message that a block holds. Raises InputError: it is none."""
+    return from_bytes(given)
+
+
+def digest_of(message: Step) -> bytes:
+    """Return what tells one question from another."""
+    return to_bytes(message)
+
+
+def _packed(given: bytes) -> Tensor:
+    # An empty buffer is refused there.
+    return torch.frombuffer(bytearray(given), dtype=torch.uint8) if given else torch.zeros(0).byte()

@@ -1,0 +1,385 @@
+"""The protocol as pure objects: what comes out, what cannot come out, and what sites refuse.
+
+The references are plain sums of the sites' vectors in float64; the tolerances are the bounds that
+docs/secure-aggregation.md states.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from scipy.stats import chi2
+
+from fedpact.algorithms import Summed
+from fedpact.engines.secure import keys, ring, wire
+from fedpact.engines.secure.server import BelowThreshold
+from fedpact.engines.secure.site import Opened, add_pair
+from fedpact.errors import DataError, InputError
+from fedpact.messages import Refusal, Step
+
+SIZES = range(3, 9)
+
+
+def bound(party, survivors):
+    """The stated error of a mean of |x| <= 16, in float64."""
+    share = sum(party.sizes[site] for site in survivors) / party.weighing.total
+    s = ring.fraction_bits(party.count)
+    return len(survivors) * 2.0 ** -(s + 1) / share + 2.0**-51 * 16
+
+
+def check_mean(party, session, survivors):
+    layout = party.weighing.layout(party.replies[party.sites[0]])
+    vectors, numbers = ring.decode(session.total(), session.share(), party.count, layout)
+    w, loss = party.mean(survivors)
+    assert float((vectors["w"] - w).abs().max()) <= bound(party, survivors)
+    assert abs(numbers["loss"] - loss) <= bound(party, survivors)
+
+
+def patterns(count, threshold):
+    """Every set of sites that leaves at least `threshold`, with a step at which each goes.
+
+    Up to six sites each set with four choices of steps, of more with one, in turn.
+    """
+    steps, sets = ("keys", "shares", "masked", "unmask"), 0
+    for gone in range(count - threshold + 1):
+        for sites in itertools.combinations(range(count), gone):
+            sets += 1
+            for turn in range(4) if count <= 6 and gone else [sets]:
+                yield {f"site-{i:02d}": steps[(turn + k) % 4] for k, i in enumerate(sites)}
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_the_sum_of_masked_is_the_sum_of_plain_whoever_drops_out(party, count):
+    """Every set of sites that may drop out; see `patterns` for when."""
+    threshold = count // 2 + 1
+    for away in patterns(count, threshold):
+        mine = party(count, threshold, length=9)
+        session = mine.session()
+        mine.up_to(session, "unmask", away)
+        survivors = [s for s in mine.sites if away.get(s, "unmask") == "unmask"]
+        assert sorted(session.replies) == survivors
+        check_mean(mine, session, survivors)
+
+
+@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+def test_below_the_threshold_nothing_is_opened(party, step):
+    """Two of four are left and the threshold is three."""
+    mine = party(4, 3)
+    session = mine.session()
+    away = {"site-01": step, "site-02": step}
+
+    def whole():
+        mine.up_to(session, "unmask", away)
+        session.total()
+
+    with pytest.raises(BelowThreshold, match=r"2 sites .* threshold .* is 3"):
+        whole()
+    # Before `unmask` no site was asked; at `unmask` two shares of each secret are no secret.
+    assert set(session.opened) == ({"site-00", "site-03"} if step == "unmask" else set())
+    if step == "unmask":
+        parts = [session.opened[site]["seed/site-00"] for site in session.opened]
+        with contextlib.suppress(keys.SecretsDoNotFit):
+            assert not keys.is_committed(session.adverts["site-00"], keys.combined(parts))
+
+
+def test_sites_refuse_lists_below_the_threshold(party):
+    """The server might ask for less than it is to: each list is counted by the site as well."""
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    few = dict(list(session.adverts.items())[:2])
+    question = wire.step(session.place, "site-00", "shares", wire.from_adverts(few))
+    assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
+
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "shares")
+    session.sealed = {site: session.sealed[site] for site in ("site-00", "site-01")}
+    session.threshold = 2
+    question = session.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-00"]
+    assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
+
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "masked")
+    question = unmask(session, "site-00", ["site-00", "site-01"])
+    assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
+
+
+def unmask(session, site, survivors):
+    block = {"survivors": wire.from_names(survivors)}
+    return wire.step(session.place, site, "unmask", block)
+
+
+def test_no_site_opens_both_secrets_of_another(party):
+    """The same question again gets the same answer; another one, in this session or a later one
+    over the same vectors, gets none."""
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "masked")
+    first, other = ["site-00", "site-01", "site-02"], ["site-00", "site-02", "site-03"]
+    given = mine.answer("site-00", unmask(session, "site-00", first))
+    assert set(given.vectors) == {"seed/" + s for s in first} | {"mask/site-03"}
+    again = mine.answer("site-00", unmask(session, "site-00", first))
+    assert {k: bytes(v.numpy()) for k, v in again.vectors.items()} == {
+        k: bytes(v.numpy()) for k, v in given.vectors.items()
+    }
+    assert mine.answer("site-00", unmask(session, "site-00", other)).code == "asked"
+
+    later = mine.session()
+    mine.up_to(later, "masked")
+    assert mine.answer("site-00", unmask(later, "site-00", other)).code == "opened"
+    # A site that has opened nothing yet is free to.
+    assert isinstance(mine.answer("site-02", unmask(later, "site-02", other)), Step)
+
+
+def test_what_was_opened_outlives_a_restart(party, tmp_path):
+    """Rule 3 of the page: one list for a round and attempt, on the disk before the answer; a new
+    attempt, whose noise is fresh, may be opened again, an earlier one may not."""
+    mine = party(4, 3)
+    path = tmp_path / "opened.json"
+    first, other = ("a", "b", "c"), ("a", "b", "d")
+    assert Opened(path).allows(mine.task, first)
+    assert Opened(path).allows(mine.task, first)
+    assert not Opened(path).allows(mine.task, other)
+    anew = dataclasses.replace(mine.task, attempt=1)
+    assert Opened(path).allows(anew, other)
+    assert not Opened(path).allows(anew, first)
+    assert not Opened(path).allows(mine.task, first)
+    assert Opened(path).allows(dataclasses.replace(mine.task, round=2), first)
+
+
+def test_a_site_masks_one_vector_in_a_session(party):
+    """Two vectors under the same masks would show their difference."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "shares")
+    question = session.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-00"]
+    first = session.masked_of(mine.answer("site-00", question)).vectors["masked"]
+    changed = dataclasses.replace(mine.replies["site-00"], vectors={"w": torch.ones(40).double()})
+    mine.replies["site-00"] = changed
+    again = session.masked_of(mine.answer("site-00", question)).vectors["masked"]
+    assert torch.equal(first, again)
+    task = dataclasses.replace(mine.task, attempt=1)
+    other = session.ask_masked(dict.fromkeys(mine.sites, task))["site-00"]
+    assert mine.answer("site-00", other).code == "asked"
+
+
+def test_questions_out_of_order_or_of_another_session_are_refused(party):
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    assert mine.answer("site-00", unmask(session, "site-00", mine.sites)).code == "session"
+    old, session = session, mine.session()
+    mine.up_to(session, "keys")
+    assert mine.answer("site-00", old.ask_shares()["site-00"]).code == "session"
+    task = dataclasses.replace(mine.task, round=2)
+    mine.up_to(session, "shares")  # keys are the same question again
+    asks = session.ask_masked(dict.fromkeys(mine.sites, task))
+    assert mine.answer("site-00", asks["site-00"]).code == "session"
+
+
+def forged(name):
+    """How a server might try to have its own key M taken for site-01's."""
+
+    def swap(mine, session):
+        own = keys.Secrets()
+        theirs = session.adverts["site-01"]
+        stranger = party_key()
+        return {
+            "unsigned": dataclasses.replace(theirs, mask=own.advert().mask),
+            "sealing key": dataclasses.replace(theirs, seal=own.advert().seal),
+            "seed": dataclasses.replace(theirs, commitment=own.advert().commitment),
+            "signed by a stranger": own.advert().signed(stranger, "site-01", session.place),
+            "signed by another site": own.advert().signed(
+                mine.keys["site-02"], "site-02", session.place
+            ),
+            "of another session": own.advert().signed(
+                mine.keys["site-01"], "site-01", dataclasses.replace(session.place, session="x")
+            ),
+            "of another round": own.advert().signed(
+                mine.keys["site-01"], "site-01", dataclasses.replace(session.place, round=2)
+            ),
+        }[name]
+
+    return swap
+
+
+def party_key():
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unsigned",
+        "sealing key",
+        "seed",
+        "signed by a stranger",
+        "signed by another site",
+        "of another session",
+        "of another round",
+    ],
+)
+def test_exchanged_keys_are_found_out(party, name):
+    """By the sites, which have everybody's long-term keys, and by the server."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    honest = session.adverts["site-01"]
+    bad = forged(name)(mine, session)
+    with pytest.raises(keys.SecretsDoNotFit):
+        session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(bad)))
+    session.adverts["site-01"] = bad
+    assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
+    session.adverts["site-01"] = honest
+    assert isinstance(mine.answer("site-02", session.ask_shares()["site-02"]), Step)
+
+
+def test_a_site_takes_no_other_keys_for_its_own(party):
+    """Its own from an earlier session would be signed, but for that."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    own = keys.Secrets().advert().signed(mine.keys["site-00"], "site-00", session.place)
+    session.adverts["site-00"] = own
+    assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
+
+
+def test_shares_that_the_server_redirects_or_changes_do_not_open(party):
+    mine = party(3, 2)
+    for wrong in ("another's", "changed", "other direction"):
+        session = mine.session()
+        mine.up_to(session, "shares")
+        sealed = session.sealed
+        if wrong == "another's":
+            sealed["site-01"]["site-00"] = sealed["site-01"]["site-02"]
+        elif wrong == "changed":
+            block = bytearray(sealed["site-01"]["site-00"])
+            block[-1] ^= 1
+            sealed["site-01"]["site-00"] = bytes(block)
+        else:
+            sealed["site-01"]["site-00"] = sealed["site-00"]["site-01"]
+        question = session.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-00"]
+        assert mine.answer("site-00", question).code == "keys", wrong
+
+
+@pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-02"])
+def test_a_wrong_share_is_found_out(party, secret):
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-02": "masked"})
+    share = bytearray(session.opened["site-00"][secret])
+    share[10] ^= 1
+    session.opened["site-00"][secret] = bytes(share)
+    with pytest.raises(keys.SecretsDoNotFit):
+        session.total()
+
+
+CELLS, DRAWS = 64, 4000
+# A right stream is beyond it once in 1e9.
+LIMIT = float(chi2.ppf(1 - 1e-9, CELLS - 1))
+
+
+def chi_square(words):
+    """Against the uniform law of the top 6 bits, in 64 cells of equal chance."""
+    counts = np.bincount((words >> np.uint64(58)).astype(int), minlength=CELLS)
+    expected = len(words) / CELLS
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_a_masked_vector_alone_is_uniform_and_a_plain_one_is_not(party):
+    """Error rate 1e-9 for each of 6 masked vectors; the differences are of one site's vectors in
+    two sessions, whose masks are independent. Without a mask the same test rejects."""
+    mine = party(3, 2, length=DRAWS)
+    found = []
+    for _ in range(2):
+        session = mine.session()
+        masked = mine.up_to(session, "masked")
+        found.append(mine.weighing.words(masked["site-00"]))
+        for words in map(mine.weighing.words, masked.values()):
+            assert chi_square(words) < LIMIT
+    assert chi_square(found[0] - found[1]) < LIMIT
+    reply = mine.replies["site-00"]
+    plain = ring.encode(reply.vectors, reply.numbers, mine.weighing.share(reply), 3)
+    assert chi_square(plain) > 100 * LIMIT
+
+
+def test_one_mask_left_on_is_still_uniform(party):
+    """What the server has of a site whose seed alone, or whose pair masks alone, it knows."""
+    mine = party(3, 2, length=DRAWS)
+    session = mine.session()
+    masked = mine.up_to(session, "masked")
+    words = mine.weighing.words(masked["site-00"])
+    own = mine.maskers["site-00"]._session.secrets
+    seed = keys.stream(own.seed, len(words))
+    assert chi_square(words - seed) < LIMIT
+    for peer in ("site-01", "site-02"):
+        pairs = np.zeros_like(words)
+        public = session.adverts[peer].mask
+        add_pair(pairs, own.mask_key, public, ("site-00", peer), session.place)
+        words = words - pairs
+    assert chi_square(words) < LIMIT
+    assert chi_square(words - seed) > 100 * LIMIT
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_the_sum_cannot_wrap(count):
+    """All coordinates at the end of the range, all weight on every site, is the worst there is."""
+    x = {"w": torch.tensor([2.0**40, -(2.0**40), ring.RANGE, -ring.RANGE])}
+    words = ring.encode(x, {}, 1.0, count)
+    total = sum(int(word) for word in words.view(np.int64)[:1].tolist()) * count
+    assert total == count * 2 ** (20 + ring.fraction_bits(count)) < 2**63
+    summed = np.zeros_like(words)
+    for _ in range(count):
+        summed = summed + words
+    back, _ = ring.decode(summed, float(count), count, ring.Layout.of(x, {}))
+    assert back["w"].tolist() == [ring.RANGE, -ring.RANGE, ring.RANGE, -ring.RANGE]
+
+
+def test_many_sites_are_refused_before_they_leave_no_bits():
+    assert ring.fraction_bits(2**18) == 24
+    with pytest.raises(InputError, match=r"262145 sites.*2\^18"):
+        ring.fraction_bits(2**18 + 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_number_is_no_part_of_a_sum(party, value):
+    with pytest.raises(DataError):
+        ring.encode({"w": torch.tensor([1.0, value])}, {}, 0.5, 3)
+    mine = party(3, 2)
+    reply = mine.replies["site-01"]
+    mine.replies["site-01"] = dataclasses.replace(reply, numbers={"loss": value})
+    session = mine.session()
+    mine.up_to(session, "shares")
+    question = session.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-01"]
+    assert mine.answer("site-01", question).code == "range"
+
+
+def test_numbers_that_are_public_stay_and_may_be_the_weight(party):
+    """With ω_i = q_i N_i, as ldp_fedsgd has it."""
+    mine = party(3, 2, summed=Summed("batch_size", ("batch_size",)))
+    weights = {"site-00": 3.0, "site-01": 1.0, "site-02": 4.0}
+    for site, reply in mine.replies.items():
+        numbers = {"batch_size": weights[site], "loss": reply.numbers["loss"]}
+        mine.replies[site] = dataclasses.replace(reply, numbers=numbers)
+    session = mine.session()
+    masked = mine.up_to(session, "unmask")
+    assert {s: r.numbers for s, r in masked.items()} == {
+        site: {"batch_size": weight} for site, weight in weights.items()
+    }
+    mine.sizes = weights
+    check_mean(mine, session, mine.sites)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, 1e9])
+def test_a_weight_beyond_the_declared_sizes_is_refused(party, weight):
+    mine = party(3, 2)
+    reply = dataclasses.replace(mine.replies["site-00"], weight=weight)
+    with pytest.raises(InputError, match="weight of site-00"):
+        mine.weighing.share(reply)
