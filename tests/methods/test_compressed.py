@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
@@ -130,16 +131,19 @@ def test_what_was_told_is_not_sent_back(kind):
     assert float(reply.vectors["w"].double().abs().max()) == 0
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8"])
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
 def test_a_vector_that_was_not_told_and_one_that_diverged(kind):
-    g = vector("g")
-    method = Compressed(Says({"g": g}, {"loss": 2.0}), CompressionSettings(kind=kind))
-    reply, _ = sent(method, task(w=torch.zeros(D)))
-    opened = method.opened(reply, {"w": torch.zeros(D)})
+    """It is as long as w and sent from 0, whatever w is; keep = 1 leaves nothing out."""
+    g, w = vector("g"), vector("w")
+    settings = CompressionSettings(kind=kind, keep=1.0)
+    method = Compressed(Says({"g": g}, {"loss": 2.0}), settings)
+    reply, _ = sent(method, task(w=w))
+    opened = method.opened(reply, {"w": w})
     assert opened.numbers == {"loss": 2.0}
     assert_close(opened.vectors["g"], g, rtol=0, atol=float(g.abs().max()) / 100)
     bad = torch.full((D,), math.inf)
-    assert bool(there_and_back(bad, kind)[0].isnan().all())
+    got = there_and_back(bad, kind)[0]
+    assert bool(got.isinf().any() if kind == "topk" else got.isnan().all())
 
 
 def test_the_inner_method_sees_its_own_memory_and_whole_replies():
@@ -190,6 +194,35 @@ def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind, algorithm
         other = tmp_path / "smaller" / path.relative_to(tmp_path / "plain")
         events = [next(iter(receipt(p)["runs"].values()))["events"] for p in (path, other)]
         assert events[0] == events[1]
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+@pytest.mark.parametrize("name", algorithms.names())
+def test_it_goes_with_every_algorithm(tmp_path, kind, name):
+    """Plain runs; nothing left out and rounded to 16 bits they are nearly those without it."""
+    tables = {**SMALL, "rounds": 2, "algorithm": name, "privacy": {"mode": "none"}}
+    settings = {"most_local_steps": 2} if name == "ali_dpfl" else {}
+    models = []
+    for kept in ("none", kind):
+        compression = {"kind": kept, "keep": 1.0} if kept != "none" else {}
+        plan = Plan.parse({**tables, "settings": settings, "compression": compression})
+        result = simulate(plan, tmp_path / kept)
+        models.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
+        assert result.summary["status"] == "finished"
+    off = {"topk": 1e-5, "float16": 0.01, "int8": 0.1}[kind]
+    assert float((models[1] - models[0]).norm() / models[0].norm()) < off
+
+
+@pytest.mark.parametrize(("name", "rate"), [("fedavg", 0.5), ("feddyn", 0.2)])
+def test_a_tenth_of_the_coordinates_still_learns(tmp_path, name, rate):
+    """What is sent is a change, and what is not stays at the site: the model keeps its size. Sent
+    as it is, nine tenths of a model would be 0 in every round."""
+    tables = {**SMALL, "rounds": 25, "algorithm": name, "settings": {"learning_rate": rate}}
+    found = []
+    for compression in ({}, {"kind": "topk", "keep": 0.1}):
+        plan = Plan.parse({**tables, "privacy": {"mode": "none"}, "compression": compression})
+        found.append(simulate(plan, tmp_path / str(len(compression))).summary["accuracy"])
+    assert found[1] > 0.9 * found[0] > 0.6
 
 
 def test_a_compressed_run_goes_on_as_if_it_had_never_stopped(tmp_path):

@@ -58,11 +58,10 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     h = memory.vectors.get("h", torch.zeros_like(centre))
     w = proximal_sgd(oracle, centre, steps, rate, alpha, linear=h)
     h = torch.sub(h, w - centre, alpha=alpha)
-    return Local({"u": torch.sub(w, h, alpha=1 / alpha)}, memory=State({"h": h}))
+    return Local({"w": torch.sub(w, h, alpha=1 / alpha)}, memory=State({"h": h}))
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """See Algorithm."""
     del state
-    mean = weighted_mean(weighed(replies, settings.aggregation), vectors=("u",))
-    return State({"w": mean.vectors["u"]})
+    return weighted_mean(weighed(replies, settings.aggregation))

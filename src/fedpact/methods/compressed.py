@@ -108,12 +108,8 @@ class Compressed(Around):
 
     def _restored(self, reply: Reply, name: str, told: Mapping[str, Tensor]) -> Tensor:
         if self._kind == "topk":
-            base = told.get(name)
-            if base is None:
-                raise InputError(
-                    f"vector {name!r} of a reply was not told to the sites: with kind = "
-                    '"topk" its length is not known'
-                )
+            # What was not told is as long as w, which always is.
+            base = told[name] if name in told else torch.zeros_like(told["w"])
             return base + _spread(name, reply.vectors, base)
         codes = reply.vectors[name]
         scale = reply.numbers.get(_PREFIX + name)
