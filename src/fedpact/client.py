@@ -6,18 +6,23 @@ reply of that round was included; if it was not, it is dropped.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
+
+import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.messages import Refusal, Reply, State, Task, Vectors, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
 
 Bench = TypeVar("Bench")
+
+_CPU: Final = torch.device("cpu")
 
 
 class Client(Generic[Bench]):
@@ -27,6 +32,7 @@ class Client(Generic[Bench]):
     ledger: None in a plain run.
     memory: where the site keeps its memory; it is read once and written after every task.
     policy: what the site's owner allows; None only in a simulation that has none.
+    device: where the oracle's numbers are; messages and memory are always in the CPU's memory.
     """
 
     def __init__(
@@ -38,11 +44,12 @@ class Client(Generic[Bench]):
         ledger: Ledger | None,
         memory: Path,
         policy: Policy | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self.name, self._size = name, size
         self._method = method
         self._oracle, self.ledger = oracle, ledger
-        self._memory, self._policy = _Memory(memory), policy
+        self._memory, self._policy, self._device = _Memory(memory), policy, device
 
     def _check(self, task: Task) -> None:
         if task.algorithm != self._method.name:
@@ -58,22 +65,32 @@ class Client(Generic[Bench]):
         try:
             self._check(task)
             memory = self._memory.for_task(task)
-            local = self._method.local(task, self._oracle(task, memory, bench), memory)
+            oracle = self._oracle(task, memory, bench)
+            local = self._method.local(
+                replace(task, vectors=_to(self._device, task.vectors)),
+                oracle,
+                replace(memory, vectors=_to(self._device, memory.vectors)),
+            )
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
             return Refusal(task.run, task.round, self.name, "policy")
-        self._memory.keep(task.round, local.memory)
+        memory = replace(local.memory, vectors=_to(_CPU, local.memory.vectors))
+        self._memory.keep(task.round, memory)
         return Reply(
             run=task.run,
             round=task.round,
             site=self.name,
             weight=self._size,
-            vectors=local.vectors,
+            vectors=_to(_CPU, local.vectors),
             numbers=local.numbers,
             ledger_head=self.ledger.head if self.ledger else "",
             ledger_length=self.ledger.length if self.ledger else 0,
         )
+
+
+def _to(device: torch.device, vectors: Vectors) -> Vectors:
+    return {name: vector.to(device) for name, vector in vectors.items()}
 
 
 class _Memory:

@@ -63,12 +63,16 @@ class Limits(BaseModel):
 
 
 class Running(BaseModel):
-    """How the run is carried out; none of it changes what is trained.
+    """How the run is carried out; none of it changes what is trained but for rounding and noise.
+
+    All of it may change when a run is resumed, except stacked and device.
 
     workers: threads that train sites side by side, 0 for one a core.
     stacked: sites that a worker trains in lockstep, their models stacked: for many sites with small
     models (logistic, mlp), where 16 takes about half of the time. Equal to 1 up to rounding (1e-5
     of a step's length), not bit for bit.
+    device: where sites train, "cpu", "cuda" or "cuda:1"; a graphics card draws other noise than the
+    CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
     ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
@@ -78,6 +82,7 @@ class Running(BaseModel):
     model_config = _FROZEN
     workers: int = Field(default=0, ge=0)
     stacked: int = Field(default=1, ge=1, le=256)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     evaluate_every: int = Field(default=0, ge=0)
     ledgers: str | None = None
 

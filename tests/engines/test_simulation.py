@@ -325,3 +325,19 @@ def test_a_model_that_cannot_be_stacked_is_refused_before_anything_is_written(
     with pytest.raises(PlanError, match=r"run.stacked = 4.*cannot be stacked"):
         simulate(asked, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(PlanError, match=r"device is 'cuda:99': torch .* finds"):
+        simulate(plan(run={"device": "cuda:99"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(PlanError, match=r"run.device.*'gpu'"):
+        plan(run={"device": "gpu"})
+
+
+def test_a_round_carried_out_again_is_the_same_release(tmp_path):
+    """Its noise is not drawn anew, so neither device nor stacks may change when a run goes on."""
+    simulate(plan(rounds=2), tmp_path / "run")
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(plan(rounds=2, run={"stacked": 2}), tmp_path / "run")
+    assert simulate(plan(rounds=2, run={"workers": 1}), tmp_path / "run").records[-1].round == 2

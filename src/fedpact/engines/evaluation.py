@@ -8,6 +8,9 @@ reaches the algorithm.
 import time
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from fedpact.engines.scene import Scene
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
@@ -25,7 +28,8 @@ class Evaluator:
 
     def __init__(self, scene: Scene, run: str, ledgers: dict[str, Ledger]) -> None:
         self._scene, self._run, self._ledgers = scene, run, ledgers
-        self._model = FlatModel(scene.module())
+        self._device = torch.device(scene.plan.run.device)
+        self._model = FlatModel(scene.module().to(self._device))
         self._began, self._spent = time.perf_counter(), 0.0
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
@@ -49,14 +53,14 @@ class Evaluator:
 
     def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._model.load(at.state.vectors["w"])
-        module, data = self._model.module, self._scene.dataset
+        data = self._scene.dataset
         scores = {
-            site.name: evaluate(module, cross_entropy, site.x_held, site.y_held)
+            site.name: self._scored(site.x_held, site.y_held)
             for site in self._scene.sites
             if len(site.y_held)
         }
         if data.x_test is not None and data.y_test is not None:
-            whole = evaluate(module, cross_entropy, data.x_test, data.y_test)
+            whole = self._scored(data.x_test, data.y_test)
         else:
             whole = _pooled(scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
@@ -69,6 +73,10 @@ class Evaluator:
             else None,
             scores=scores,
         )
+
+    def _scored(self, x: Tensor, y: Tensor) -> SiteScore:
+        x, y = x.to(self._device), y.to(self._device)
+        return evaluate(self._model.module, cross_entropy, x, y)
 
     def _epsilon(self) -> dict[str, float]:
         if not self._scene.plan.private:

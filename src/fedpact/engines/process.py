@@ -7,6 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from fedpact.errors import PlanError
+
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _USUAL_FILES = 512
@@ -23,6 +27,18 @@ def available_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(_OWN, _GROUPS))]))
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device "cpu", "cuda" or "cuda:1". Raises PlanError: this machine has none such."""
+    device = torch.device(name)
+    cards = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and not (device.index or 0) < cards:
+        raise PlanError(
+            f"device is {name!r}: torch {torch.__version__} finds {cards} CUDA devices on this "
+            'machine; use device = "cpu", or install a torch and a driver that see the card'
+        )
+    return device
 
 
 def allow_open_files(count: int) -> None:

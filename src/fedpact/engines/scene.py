@@ -9,6 +9,7 @@ from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site, make_partition
 from fedpact.engines.inprocess import Bench
+from fedpact.engines.process import device_of
 from fedpact.engines.workshop import Workshop
 from fedpact.plan import Plan
 from fedpact.privacy.noise import SeededDraws
@@ -42,13 +43,14 @@ class Scene:
                 own = terms.get(site.name) if plan.private else None
                 policy.check_run(plan.algorithm, own, (0.0, 0.0))
         scene = Scene(plan, dataset, partition, sites, terms, policy)
+        device_of(plan.run.device)
         scene.bench(check=True)
         scene.workshop.table().close()
         return scene
 
     @property
     def workshop(self) -> Workshop:
-        """What builds the plan's models and kernels for this data set's records."""
+        """What builds the plan's models and kernels for this data set's records, on the CPU."""
         return Workshop(self.plan, self.dataset.x[0], len(self.dataset.classes))
 
     def module(self) -> nn.Module:

@@ -8,12 +8,13 @@ import platform
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
@@ -85,7 +86,8 @@ def simulate(
             folder.write_json("privacy.json", privacy_statement(scene))
         clients = {site.name: _client(scene, site, folder, run, ledgers) for site in scene.sites}
         workers = plan.run.workers or available_cores()
-        transport = stack.enter_context(InProcess(clients, workers, scene.workshop.table))
+        workshop = replace(scene.workshop, device=plan.run.device)
+        transport = stack.enter_context(InProcess(clients, workers, workshop.table))
         evaluator = Evaluator(scene, run, ledgers)
         at, records = _start(folder, scene, evaluator)
         _check_complete(at, run, ledgers)
@@ -106,9 +108,11 @@ def _is_known(folder: Folder, plan: Plan) -> bool:
     if not folder.path.exists() or {p.name for p in folder.path.iterdir()} <= {_FIRST + ".partial"}:
         return False
     found = folder.read_json(_FIRST)
-    # How it is carried out may change from session to session, what is trained may not.
-    same = {"run": plan.run}
-    if Plan.parse(found).model_copy(update=same) != plan:
+    before = Plan.parse(found)
+    # How it is carried out may change from session to session, what is trained may not: the noise
+    # is another card's, and rounding that of other stacks, in a round that is carried out again.
+    kept = {name: getattr(before.run, name) for name in ("device", "stacked")}
+    if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: choose another folder with "
             "--out, or remove that one"
@@ -163,7 +167,8 @@ def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> Non
 def _client(
     scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
 ) -> Client[Bench]:
-    records, plan = Records(site.x, site.y), scene.plan
+    plan, device = scene.plan, torch.device(scene.plan.run.device)
+    records = Records(site.x.to(device), site.y.to(device))
     terms, ledger = scene.terms.get(site.name), ledgers.get(site.name)
     size = terms.size if terms else float(len(site.y))
 
@@ -188,6 +193,7 @@ def _client(
         ledger,
         memory,
         scene.policy,
+        device,
     )
 
 

@@ -14,6 +14,7 @@ which follow from its own copies of the plan and the federation.
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from fedpact.client import Client
 from fedpact.data import datasets
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
+from fedpact.engines.process import device_of
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import write_whole
 from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
@@ -40,8 +42,8 @@ class SiteSettings(BaseModel):
 
     name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
     table. data_set: what the ledger is called, one for each set of records and for its whole life.
-    ledger: where it lies, on a local disk. port: a free one of this machine, for the site's own
-    processes to talk to each other.
+    device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
+    one of this machine, for the site's own processes to talk to each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +51,7 @@ class SiteSettings(BaseModel):
     records: str
     label: str | None = None
     data_set: str
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     ledger: str = "ledger.jsonl"
     port: int = Field(gt=0, lt=65536)
 
@@ -71,8 +74,10 @@ class Site:
             )
         self._policy = Policy.read(directory / "policy.toml")
         self._terms = self.federation.terms(self.plan)[self.name]
+        self._device = device_of(self.settings.device)
+        workshop = replace(self.federation.workshop(self.plan), device=self.settings.device)
+        self._bench = workshop.bench(check=True)
         self._records = self._load(directory / self.settings.records)
-        self._bench = self.federation.workshop(self.plan).bench(check=True)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self.ledger = Ledger(
@@ -92,6 +97,7 @@ class Site:
             self.ledger,
             directory / "memory.safetensors",
             self._policy,
+            self._device,
         )
 
     def __enter__(self) -> Self:
@@ -154,7 +160,7 @@ class Site:
                 f"a record of {path} has shape {found[0]} and type {found[1]}: federation.toml has "
                 f"{federation.shape} and {federation.values}; bring the file into that form"
             )
-        return Records(data.x, data.y)
+        return Records(data.x.to(self._device), data.y.to(self._device))
 
 
 class _LastReply:

@@ -22,12 +22,13 @@ from fedpact.privacy.stacked import Ask, PlainSeat, Seat, Stack
 class Workshop:
     """Builds models and kernels for records like `example` [*shape], of which only the form counts.
 
-    classes: the number of labels.
+    classes: the number of labels. device: where kernels compute; see process.device_of.
     """
 
     plan: Plan
     example: Tensor
     classes: int
+    device: str = "cpu"
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
@@ -38,14 +39,14 @@ class Workshop:
 
         Raises ModelError: a model that mixes records, or that cannot be trained as asked.
         """
-        model = FlatModel(self.module())
+        model = self._model()
         mode = self.plan.privacy.mode
         if mode == "none":
             return Bench(PlainKernel(model, cross_entropy))
         kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
         kernel = kind(model, cross_entropy)
         if check:
-            kernel.verify(*self.made_up())
+            kernel.verify(*(v.to(self.device) for v in self.made_up()))
         return Bench(kernel)
 
     def table(self) -> Table:
@@ -56,7 +57,7 @@ class Workshop:
         seats = self.plan.run.stacked
         if seats == 1:
             return OneByOne(self.bench())
-        stack = Stack.of(FlatModel(self.module()), cross_entropy)
+        stack = Stack.of(self._model(), cross_entropy)
         if stack is None:
             raise PlanError(
                 f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
@@ -65,8 +66,11 @@ class Workshop:
             )
         return Lockstep(seats, self._seat, stack.sums)
 
+    def _model(self) -> FlatModel:
+        return FlatModel(self.module().to(self.device))
+
     def _seat(self, ask: Ask) -> Bench:
-        model = FlatModel(self.module())
+        model = self._model()
         mode = self.plan.privacy.mode
         if mode == "per_sample":
             return Bench(Seat(model, cross_entropy, ask))

@@ -71,14 +71,17 @@ _FIRST: Final = 24
 _BLANK: Final = torch.Generator().manual_seed(0).get_state()
 
 
+def _digest(key: tuple[str | int, ...], length: int) -> bytes:
+    return hashlib.shake_256(json.dumps(key).encode()).digest(length)
+
+
 def stream(*key: str | int) -> torch.Generator:
     """Return the generator that belongs to a key; other keys give independent streams.
 
     All of the generator's state comes from the key: manual_seed would keep 32 bits of it, and of
     a million streams a hundred pairs would be the same.
     """
-    digest = hashlib.shake_256(json.dumps(key).encode()).digest(4 * _WORDS)
-    words = from_numpy(np.frombuffer(digest, "<u4").astype(np.int64))
+    words = from_numpy(np.frombuffer(_digest(key, 4 * _WORDS), "<u4").astype(np.int64))
     generator, state = torch.Generator(), _BLANK.clone()
     state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64).copy_(words)
     generator.set_state(state)
@@ -109,21 +112,31 @@ class SeededDraws:
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
-        noise = empty(size, like.dtype).normal_(generator=self._noise(step, purpose))
-        return noise.to(like.device)
+        if like.device.type != "cpu":
+            generator = self._on(like.device, step, purpose)
+            return like.new_empty(size).normal_(generator=generator)
+        return empty(size, like.dtype).normal_(generator=self._noise(step, purpose))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
+        if total.device.type != "cpu":
+            noise = self.gaussian(total.numel(), total, step, purpose)
+            return total.add_(noise, alpha=sigma * sensitivity)
         generator, part = self._noise(step, purpose), empty(_CHUNK + _GROUP, total.dtype)
         start, size = 0, total.numel()
         while start < size:
             end = size if size - start <= len(part) else start + _CHUNK
-            noise = part[: end - start].normal_(generator=generator).to(total.device)
+            noise = part[: end - start].normal_(generator=generator)
             total[start:end].add_(noise, alpha=sigma * sensitivity)
             start = end
         return total
+
+    def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
+        """The device's own generator, whose whole seed is 64 bits: other noise than `_noise`."""
+        digest = _digest((*self._key, step, "noise", purpose), 8)
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _noise(self, step: int, purpose: str) -> torch.Generator:
         return stream(*self._key, step, "noise", purpose)

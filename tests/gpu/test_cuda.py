@@ -1,0 +1,97 @@
+"""The same code on a graphics card: run where torch finds one, else skipped with the reason."""
+
+import math
+
+import pytest
+import torch
+
+from fedpact.data.datasets import from_arrays
+from fedpact.engines.simulation import simulate
+from fedpact.losses import cross_entropy
+from fedpact.models import papers
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.privacy.ledger import read_entries
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.stacked import Request, Stack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+CARD = "cuda"
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
+def test_the_kernels_sums_are_those_of_the_cpu(name):
+    shape = (1, 28, 28)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(17, *shape, generator=generator, dtype=torch.float64)
+    y = torch.randint(10, (17,), generator=generator)
+    module = getattr(papers, name)(shape, 10).double()
+    here = PerSampleKernel(FlatModel(module), cross_entropy)
+    expected = [here.clipped_sum(x, y, clip) for clip in (0.1, math.inf)]
+    there = PerSampleKernel(FlatModel(module.to(CARD)), cross_entropy)
+    for clip, total in zip((0.1, math.inf), expected, strict=True):
+        found = there.clipped_sum(x.to(CARD), y.to(CARD), clip)
+        assert found.device.type == CARD
+        assert float((found.cpu() - total).norm()) <= 1e-10 * float(total.norm())
+
+
+def test_stacked_sums_are_those_of_the_cpu():
+    model = FlatModel(papers.mlp((3, 4), 3).double())
+    w = 0.2 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).double()
+    x, y = torch.ones(6, 3, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
+    stack = Stack.of(model, cross_entropy)
+    (here,) = stack.sums([Request(w, x, y, 0.5, None)])
+    there = Stack.of(FlatModel(model.module.to(CARD)), cross_entropy)
+    (found,) = there.sums([Request(w.to(CARD), x.to(CARD), y.to(CARD), 0.5, None)])
+    assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
+
+
+def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():
+    """A million numbers: a right σ is rejected once in 10^6, one 1 % off passes less often."""
+    total = torch.zeros(10**6, device=CARD)
+    draws = SeededDraws(0, "site", 1)
+    noise = draws.add_noise(total.clone(), 2.0, 3.0, 0, "gradient")
+    assert noise.device.type == CARD
+    assert torch.equal(noise, draws.add_noise(total.clone(), 2.0, 3.0, 0, "gradient"))
+    assert not torch.equal(noise, draws.add_noise(total.clone(), 2.0, 3.0, 1, "gradient"))
+    # The mean square of n normal numbers has the relative spread sqrt(2/n); 4.9 of them here.
+    for sigma, good in ((6.0, True), (6.06, False), (5.94, False)):
+        ratio = float(noise.double().square().mean()) / sigma**2
+        assert (abs(ratio - 1) < 4.9 * math.sqrt(2 / len(total))) == good
+
+
+@pytest.mark.parametrize("mode", ["none", "per_sample"])
+@pytest.mark.parametrize("stacked", [1, 2])
+def test_a_run_on_the_card_trains_and_charges_as_on_the_cpu(mode, stacked, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = from_arrays(
+        torch.randn(90, 4, generator=generator), torch.randint(3, (90,), generator=generator)
+    )
+    results = [
+        simulate(
+            Plan.parse(
+                {
+                    "rounds": 3,
+                    "sites": 3,
+                    "privacy": {"mode": mode},
+                    "run": {"device": device, "stacked": stacked},
+                }
+            ),
+            tmp_path / device,
+            data=data,
+        )
+        for device in ("cpu", CARD)
+    ]
+    here, there = (FlatModel(result.model).vector for result in results)
+    if mode == "none":  # without noise, which is a card's own, it is the same training
+        assert float((here - there).norm()) <= 1e-4 * float(here.norm())
+    charges = [
+        [(e["q"], e["sigma"], e["count"]) for e in read_entries(path) if e["kind"] == "charge"]
+        for result in results
+        for path in sorted(result.folder.rglob("ledger.jsonl"))
+    ]
+    assert charges[: len(charges) // 2] == charges[len(charges) // 2 :]
