@@ -2,6 +2,8 @@
 
 import doctest
 import json
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +161,28 @@ def test_equal_tau_do_not_and_the_split_is_said():
     assert "cannot be split" in found.note
 
 
+@pytest.mark.parametrize("taus", [[1, 4, 2, 9, 3, 5], [5] * 6])
+def test_the_time_of_evaluations_is_left_out(taus):
+    """Every other round also took 7 s to be evaluated, and says that it was."""
+    both = rounds(taus, d_com=0.5, d_cmp=0.02)
+    slow = [
+        replace(record, seconds=record.seconds + 7, accuracy=0.5) if record.round % 2 else record
+        for record in both
+    ]
+    found, bare = split(slow), split([record for record in both if record.round % 2 == 0])
+    assert (found.d_com, found.d_cmp) == (pytest.approx(bare.d_com), pytest.approx(bare.d_cmp))
+    assert "evaluations" not in found.note
+
+
+def test_where_all_were_evaluated_the_note_says_so():
+    slow = [replace(record, accuracy=0.5) for record in rounds([1, 4, 2], d_com=0.5, d_cmp=0.02)]
+    assert split(slow).d_com == pytest.approx(0.5)
+    assert "time of evaluations is among it" in split(slow).note
+    # The others have one τ and tell nothing apart: then all count.
+    some = [*slow[:3], replace(slow[3], accuracy=None)]
+    assert split(some) == split(slow)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -258,6 +282,16 @@ def test_the_theorem_gives_zero_and_the_reason_is_said():
     out = tune("fedfdp").stdout
     assert "λ* = 0" in out
     assert "sweep" in out
+
+
+def test_what_to_do_instead_is_named_as_a_plan_takes_it():
+    said = as_json("fedfdp")["instead"]
+    assert said in " ".join(tune("fedfdp").stdout.split())
+    settings = tomllib.loads(
+        said[said.index("settings = {") :].split("}")[0].replace("= c", "= 1") + "}"
+    )
+    relative = Plan.parse({"algorithm": "fedfdp", **settings}).algorithm_settings
+    assert (relative.weight_rule, relative.fairness_weight) == ("relative", 1)
 
 
 def test_a_positive_weight_needs_a_positive_q0():

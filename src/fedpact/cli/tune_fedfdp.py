@@ -33,9 +33,11 @@ WHY_POSITIVE = (
     "satisfy (docs/errata.md, F10)."
 )
 INSTEAD = (
-    "Choose λ by a sweep of validation accuracy and Ψ, or from released numbers: λ = c/F with c "
-    "in (0, 1] and F the loss that the sites release. Weights 1 + λ(ℓ - F) are clamped at 0, so "
-    "with c <= 1 no record is left out, and as ℓ and F fall together the weights keep their spread."
+    "Choose λ by a sweep of validation accuracy and Ψ: each fairness_weight a configuration of its "
+    "own, side by side with `fedpact compare`. Or from released numbers: λ = c/F with c in (0, 1] "
+    'and F the loss that the sites release, which settings = { weight_rule = "relative", '
+    "fairness_weight = c } follows round by round. Weights 1 + λ(ℓ - F) are clamped at 0, so with "
+    "c <= 1 no record is left out, and as ℓ and F fall together the weights keep their spread."
 )
 
 
@@ -134,7 +136,7 @@ def print_answer(found: Mapping[str, Any]) -> None:
         console.print(f"from the run's released numbers: {', '.join(found['from_run'])}")
     console.print(f"\nλ* = {found['lam']:.4g}    a3 - a4 a5 = {found['slope_at_0']:.4g}")
     console.print(found["why"] + "\n")
-    console.print(found["instead"])
+    console.print(found["instead"], markup=False)
     if found["loss"] is not None:
         console.print(f"The last released F is {found['loss']:.4g}: λ <= {1 / found['loss']:.3g}.")
     title = "the theorem's bound, as far as it has a meaning: 1 + 2 Q0 λ > 0"

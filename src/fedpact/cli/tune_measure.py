@@ -44,6 +44,11 @@ UNPROTECTED = (
     "optima differ it has no bound (docs/errata.md, V5)."
 )
 
+_EVALUATED = (
+    " The time of evaluations is among it: run with run.evaluate_every above the number of rounds "
+    "to leave it out."
+)
+
 
 def from_run(
     run: Path, given: Mapping[str, float | None]
@@ -102,13 +107,17 @@ class Split:
 def split(records: Sequence[RoundRecord]) -> Split:
     """Return d_com and d_cmp by least squares of seconds = d_com + d_cmp τ over the rounds.
 
-    Where all τ are equal they cannot be told apart, and each gets half of a round. Raises
-    InputError: no rounds with steps, or seconds that leave nothing for one of the two.
+    Rounds that were evaluated also took the time of that: they are left out, unless only they have
+    several τ, or there are no others. Where all τ are equal the two cannot be told apart, and each
+    gets half of a round. Raises InputError: no rounds with steps, or seconds that leave nothing for
+    one of the two.
     """
+    trained = [record for record in records if record.round and record.steps]
+    bare = [record for record in trained if record.accuracy is None and not record.scores]
+    evaluated = len(_taus(bare)) < min(2, len(_taus(trained)))
     costs = Costs()
-    for record in records:
-        if record.round and record.steps:
-            costs = costs.after(record.bytes_down + record.bytes_up, record.steps, record.seconds)
+    for record in trained if evaluated else bare:
+        costs = costs.after(record.bytes_down + record.bytes_up, record.steps, record.seconds)
     if not costs.rounds or not costs.seconds > 0:
         raise InputError(
             "the run has no round with local steps and seconds: expected at least one; give "
@@ -122,7 +131,7 @@ def split(records: Sequence[RoundRecord]) -> Split:
             f"d_cmp = {each / 2 / tau:.3g} s, γ = 1/τ. Anything else is as possible: give --gamma, "
             "or a run with several τ."
         )
-        return Split(each / 2, each / 2 / tau, costs.rounds, False, note)
+        return Split(each / 2, each / 2 / tau, costs.rounds, False, note + _EVALUATED * evaluated)
     d_com, d_cmp = costs.split_seconds()
     if not (d_com > 0 and d_cmp > 0):
         raise InputError(
@@ -133,7 +142,11 @@ def split(records: Sequence[RoundRecord]) -> Split:
         f"{costs.rounds} rounds of several τ: d_com = {d_com:.3g} s a round, d_cmp = {d_cmp:.3g} s "
         "a local step, by least squares. In a simulation messages cross no network."
     )
-    return Split(d_com, d_cmp, costs.rounds, True, note)
+    return Split(d_com, d_cmp, costs.rounds, True, note + _EVALUATED * evaluated)
+
+
+def _taus(records: Sequence[RoundRecord]) -> set[int]:
+    return {record.steps for record in records}
 
 
 # ---------------------------------------------------------------- curvature
