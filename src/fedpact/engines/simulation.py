@@ -9,33 +9,28 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from fedpact.client import Client
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
 from fedpact.engines.evaluation import Evaluator
-from fedpact.engines.inprocess import Bench, InProcess
+from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
+from fedpact.engines.virtual import VirtualSite
 from fedpact.errors import LedgerError, PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
-from fedpact.losses import cross_entropy
-from fedpact.messages import RoundRecord, State, Task
+from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.oracle import Records
 from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds
 
@@ -80,11 +75,12 @@ def simulate(
         _write_setting(folder, scene)
     run = folder.read_json("environment.json")["run"]
     with ExitStack() as stack:
-        ledgers = _open_ledgers(scene, folder, run, stack)
+        sites = _sites(scene, folder, run)
+        ledgers = _open_ledgers(sites, stack)
         if not known:
             # It states the released sizes, so it is written after they were charged.
             folder.write_json("privacy.json", privacy_statement(scene))
-        clients = {site.name: _client(scene, site, folder, run, ledgers) for site in scene.sites}
+        clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
         workers = plan.run.workers or available_cores()
         workshop = replace(scene.workshop, device=plan.run.device)
         transport = stack.enter_context(InProcess(clients, workers, workshop.table))
@@ -137,18 +133,19 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
     folder.write_json("environment.json", environment)
 
 
-def _open_ledgers(scene: Scene, folder: Folder, run: str, stack: ExitStack) -> dict[str, Ledger]:
+def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:
     ledgers = dict[str, Ledger]()
-    allow_open_files(len(scene.terms))
-    kept = scene.plan.run.ledgers
-    for name, terms in scene.terms.items():
-        path = Path(kept) / f"{name}.ledger.jsonl" if kept else folder.site(name) / "ledger.jsonl"
-        ledger = stack.enter_context(Ledger(path, name, hypothetical=True))
-        if scene.policy and not ledger.has_reserved(run):
-            scene.policy.check_run(scene.plan.algorithm, terms, ledger.total())
-        ledger.reserve(run, terms.budget, terms.history(terms.steps))
-        charge_size(ledger, run, terms)
-        ledgers[name] = ledger
+    allow_open_files(len(sites))
+    for site in sites:
+        ledger, terms = site.open_ledger(), site.terms
+        if ledger is None or terms is None:
+            continue
+        stack.enter_context(ledger)
+        if site.policy and not ledger.has_reserved(site.run):
+            site.policy.check_run(site.plan.algorithm, terms, ledger.total())
+        ledger.reserve(site.run, terms.budget, terms.history(terms.steps))
+        charge_size(ledger, site.run, terms)
+        ledgers[site.name] = ledger
     return ledgers
 
 
@@ -164,37 +161,24 @@ def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> Non
             )
 
 
-def _client(
-    scene: Scene, site: Site, folder: Folder, run: str, ledgers: dict[str, Ledger]
-) -> Client[Bench]:
-    plan, device = scene.plan, torch.device(scene.plan.run.device)
-    records = Records(site.x.to(device), site.y.to(device))
-    terms, ledger = scene.terms.get(site.name), ledgers.get(site.name)
-    size = terms.size if terms else float(len(site.y))
+def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
+    kept = scene.plan.run.ledgers
 
-    def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
-        draws = SeededDraws(plan.seed, site.name, task.round)
-        if terms is None or ledger is None:
-            anchor = plan.method.anchor
-            rates = plan.rate(site.name, size), anchor.rate if anchor else 1.0
-            return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
-        charge = Charge(ledger, run, task.round, task.digest + memory.digest)
-        exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
+    def virtual(site: Site) -> VirtualSite:
+        home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
+        ledger = Path(kept) / f"{site.name}.ledger.jsonl" if kept else home / "ledger.jsonl"
+        return VirtualSite(
+            name=site.name,
+            plan=scene.plan,
+            run=run,
+            records=Records(site.x, site.y),
+            memory=home / "memory.safetensors",
+            terms=terms,
+            ledger=ledger.absolute() if terms else None,
+            policy=scene.policy,
+        )
 
-        left = partial(charge.steps_left, terms)
-        return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
-
-    memory = folder.site(site.name) / "memory.safetensors"
-    return Client(
-        site.name,
-        size,
-        plan.method,
-        oracle,
-        ledger,
-        memory,
-        scene.policy,
-        device,
-    )
+    return [virtual(site) for site in scene.sites]
 
 
 def _start(

@@ -1,0 +1,61 @@
+"""A site of a simulation, wherever it is trained: by a thread of this process, or by an actor."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fedpact.client import Client
+from fedpact.engines.inprocess import Bench
+from fedpact.losses import cross_entropy
+from fedpact.messages import State, Task
+from fedpact.plan import Plan
+from fedpact.privacy.kernel import PlainKernel
+from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.terms import Terms
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualSite:
+    """What one site of a run is made of. It can be pickled.
+
+    terms, ledger: None where the site keeps no ledger. ledger, memory: the paths of its files.
+    """
+
+    name: str
+    plan: Plan
+    run: str
+    records: Records
+    memory: Path
+    terms: Terms | None = None
+    ledger: Path | None = None
+    policy: Policy | None = None
+
+    def open_ledger(self) -> Ledger | None:
+        """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
+        return None if self.ledger is None else Ledger(self.ledger, self.name, hypothetical=True)
+
+    def client(self, ledger: Ledger | None) -> Client[Bench]:
+        """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
+        plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
+        records = Records(self.records.x.to(device), self.records.y.to(device))
+        size = terms.size if terms else float(len(records.y))
+
+        def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
+            draws = SeededDraws(plan.seed, self.name, task.round)
+            if terms is None or ledger is None:
+                anchor = plan.method.anchor
+                rates = plan.rate(self.name, size), anchor.rate if anchor else 1.0
+                return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
+            charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
+            exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
+            left = partial(charge.steps_left, terms)
+            return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
+
+        return Client(
+            self.name, size, plan.method, oracle, ledger, self.memory, self.policy, device
+        )
