@@ -59,5 +59,7 @@ PROBLEMS = {
     "Bnp": Problem("Bnp", (1, 28, 28), papers.cnn),
     "C": Problem("C", (3, 32, 32), papers.cnn_padded),
     "13M": Problem("13M", (1, 28, 28), _wide),
+    "mlp": Problem("mlp", (1, 28, 28), papers.mlp),
+    "tiny A": Problem("tiny A", (1, 8, 8), papers.logistic),
     "tiny": Problem("tiny", (1, 8, 8), tiny),
 }

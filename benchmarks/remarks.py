@@ -16,6 +16,13 @@ REMARKS: dict[tuple[str, str], str] = {
         "The clipped sum alone takes the plain step's time; seeding and drawing the noise, "
         "gathering the batch and the oracle's checks cost 0.1 ms more, whatever the model."
     ),
+    ("stacked", "A: stacked"): (
+        "Each site's own noise, its seed, its batch and the oracle's checks are not stacked, and "
+        "they are now the larger part."
+    ),
+    ("step-B", "fedpact, generic kernel, batch 75"): (
+        "Autograd's functions and its order cost what the compiled level saves."
+    ),
     ("step-B", "fedpact, batch 75"): (
         "The clipped sum is near the stretch; a simulation's noise, at the speed of torch's normal "
         "numbers, is a tenth of the plain step."

@@ -60,8 +60,10 @@ def terms_of(batch: int, rate: float = 1.0, sigma: float = SIGMA) -> Terms:
     return Terms("site", batch / rate, rate, CLIP, noise, 10**9, Budget(1.0, 1e-5), "best")
 
 
-def _private(problem: Problem, batch: int, draws: Draws) -> Work:
-    kernel = kernel_of(problem)
+def _private(
+    problem: Problem, batch: int, draws: Draws, kernel: PerSampleKernel | None = None
+) -> Work:
+    kernel = kernel or kernel_of(problem)
     records = Records(*problem.records(batch))
     oracle = PrivateOracle(records, kernel, terms_of(batch), draws, lambda *_: None)
     w = kernel.model.vector.clone()
@@ -81,6 +83,13 @@ def fedpact(problem: Problem, batch: int) -> Work:
 def fedpact_secure(problem: Problem, batch: int) -> Work:
     """The same with a deployment's noise on the grid."""
     return _private(problem, batch, SecureDraws())
+
+
+def fedpact_generic(problem: Problem, batch: int) -> Work:
+    """The same as `fedpact` by the kernel's first level: autograd's tape, for any model."""
+    kernel = kernel_of(problem)
+    kernel._level.plan = None
+    return _private(problem, batch, SeededDraws(0, "site", 1), kernel)
 
 
 def kernel_alone(problem: Problem, batch: int) -> Work:
@@ -163,6 +172,7 @@ METHODS: dict[str, Method] = {
     "channels_last": channels_last,
     "fedpact": fedpact,
     "fedpact_secure": fedpact_secure,
+    "fedpact_generic": fedpact_generic,
     "kernel_alone": kernel_alone,
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,

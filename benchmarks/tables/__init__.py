@@ -10,7 +10,7 @@ from types import ModuleType
 
 # In the order of the page.
 _ORDER = (
-    "step", "parts", "memory", "roofline", "noise",
+    "step", "stacked", "parts", "memory", "roofline", "noise",
     "round", "workers", "overhead", "sites", "accuracy",
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ _TITLES = {
     "channels_last": "plain, channels_last",
     "fedpact": "fedpact",
     "fedpact_secure": "fedpact, secure noise on the grid",
+    "fedpact_generic": "fedpact, generic kernel",
     "kernel_alone": "fedpact's clipped sum alone",
     "opacus_hooks": "Opacus, hooks",
     "opacus_ghost": "Opacus, ghost",
@@ -58,6 +59,8 @@ def _rows(model: str, batch: int, methods: list[str], turns: Turns) -> list[Row]
     rows = [Row(f"plain, batch {batch}", 1.0, note=milliseconds(plain.median))]
     for method in methods:
         marks = {"goal": goal, "stretch": stretch} if method == "fedpact" else {}
+        if method == "fedpact_generic" and model == "B" and marked:
+            marks = {"goal": 1.2, "stretch": 1.0}
         rows.append(turns.row(f"{_TITLES[method]}, batch {batch}", method, "plain", **marks))
     for peer, (goal, stretch) in _FASTER.items():
         if peer in methods and model == "B" and marked:

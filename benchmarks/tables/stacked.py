@@ -1,0 +1,84 @@
+"""Sites of a small model, stacked, beside one after another."""
+
+import torch
+
+from benchmarks import steps
+from benchmarks.problems import PROBLEMS, RATE
+from benchmarks.results import Row
+from benchmarks.scale import Scale
+from benchmarks.timing import Work, by_turns, milliseconds
+from fedpact.engines.lockstep import Lockstep
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.stacked import Ask, Request, Seat, Stack
+
+TITLE = "Stacked sites"
+ABOUT = (
+    "Logistic regression 784→10 (A) and a hidden layer of 128 (mlp), batch 75, 16 sites with weights "
+    "of their own: one step of each, all through their oracles, in lockstep on one core "
+    "(`run.stacked = 16`) and one after another. Ratios to 16 plain steps."
+)
+NAMES = ("stacked",)
+_SITES = 16
+
+
+def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
+    """See tables."""
+    del name
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    busy = False
+    for model in scale.of(("A", "mlp"), ("tiny A",)):
+        works, close = _works(model, scale.of(75, 3), scale.of(_SITES, 2))
+        # The sites' threads work for the one that waits, so only the clock counts all of it.
+        turns = by_turns(works, scale.repetitions, threads=2)
+        close()
+        busy |= turns.busy
+        plain = turns.time("plain")
+        rows.append(Row(f"{model}: plain", 1.0, note=milliseconds(plain.median)))
+        marks = {"goal": 1.0, "stretch": 0.6} if model == "A" else {}
+        rows.append(turns.row(f"{model}: one after another", "alone", "plain"))
+        rows.append(turns.row(f"{model}: stacked", "stacked", "plain", **marks))
+        rows.append(turns.row(f"{model}: clipped sums alone", "sums_alone", "plain"))
+        rows.append(turns.row(f"{model}: clipped sums stacked", "sums_stacked", "plain"))
+    return rows, busy
+
+
+def _works(model: str, batch: int, sites: int) -> tuple[dict[str, Work], Work]:
+    problem = PROBLEMS[model]
+    records = [problem.records(batch, site) for site in range(sites)]
+    kernel = steps.kernel_of(problem)
+    form = FlatModel(problem.module())
+    stack = Stack.of(form, cross_entropy)
+    if stack is None:
+        raise ValueError(f"{model} is no model that can be stacked")
+    terms = steps.terms_of(batch)
+    weights = [form.vector.clone() for _ in records]
+
+    def step(i: int, kernel: steps.PerSampleKernel) -> None:
+        draws = SeededDraws(0, f"site-{i}", 1)
+        oracle = PrivateOracle(Records(*records[i]), kernel, terms, draws, lambda *_: None)
+        for one in oracle.batches(1, "gradient"):
+            weights[i].add_(one.gradient(weights[i]), alpha=-RATE)
+
+    def alone() -> None:
+        for i in range(sites):
+            step(i, kernel)
+
+    def seat(ask: Ask) -> Seat:
+        return Seat(FlatModel(problem.module()), cross_entropy, ask)
+
+    table = Lockstep(sites, seat, stack.sums)
+    jobs = [lambda own, i=i: step(i, own) for i in range(sites)]
+    plain = [steps.plain(problem, batch) for _ in records]
+    asked = [Request(form.vector, x, y, steps.CLIP, None) for x, y in records]
+    works: dict[str, Work] = {
+        "plain": lambda: [one() for one in plain],
+        "alone": alone,
+        "stacked": lambda: table.serve(jobs),
+        "sums_alone": lambda: [kernel.clipped_sum(x, y, steps.CLIP) for x, y in records],
+        "sums_stacked": lambda: stack.sums(asked),
+    }
+    return works, table.close
