@@ -16,7 +16,7 @@ from fedpact.privacy.stacked import Ask, Request, Seat, Stack
 
 TITLE = "Stacked sites"
 ABOUT = (
-    "Logistic regression 784→10 (A) and a hidden layer of 128 (mlp), batch 75, 16 sites with weights "
+    "Logistic regression 784→10 (A), a hidden layer of 128 (mlp), batch 75, 16 sites with weights "
     "of their own: one step of each, all through their oracles, in lockstep on one core "
     "(`run.stacked = 16`) and one after another. Ratios to 16 plain steps."
 )
