@@ -2,8 +2,8 @@
 
     python experiments/fedproxvr/proximal.py [SEEDS] [OUT]
 
-100 devices, B = 1, τ = 20, η = 0.3, 100 rounds for every entry: FedAvg, SVRG and SARAH at several μ.
-A folder that has been begun is resumed, run by run.
+100 devices, B = 1, τ = 20, η = 0.3, 100 rounds for every entry: FedAvg, SVRG and SARAH at several
+μ. A folder that has been begun is resumed, run by run.
 """
 
 import sys
