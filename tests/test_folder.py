@@ -1,10 +1,13 @@
 import pytest
 import torch
 
+from fedpact.api import run
+from fedpact.comparison.compare import compare
 from fedpact.costs import Costs
-from fedpact.errors import DataError
-from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.errors import DataError, InputError
+from fedpact.folder import Checkpoint, Folder, check_out, write_whole
 from fedpact.messages import RoundRecord, State, to_bytes
+from fedpact.plan import Plan
 
 
 def checkpoint(number):
@@ -59,3 +62,17 @@ def test_what_is_no_run_is_told(tmp_path):
         Folder(tmp_path).read_json("plan.json")
     with pytest.raises(DataError, match="cannot be resumed"):
         Folder(tmp_path).restore()
+
+
+def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match="is no folder: name a folder"):
+            check_out(out)
+    new = tmp_path / "new" / "run"
+    assert check_out(new) == new
+    assert not new.parent.exists()
+    # Both that write one ask first.
+    for carry_out in (lambda out: run(Plan(), out), lambda out: compare([Plan()], 1, out)):
+        with pytest.raises(InputError, match="is no folder: name a folder"):
+            carry_out(tmp_path / "file")

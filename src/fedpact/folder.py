@@ -21,8 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.costs import Costs
-from fedpact.errors import DataError
+from fedpact.errors import DataError, InputError
 from fedpact.messages import RoundRecord, State, from_bytes, to_bytes
+
+
+def check_out(out: Path) -> Path:
+    """Return a folder that is to be written. Raises InputError: it is no folder, or cannot be."""
+    found = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+        why = "may not be written to" if found.is_dir() else "is no folder"
+        raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
+    return out
 
 
 def write_whole(path: Path, content: bytes) -> None:

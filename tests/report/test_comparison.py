@@ -200,6 +200,7 @@ def test_what_is_unequal_is_said(tmp_path: Path, change: dict[str, Any], told: s
 )
 def test_what_the_method_consists_of_may_differ(change: dict[str, Any]) -> None:
     other = {**PLAN, "privacy": {**PLAN["privacy"], **change}, "model": "cnn", "batch_size": 3}
+    other |= {"compression": {"kind": "int8"}, "robust": {"rule": "median"}}
     assert not any(d.unequal for d in differences({"one": {**PLAN, "seed": 8}, "two": other}))
 
 

@@ -43,7 +43,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
-    chosen = [name.strip() for name in algorithms.split(",") if name.strip()]
+    chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     plans = read_plans(configs or [], chosen, overrides)
     folder = out or default_folder()
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)

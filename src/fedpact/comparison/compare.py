@@ -10,7 +10,7 @@ from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
-from fedpact.folder import Folder, write_whole
+from fedpact.folder import Folder, check_out, write_whole
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
@@ -43,13 +43,13 @@ def compare(
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
     differ in more than their method are compared, and marked (Comparison.inequalities).
     Raises InputError (PlanError among them), before anything is written: no plans, plans on
-    different data, a bad name or seed, a folder that holds runs of other plans, several jobs for
-    plans with budget.seconds.
+    different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
+    several jobs for plans with budget.seconds.
     """
     entries = named(plans)
     comparable(entries)
     chosen = seeds_of(entries, seeds)
-    folder = default_folder() if out is None else Path(out)
+    folder = check_out(default_folder() if out is None else Path(out))
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
     wanted = [
         Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed))
