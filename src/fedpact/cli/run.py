@@ -26,6 +26,10 @@ Config = Annotated[
 Overrides = Annotated[
     list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
 ]
+Engine = Annotated[
+    str,
+    typer.Option(help="local: threads of this machine; ray: a cluster, or cores of this machine."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -35,29 +39,31 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
     ] = None,
+    engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
     """Train as a configuration says, and write the run's folder with its report."""
     plan = Plan.read(config, overrides)
-    _carry_out(plan, out or default_folder(plan), as_json)
+    _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run from its last committed round."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
-    _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, as_json)
+    _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
-def _carry_out(plan: Plan, folder: Path, as_json: bool) -> None:
+def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     with _Live(plan, console) as live:
-        result = carry_out(plan, folder, on_round=live, stop=asked)
+        result = carry_out(plan, folder, engine=engine, on_round=live, stop=asked)
     show(
         {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
         as_json,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fedpact.engines.coordinator import Coordinator
-from fedpact.engines.flower import require_flower
+from fedpact.engines.flower import QUIET, require_flower
 from fedpact.engines.site import Site
 from fedpact.messages import RoundRecord
 
@@ -89,8 +89,7 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
         "FLWR_HOME": str(directory / "flower"),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        **QUIET,
     }
 
 

@@ -6,6 +6,7 @@ reaches the algorithm.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,17 +18,20 @@ from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.metrics import evaluate, psi
 from fedpact.params import FlatModel
-from fedpact.privacy.ledger import Ledger
+from fedpact.theory.accounting import History
 
 _SHARE_OF_TIME = 0.1
 _FREE_SECONDS = 5.0
 
 
 class Evaluator:
-    """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds."""
+    """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds.
 
-    def __init__(self, scene: Scene, run: str, ledgers: dict[str, Ledger]) -> None:
-        self._scene, self._run, self._ledgers = scene, run, ledgers
+    charged: site -> the events that the run has been charged there so far.
+    """
+
+    def __init__(self, scene: Scene, charged: Callable[[str], History]) -> None:
+        self._scene, self._charged = scene, charged
         self._device = torch.device(scene.plan.run.device)
         self._model = FlatModel(scene.module().to(self._device))
         self._began, self._spent = time.perf_counter(), 0.0
@@ -82,7 +86,7 @@ class Evaluator:
         if not self._scene.plan.private:
             return {}
         return {
-            name: terms.epsilon_after(self._ledgers[name].spent(self._run))
+            name: terms.epsilon_after(self._charged(name))
             for name, terms in self._scene.terms.items()
         }
 

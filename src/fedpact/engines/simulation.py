@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from torch import nn
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site
 from fedpact.engines.evaluation import Evaluator
+from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.engines.virtual import VirtualSite
-from fedpact.errors import LedgerError, PlanError
+from fedpact.engines.workshop import Workshop
+from fedpact.errors import InputError, LedgerError, PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
@@ -32,9 +35,12 @@ from fedpact.plan import Plan
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.sizes import charge_size
-from fedpact.round import Rounds
+from fedpact.round import Rounds, Transport
+from fedpact.theory.accounting import History
 
 OnRound = Callable[[RoundRecord], None]
+
+ENGINES = ("local", "ray")
 
 _FIRST = "plan.json"
 
@@ -58,15 +64,19 @@ def simulate(
     out: Path,
     *,
     data: Dataset | None = None,
+    engine: str = "local",
     on_round: OnRound = _nobody,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Carry out a plan in this process and write the run's folder.
+    """Carry out a plan from this process and write the run's folder.
 
     out: new, or the folder of this same plan, which is then continued. data: instead of plan.data.
+    engine: what trains the sites, threads of this process ("local") or actors of Ray ("ray"), which
+    give the same bits; a run may go on with another one.
     on_round: called with every record, those of earlier sessions first. stop: see round.Rounds.
     Raises InputError of some kind for whatever does not fit, before anything is written.
     """
+    _check_engine(engine, plan)
     keep_freed_memory()
     folder = Folder(out)
     known = _is_known(folder, plan)
@@ -80,11 +90,12 @@ def simulate(
         if not known:
             # It states the released sizes, so it is written after they were charged.
             folder.write_json("privacy.json", privacy_statement(scene))
-        clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
-        workers = plan.run.workers or available_cores()
         workshop = replace(scene.workshop, device=plan.run.device)
-        transport = stack.enter_context(InProcess(clients, workers, workshop.table))
-        evaluator = Evaluator(scene, run, ledgers)
+        if engine == "ray":
+            transport, charged = _on_ray(sites, workshop, ledgers, stack)
+        else:
+            transport, charged = _on_threads(sites, workshop, ledgers, stack)
+        evaluator = Evaluator(scene, charged)
         at, records = _start(folder, scene, evaluator)
         _check_complete(at, run, ledgers)
         for record in records:
@@ -97,6 +108,56 @@ def simulate(
             on_round(record)
         records[-1] = evaluator(at, records[-1], last=True)
     return _finish(folder, scene, at, records, rounds.status)
+
+
+def _check_engine(engine: str, plan: Plan) -> None:
+    """Raise InputError unless the engine is known, installed, and able to carry out the plan."""
+    if engine not in ENGINES:
+        raise InputError(
+            f"engine is {engine!r}: expected local, which trains on threads of this machine, or "
+            "ray, which trains on a cluster"
+        )
+    if engine == "local":
+        return
+    require_ray()
+    for name, value, expected in (
+        ("device", plan.run.device, "cpu"),
+        ("stacked", plan.run.stacked, 1),
+    ):
+        if value != expected:
+            raise PlanError(
+                f'run.{name} is {value!r}: engine "ray" trains one site at a time on a core; '
+                f'expected {expected!r}, or engine "local"'
+            )
+
+
+def _on_threads(
+    sites: list[VirtualSite], workshop: Workshop, ledgers: dict[str, Ledger], stack: ExitStack
+) -> tuple[Transport, Callable[[str], History]]:
+    """Return the transport to threads of this process, and what tells a site's charges."""
+    clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
+    workers = workshop.plan.run.workers or available_cores()
+    transport = stack.enter_context(InProcess(clients, workers, workshop.table))
+    return transport, partial(_charged, ledgers, sites[0].run)
+
+
+def _on_ray(
+    sites: list[VirtualSite], workshop: Workshop, ledgers: dict[str, Ledger], stack: ExitStack
+) -> tuple[Transport, Callable[[str], History]]:
+    """Return the transport over Ray, and what it knows of charges. Closes the ledgers."""
+    from fedpact.engines.flower.cluster import RayTransport
+
+    spent = {site.name: _charged(ledgers, site.run, site.name) for site in sites if site.terms}
+    most = workshop.plan.run.workers or None
+    transport = stack.enter_context(RayTransport(sites, workshop, most, spent))
+    # From here on each is opened by whichever actor has its site.
+    for ledger in ledgers.values():
+        ledger.close()
+    return transport, transport.spent
+
+
+def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
+    return ledgers[site].spent(run)
 
 
 def _is_known(folder: Folder, plan: Plan) -> bool:

@@ -1,0 +1,160 @@
+"""The transport over Ray: a simulation's sites trained by actors of Flower's Ray backend.
+
+RAY_ADDRESS names a cluster that is there; without it this machine gets a Ray of its own, which ends
+with the run. A thread for each actor hands it one site's task after another. Replies are yielded in
+the order of site names, and a draw follows from (seed, site, round, step), so results depend
+neither on the number of actors nor on which of them takes a site.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import ray
+from flwr.clientapp import ClientApp
+from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+from flwr.simulation.ray_transport.ray_actor import BasicActorPool, ClientAppActor
+from flwr.supercore.task_identity import TaskIdentity
+from ray.exceptions import RayError
+
+from fedpact.engines.flower.actor import Kit, open_app, opened, task_for
+from fedpact.engines.process import available_cores
+from fedpact.engines.virtual import VirtualSite
+from fedpact.engines.workshop import Workshop
+from fedpact.errors import FedpactError, InputError
+from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.privacy.oracle import Records
+from fedpact.theory.accounting import History
+
+_EACH = {"num_cpus": 1, "num_gpus": 0.0}
+_RUN = 1  # Flower wants a number for the run; nothing depends on it
+
+
+class RayTransport:
+    """See round.Transport. An actor for each site or for each core that Ray offers; fewer if
+    `workers` says so.
+
+    spent: what each site's ledger says before the first round; no ledger may be open here then.
+    Raises InputError: no cluster at RAY_ADDRESS.
+    """
+
+    traffic = None
+
+    def __init__(
+        self,
+        sites: Sequence[VirtualSite],
+        workshop: Workshop,
+        workers: int | None,
+        spent: Mapping[str, History],
+    ) -> None:
+        self._places = {site.name: place for place, site in enumerate(sites)}
+        self._spent = dict(spent)
+        actors = min(workers or len(sites), len(sites))
+        self._owned = _start_ray(actors)
+        # Flower logs what it raises; it is told where it is caught.
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = _RUN
+        self._backend = _Backend(actors)
+        # References keep what is in the store: as long as this transport lives.
+        self._kit = ray.put(Kit(workshop, [ray.put(_alone(site)) for site in sites]))
+        self._backend.build(partial(open_app, self._kit))
+        self._pool = ThreadPoolExecutor(self._backend.num_workers, "actor")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # A task under way is waited for, as by threads: cut off, it might tear a ledger's line.
+        try:
+            self._pool.shutdown(cancel_futures=True)
+        finally:
+            self._backend.end(self._owned)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """See Transport."""
+        return tuple(sorted(self._places))
+
+    def spent(self, site: str) -> History:
+        """Return what a site had been charged for this run when it last answered."""
+        return self._spent[site]
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """See Transport. Raises FedpactError: a site failed, or its actor ended."""
+        waiting = deque[Future[Reply | Refusal]]()
+        for site in self.sites:
+            if len(waiting) >= 2 * self._backend.num_workers:
+                yield waiting.popleft().result()
+            waiting.append(self._pool.submit(self._ask, site, tasks[site]))
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _ask(self, site: str, task: Task) -> Reply | Refusal:
+        message, context = task_for(self._places[site], to_bytes(task), _RUN)
+        try:
+            reply, _ = self._backend.process_message(message, context)
+        except RayError as error:
+            raise FedpactError(
+                f"the actor that trained site {site!r} in round {task.round} ended "
+                f"({type(error).__name__}): its machine is gone or out of memory, or it cannot "
+                "import what the run needs. Nothing committed is lost: see to that, and resume "
+                "the run"
+            ) from error
+        block, self._spent[site] = opened(reply.content)
+        answer = from_bytes(block)
+        if not isinstance(answer, Reply | Refusal):
+            raise FedpactError(f"site {site!r} answered with a {type(answer).__name__}")
+        return answer
+
+
+class _Backend(RayBackend):
+    """Flower's backend, with no more actors than there is use for."""
+
+    def __init__(self, actors: int) -> None:
+        super().__init__({"client_resources": _EACH})
+        self._actors = actors
+
+    def build(self, app_fn: Callable[[], ClientApp]) -> None:
+        """See RayBackend."""
+        self.app_fn = app_fn
+        actor: Any = ClientAppActor
+        self.pool = BasicActorPool(actor, dict(_EACH), self.actor_kwargs)
+        self.pool.add_actors_to_pool(min(self._actors, self.pool.actors_capacity))
+
+    def end(self, owned: bool) -> None:
+        """End the actors, and Ray with them where it is ours."""
+        if owned:
+            self.terminate()
+        elif self.pool:
+            self.pool.terminate_all_actors()
+
+
+def _alone(site: VirtualSite) -> VirtualSite:
+    """The site with records of its own: a view would take its whole tensor along."""
+    return replace(site, records=Records(site.records.x.clone(), site.records.y.clone()))
+
+
+def _start_ray(actors: int) -> bool:
+    """Start Ray here or join the cluster; return whether this process has to end it."""
+    if ray.is_initialized():
+        return False
+    # Ray warns of how it will treat graphics cards one day; the actors use none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS", "local")
+    here: dict[str, Any] = {}
+    if address == "local":
+        here = {"num_cpus": min(actors, available_cores()), "num_gpus": 0}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        ray.init(address, include_dashboard=False, **quiet, **here)
+    except (ConnectionError, ValueError) as error:
+        raise InputError(
+            f"RAY_ADDRESS is {address!r}, and Ray cannot start there ({error}): expected the "
+            "address that `ray start --head` prints, or no RAY_ADDRESS for this machine alone"
+        ) from error
+    return True
