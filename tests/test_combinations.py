@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from fedpact import algorithms
 from fedpact.errors import PlanError
-from fedpact.methods.combine import REFUSED
+from fedpact.methods.combine import NEEDS_SINGLE_REPLIES, REFUSED
 from fedpact.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -12,6 +14,7 @@ COLUMNS = {
     "fairness": {"fairness": {"weight": 0.1}},
     "control": {"control": {"kind": "ali", "iterations": 9}},
     "robust": {"robust": {"rule": "median"}},
+    "secure_aggregation": {"secure_aggregation": {"threshold": 3}},
     "server": {"server": {"optimiser": "momentum"}},
     "per_sample": {},
     "batch_clipped": {"privacy": {"mode": "batch_clipped"}},
@@ -49,6 +52,10 @@ def reasons():
     )
 
 
+def single():
+    return "\n".join(f"* `[{part}]`: {why}." for part, why in NEEDS_SINGLE_REPLIES.items())
+
+
 def block(name):
     text = PAGE.read_text(encoding="utf-8")
     return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0]
@@ -60,3 +67,22 @@ def test_the_table_is_what_plans_do():
 
 def test_the_reasons_are_the_codes():
     assert block("reasons") == reasons()
+
+
+def test_what_secure_aggregation_refuses_is_the_codes():
+    assert block("single") == single()
+
+
+TABLES = {
+    "robust": COLUMNS["robust"],
+    "control": COLUMNS["control"],
+    "compression": {"compression": {"kind": "int8"}},
+}
+
+
+@pytest.mark.parametrize("table", NEEDS_SINGLE_REPLIES)
+def test_secure_aggregation_refuses_what_needs_single_replies(table):
+    secure = COLUMNS["secure_aggregation"]
+    Plan.parse(TABLES[table])
+    with pytest.raises(PlanError, match=rf"does not go with \[{table}\]"):
+        Plan.parse({**TABLES[table], **secure})

@@ -35,6 +35,11 @@ class Transport(Protocol):
         """Send each site its task; yield the answers in the order of site names as they come."""
         ...
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes down and up of the last exchange, where tasks and answers are not what was sent."""
+        ...
+
 
 Evaluate = Callable[[Checkpoint, RoundRecord], RoundRecord]
 """Fills in what is measured of a state: accuracy, Ψ, ε."""
@@ -94,18 +99,19 @@ class Rounds:
         steps = method.steps(state)
         state = method.update(state, _put_back(first, replies))
         down = sum(task.wire_bytes for task in tasks.values())
+        down, up = self.transport.traffic or (down, tally.bytes)
         number = at.round + 1
         after = Checkpoint(
             state,
             number,
             {**at.included, **dict.fromkeys(tally.replied, number)},
-            at.costs.after(down + tally.bytes, steps, self._clock() - began),
+            at.costs.after(down + up, steps, self._clock() - began),
         )
         record = RoundRecord(
             round=number,
             steps=steps,
             bytes_down=down,
-            bytes_up=tally.bytes,
+            bytes_up=up,
             refused=tally.refused,
             numbers=state.numbers,
         )

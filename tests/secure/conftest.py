@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.algorithms import Summed
-from fedpact.engines.secure import ring
+from fedpact.engines.secure import ring, wire
 from fedpact.engines.secure.server import Session
 from fedpact.engines.secure.site import Masker, Opened
 from fedpact.messages import Reply, Task, from_bytes, to_bytes
@@ -81,7 +81,7 @@ class Party:
                     continue
                 answer = self.answer(site, question)
                 if step == "masked":
-                    masked[site] = session.masked_of(answer)
+                    masked[site] = wire.reply_in(answer)
                     session.take_masked(site, masked[site])
                 else:
                     getattr(session, f"take_{step}")(site, answer)

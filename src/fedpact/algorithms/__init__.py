@@ -38,6 +38,11 @@ class Summed:
     why_not: str = ""
 
 
+EVEN_IS_NOT_SUMMED = Summed(
+    why_not="aggregation = 'uniform' counts sites alike, and masked vectors count by declared size"
+)
+
+
 class BaseSettings(BaseModel):
     """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
 

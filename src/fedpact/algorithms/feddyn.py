@@ -32,7 +32,7 @@ from collections.abc import Iterable
 import torch
 from pydantic import Field
 
-from fedpact.algorithms import Neutral, fedprox
+from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedprox
 from fedpact.algorithms.fedavg import channels, init, steps, task
 from fedpact.local import Aggregation, proximal_sgd, round_steps, weighed, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
@@ -49,6 +49,11 @@ class Settings(fedprox.Settings):
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"
+
+    @property
+    def summed(self) -> Summed:
+        """See BaseSettings."""
+        return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -35,7 +35,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms import BaseSettings, Neutral, Summed
 from fedpact.check import non_negative, positive
 from fedpact.local import weighted_mean
 from fedpact.messages import Local, Reply, State, Task
@@ -57,6 +57,15 @@ class Settings(BaseSettings):
     step_schedule: Literal["inverse", "constant"] = "inverse"
     aggregation: Literal["batch_size", "least_noise"] = "batch_size"
     bias_penalty: float = Field(default=1.0, gt=0)
+
+    @property
+    def summed(self) -> Summed:
+        """See BaseSettings: J_k and v_k are public."""
+        if self.aggregation == "batch_size":
+            return Summed("batch_size", ("batch_size", "noise_variance"))
+        return Summed(
+            why_not="aggregation = 'least_noise' takes two sums over the sites, with unlike weights"
+        )
 
 
 def channels(settings: Settings) -> dict[str, float]:

@@ -36,7 +36,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedavg
 from fedpact.algorithms.fedavg import channels, steps, task
 from fedpact.local import Aggregation, round_steps, weighed, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
@@ -52,6 +52,11 @@ class Settings(fedavg.Settings):
 
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
+
+    @property
+    def summed(self) -> Summed:
+        """See BaseSettings."""
+        return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
 def init(w: Tensor, settings: Settings) -> State:

@@ -81,6 +81,8 @@ class OneByOne:
 class InProcess:
     """See round.Transport. `workers` threads; `table` makes what each of them trains sites at."""
 
+    traffic = None
+
     def __init__(
         self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Table]
     ) -> None:

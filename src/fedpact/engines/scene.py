@@ -10,6 +10,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site, make_partition
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
+from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.workshop import Workshop
 from fedpact.plan import Plan
 from fedpact.privacy.noise import SeededDraws
@@ -36,6 +37,7 @@ class Scene:
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
+        check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
         if policy:
@@ -47,6 +49,11 @@ class Scene:
         scene.bench(check=True)
         scene.workshop.table().close()
         return scene
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Each site's N_i, as it is declared or released."""
+        return {site.name: _size(self.plan, site) for site in self.sites}
 
     @property
     def workshop(self) -> Workshop:

@@ -24,6 +24,7 @@ from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.scene import Scene
+from fedpact.engines.secure.simulated import secured
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
@@ -95,6 +96,8 @@ def simulate(
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
         else:
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
+        if plan.secure_aggregation.threshold:
+            transport = secured(transport, plan, scene.sizes)
         evaluator = Evaluator(scene, charged)
         at, records = _start(folder, scene, evaluator)
         _check_complete(at, run, ledgers)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from fedpact import algorithms
-from fedpact.algorithms import BaseSettings
+from fedpact.algorithms import BaseSettings, Summed
 from fedpact.messages import Local, Reply, State, Task, join, split
 from fedpact.privacy.oracle import Anchor, Oracle
 
@@ -56,6 +56,11 @@ class Method:
     def iterations(self) -> int | None:
         """Of a controlled τ: the local iterations of all rounds together, where they are given."""
         return self.settings.total_iterations
+
+    @property
+    def summed(self) -> Summed:
+        """What the update takes from single replies, where it is one weighted mean of them."""
+        return self.settings.summed
 
     def steps(self, state: State | None = None) -> int:
         """Return τ of the next round; without a state, the most that it can be."""
@@ -121,6 +126,11 @@ class Around(Method):
     def iterations(self) -> int | None:
         """See Method."""
         return self.inner.iterations
+
+    @property
+    def summed(self) -> Summed:
+        """See Method."""
+        return self.inner.summed
 
     def steps(self, state: State | None = None) -> int:
         """See Method."""

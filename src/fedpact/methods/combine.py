@@ -13,6 +13,7 @@ from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.robust import Robust, RobustSettings
+from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import ServerOptimised, ServerSettings
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
@@ -40,8 +41,22 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
     },
+    "secure_aggregation": {
+        "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "
+        "each site's vector, which no sum of vectors gives",
+        "qffl": "its weights follow the losses that sites report, and the weights of a masked sum "
+        "have to be public",
+    },
 }
 """Table of a plan -> algorithm -> why the two do not go together."""
+
+NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
+    "robust": "it compares the sites' vectors with each other",
+    "control": "the controller takes the least of the sites' remaining steps and squares of each "
+    "site's vector",
+    "compression": "each reply has a scale or places of its own, and is opened before it is summed",
+}
+"""Table of a plan -> why it does not go with [secure_aggregation]."""
 
 
 def combined(
@@ -52,6 +67,7 @@ def combined(
     server: ServerSettings,
     compression: CompressionSettings,
     robust: RobustSettings,
+    secure: SecureSettings,
 ) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
@@ -71,7 +87,24 @@ def combined(
     if compression.kind != "none":
         # Outermost: what leaves a site, whatever made it.
         method = Compressed(method, compression)
+    if secure.threshold:
+        chosen = {
+            "robust": robust.rule != "mean",
+            "control": control.kind != "fixed",
+            "compression": compression.kind != "none",
+        }
+        _check_secure(method, [table for table, is_chosen in chosen.items() if is_chosen])
     return method
+
+
+def _check_secure(method: Method, tables: list[str]) -> None:
+    for table in tables:
+        raise PlanError(
+            f"[secure_aggregation] does not go with [{table}]: {NEEDS_SINGLE_REPLIES[table]}; "
+            "leave one of them out"
+        )
+    _check("secure_aggregation", method.name)
+    check_summed(method)
 
 
 def _check(table: str, algorithm: str) -> None:

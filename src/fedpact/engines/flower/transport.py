@@ -71,6 +71,8 @@ class FlowerTransport:
     round's replies are settled, before they are handed on.
     """
 
+    traffic = None
+
     def __init__(
         self,
         grid: Grid,

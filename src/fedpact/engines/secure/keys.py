@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 import numpy as np
@@ -22,8 +23,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpact.engines.flower import seal
-from fedpact.engines.secure.ring import Words
+from fedpact.engines.secure.ring import Words, fraction_bits
 from fedpact.errors import FedpactError, InputError
+from fedpact.plan import Plan
 
 _NONCE: Final = 12
 _SECRET: Final = 32
@@ -129,7 +131,6 @@ def stream(seed: bytes, length: int) -> Words:
 
 def shares(secret: bytes, threshold: int, sites: int) -> list[bytes]:
     """Return one share a site; `threshold` of them give the secret of 32 bytes, fewer nothing."""
-    _need_flower()
     from flwr.common.secure_aggregation.crypto.shamir import create_shares
 
     return create_shares(secret, threshold, sites)
@@ -140,7 +141,6 @@ def combined(parts: Sequence[bytes]) -> bytes:
 
     Fewer shares than the threshold give something else: check what comes out.
     """
-    _need_flower()
     from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
     try:
@@ -176,9 +176,15 @@ def _purpose(site: str) -> str:
     return f"secure aggregation of {site}"
 
 
-def _need_flower() -> None:
-    from importlib.util import find_spec
+def check_secure(plan: Plan, sites: int) -> None:
+    """Raise InputError of some kind where a plan's secure aggregation cannot be had by so many."""
+    if plan.secure_aggregation.threshold:
+        plan.secure_aggregation.check_sites(sites)
+        fraction_bits(sites)
+        _need_flower()
 
+
+def _need_flower() -> None:
     if find_spec("flwr") is None:
         raise InputError(
             "[secure_aggregation] takes its secret sharing from Flower, which is not installed: "

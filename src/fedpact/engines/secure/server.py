@@ -87,13 +87,6 @@ class Session:
             asks[site] = wire.step(self.place, site, "masked", blocks)
         return asks
 
-    def masked_of(self, answer: Step) -> Reply:
-        """Return the masked reply in an answer, for its check. Raises InputError: there is none."""
-        reply = wire.inner(wire.block(answer, "reply"))
-        if not isinstance(reply, Reply):
-            raise InputError("an answer to 'masked' holds no reply")
-        return reply
-
     def take_masked(self, site: str, reply: Reply) -> None:
         """Add a checked masked reply to the sum. Raises InputError: it cannot be added."""
         words = self.weighing.words(reply)

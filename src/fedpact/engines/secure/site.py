@@ -173,9 +173,8 @@ class Masker:
                 raise SecretsDoNotFit(f"{peer} has no keys in this session")
             key = session.adverts[peer].seal
             session.held[peer] = session.secrets.opened(self._name, peer, key, block, session.place)
-        task = wire.inner(wire.block(question, "task"))
-        place = session.place
-        if not isinstance(task, Task) or (task.run, task.round) != (place.run, place.round):
+        task, place = wire.task_in(question), session.place
+        if (task.run, task.round) != (place.run, place.round):
             return self._refusal(place, "session")
         reply = train(task)
         if isinstance(reply, Refusal):

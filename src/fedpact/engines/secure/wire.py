@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedpact.engines.secure.keys import Advert, Place
 from fedpact.errors import InputError
-from fedpact.messages import Message, Step, from_bytes, to_bytes
+from fedpact.messages import Reply, Step, Task, from_bytes
 
 STEPS = ("keys", "shares", "masked", "unmask")
 """The questions of a session, in their order."""
@@ -101,14 +101,20 @@ def to_names(given: bytes) -> tuple[str, ...]:
     raise InputError("a list of sites is not understood: expected what wire.from_names made")
 
 
-def inner(given: bytes) -> Message:
-    """Return the message that a block holds. Raises InputError: it is none."""
-    return from_bytes(given)
+def task_in(question: Step) -> Task:
+    """Return the task that a question "masked" carries. Raises InputError: there is none."""
+    task = from_bytes(block(question, "task"))
+    if not isinstance(task, Task):
+        raise InputError(f"a step {question.step!r} carries a {type(task).__name__}, no task")
+    return task
 
 
-def digest_of(message: Step) -> bytes:
-    """Return what tells one question from another."""
-    return to_bytes(message)
+def reply_in(answer: Step) -> Reply:
+    """Return the masked reply in an answer. Raises InputError: there is none."""
+    reply = from_bytes(block(answer, "reply"))
+    if not isinstance(reply, Reply):
+        raise InputError(f"a step {answer.step!r} carries a {type(reply).__name__}, no reply")
+    return reply
 
 
 def _packed(given: bytes) -> Tensor:

@@ -1,0 +1,214 @@
+"""The transport that `round.py` sees under secure aggregation: four steps in place of one exchange.
+
+`Secured` drives a session over a carrier, which knows how questions reach the sites and answers
+come back. For each site in the sum it hands on a reply with the site's own weight, ledger and
+public numbers, and everybody's weighted mean: the algorithm's mean of equal vectors is that vector.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedpact.engines.secure import wire
+from fedpact.engines.secure.keys import SecretsDoNotFit
+from fedpact.engines.secure.ring import Layout, Weighing, decode
+from fedpact.engines.secure.server import BelowThreshold, Session
+from fedpact.errors import InputError
+from fedpact.folder import write_whole
+from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
+
+_log = logging.getLogger("fedpact.server")
+
+Take = Callable[[str, Step], str | None]
+"""Takes a site's answer in; says in a word why it cannot, or None."""
+
+
+class Carrier(Protocol):
+    """How the steps of a session reach the sites."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        ...
+
+    def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
+        """Ask each site its question and `take` each answer that is a Step.
+
+        least: how many answers are worth waiting for. Returns why there is none, of each site that
+        gave none or whose answer was not taken.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What the server has to know beside the carrier.
+
+    keys: the sites' long-term keys. least: replies that a round needs, at least the threshold.
+    retries: how often a round is tried again. layout: of the replies to a task. fault: what is
+    wrong with a masked reply, in a word, None if nothing is. settled: called with the masked
+    replies of a sum before it is handed on.
+    """
+
+    keys: Mapping[str, ec.EllipticCurvePublicKey]
+    threshold: int
+    weighing: Weighing
+    least: int
+    retries: int
+    layout: Callable[[Task], Layout]
+    fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
+    settled: Callable[[list[Reply]], None] = lambda _: None
+
+
+class Attempts:
+    """The last round and attempt of which sites were asked to open a sum; durable under `path`.
+
+    A round that is asked for again after that needs a new attempt: sites open one sum of each.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._last = 0, -1
+        if path is not None:
+            with suppress(FileNotFoundError):
+                number, attempt = json.loads(path.read_bytes())
+                self._last = number, attempt
+
+    def next(self, number: int) -> int:
+        """Return the attempt of a round that is asked for now."""
+        return self._last[1] + 1 if self._last[0] == number else 0
+
+    def begin(self, number: int, attempt: int) -> None:
+        """Remember that sites are about to be asked."""
+        self._last = number, attempt
+        if self._path is not None:
+            write_whole(self._path, json.dumps(self._last).encode())
+
+
+class Secured:
+    """See round.Transport, and the module."""
+
+    def __init__(self, carrier: Carrier, server: Server, attempts: Attempts) -> None:
+        self._carrier, self._server, self._attempts = carrier, server, attempts
+        self._down = self._up = 0
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """See Transport."""
+        return self._carrier.sites
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """See Transport: all steps of the last exchange, those of sessions given up too."""
+        return self._down, self._up
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """See Transport. Raises BelowThreshold: too few sites, however often it was tried."""
+        self._down = self._up = 0
+        first, refused = next(iter(tasks.values())), dict[str, Refusal]()
+        replies = self._tried(tasks, refused)
+        for site in self.sites:
+            given = replies.get(site) or refused.get(site)
+            yield given or Refusal(first.run, first.round, site, "too few others")
+
+    def _tried(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
+        """Try session after session; return {} where too many sites have spent their budgets."""
+        left, number = self._server.retries, next(iter(tasks.values())).round
+        while True:
+            attempt = self._attempts.next(number)
+            asked = {site: _with(task, attempt) for site, task in sorted(tasks.items())}
+            refused.clear()
+            try:
+                return self._sum(asked, refused)
+            except (BelowThreshold, SecretsDoNotFit) as error:
+                if _is_spent(refused, len(self.sites), self._server.threshold):
+                    return {}
+                if not left:
+                    raise BelowThreshold(_told(error, refused, self._server.retries)) from None
+                _log.warning("%s; the round is tried again", error)
+                left -= 1
+
+    def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
+        """Carry one session out and return what stands for each site in its sum."""
+        server, task = self._server, next(iter(tasks.values()))
+        session = Session.of(task.run, task.round, server.keys, server.threshold, server.weighing)
+
+        def masked(site: str, answer: Step) -> str | None:
+            reply = wire.reply_in(answer)
+            why = server.fault(site, tasks[site], reply)
+            if why is None:
+                session.take_masked(site, reply)
+            return why
+
+        self._step(session.ask_keys(), _taking(session.take_keys), refused)
+        self._step(session.ask_shares(), _taking(session.take_shares), refused)
+        self._step(session.ask_masked(tasks), masked, refused)
+        asks = session.ask_unmask()
+        if len(asks) < server.least:
+            raise BelowThreshold(
+                f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
+                f"{server.least}: nothing is opened"
+            )
+        self._attempts.begin(task.round, task.attempt)
+        # Who is in the sum stays in it, whether or not it opens shares.
+        self._step(asks, _taking(session.take_unmask), {})
+        vectors, numbers = decode(
+            session.total(), session.share(), len(server.keys), server.layout(task)
+        )
+        settled = [reply for _, reply in sorted(session.replies.items())]
+        server.settled(settled)
+        return {
+            reply.site: dataclasses.replace(
+                reply, vectors=vectors, numbers={**numbers, **reply.numbers}
+            )
+            for reply in settled
+        }
+
+    def _step(self, asks: dict[str, Step], take: Take, refused: dict[str, Refusal]) -> None:
+        self._down += sum(len(to_bytes(question)) for question in asks.values())
+
+        def counted(site: str, answer: Step) -> str | None:
+            self._up += len(to_bytes(answer))
+            question = asks[site]
+            about = answer.run, answer.round, answer.session, answer.step, answer.site
+            if about != (question.run, question.round, question.session, question.step, site):
+                return "stale"
+            try:
+                return take(site, answer)
+            except (InputError, SecretsDoNotFit) as error:
+                _log.warning("site %s: %s", site, error)
+                return "step"
+
+        refused.update(self._carrier.carry(asks, self._server.least, counted))
+
+
+def _taking(take: Callable[[str, Step], None]) -> Take:
+    def taken(site: str, answer: Step) -> None:
+        take(site, answer)
+
+    return taken
+
+
+def _with(task: Task, attempt: int) -> Task:
+    # Sites that are told the same share a task, which is then encoded once.
+    return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
+
+
+def _is_spent(refused: Mapping[str, Refusal], sites: int, threshold: int) -> bool:
+    """Whether so many sites have spent their budgets that no later round can have enough."""
+    spent = sum(refusal.code == "budget" for refusal in refused.values())
+    return sites - spent < threshold
+
+
+def _told(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:
+    who = ", ".join(f"{site} {refusal.code}" for site, refusal in sorted(refused.items()))
+    return (
+        f"{error} (tried {retries + 1} times; {who or 'no site refused'}). Sites keep their "
+        "replies; resume the run when more of them can be reached"
+    )

@@ -1,0 +1,86 @@
+"""Secure aggregation in one process: the same session, with sites and keys that live for a run.
+
+It measures what a federation would do. It hides nothing: whoever simulates has all the records.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedpact.engines.secure import wire
+from fedpact.engines.secure.exchange import Attempts, Secured, Server, Take
+from fedpact.engines.secure.ring import Layout, Weighing
+from fedpact.engines.secure.site import Masker, Opened
+from fedpact.errors import InputError
+from fedpact.messages import Refusal, Reply, Step, Task
+from fedpact.plan import Plan
+from fedpact.round import Transport
+
+
+def secured(inner: Transport, plan: Plan, sizes: Mapping[str, float]) -> Secured:
+    """Return a transport that hands on what sums show of `inner`'s replies. sizes: N_i of each."""
+    threshold = plan.secure_aggregation.threshold
+    weighing = Weighing(sum(sizes.values()), plan.method.summed)
+    own = {site: ec.generate_private_key(ec.SECP384R1()) for site in inner.sites}
+    public = {site: key.public_key() for site, key in own.items()}
+    maskers = {
+        site: Masker(site, key, public, threshold, weighing, Opened(None))
+        for site, key in own.items()
+    }
+    carrier = _Hall(inner, maskers, weighing)
+    server = Server(public, threshold, weighing, threshold, 0, carrier.layout)
+    return Secured(carrier, server, Attempts(None))
+
+
+class _Hall:
+    """See exchange.Carrier: all sites are here, and train as `inner` has them."""
+
+    def __init__(self, inner: Transport, maskers: Mapping[str, Masker], weighing: Weighing) -> None:
+        self._inner, self._maskers, self._weighing = inner, maskers, weighing
+        self._layout: Layout | None = None
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self._inner.sites
+
+    def layout(self, task: Task) -> Layout:
+        """Return the layout of the last replies."""
+        if self._layout is None:
+            raise InputError(f"round {task.round}: no site has replied yet")
+        return self._layout
+
+    def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
+        """See Carrier. Nobody is waited for."""
+        del least
+        refused = dict[str, Refusal]()
+        for site, question, train in self._visits(asks):
+            answer = self._maskers[site].answer(question, train)
+            if isinstance(answer, Refusal):
+                refused[site] = answer
+                continue
+            why = take(site, answer)
+            if why is not None:
+                code = f"rejected: {why}"
+                refused[site] = Refusal(question.run, question.round, site, code)
+        return refused
+
+    def _visits(
+        self, asks: Mapping[str, Step]
+    ) -> Iterator[tuple[str, Step, Callable[[Task], Reply | Refusal]]]:
+        """Yield each site's question, and how it trains where it is asked to."""
+        if next(iter(asks.values())).step != "masked":
+            yield from ((site, question, _untrained) for site, question in asks.items())
+            return
+        tasks = {site: wire.task_in(question) for site, question in asks.items()}
+        for answer in self._inner.exchange(tasks):
+            if isinstance(answer, Reply):
+                self._layout = self._weighing.layout(answer)
+
+            def trained(_: Task, answer: Reply | Refusal = answer) -> Reply | Refusal:
+                return answer
+
+            yield answer.site, asks[answer.site], trained
+
+
+def _untrained(task: Task) -> Reply | Refusal:
+    raise InputError(f"round {task.round}: a site was to train out of turn")
