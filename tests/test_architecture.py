@@ -20,6 +20,7 @@ Sources = dict[str, str]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("check",),
+    ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     ("privacy", "data", "models", "metrics"),

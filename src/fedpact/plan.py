@@ -5,28 +5,24 @@ data = "digits"              top level: what to train on what, how long
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
-[server]                     what the server does with the    (methods.server.ServerSettings)
-                             aggregate
+[server]                     what becomes of the aggregate    (methods.server.ServerSettings)
 [compression]                what sites' replies are cut to   (methods.compressed)
 [robust]                     an aggregate against lying sites (methods.robust)
 [secure_aggregation]         the server sees sums only        (methods.secure)
 [privacy] [budget] [run]     below
 """
 
-import json
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
+from fedpact.configuration import override, plan_error, read_file
 from fedpact.data.partition import PartitionSettings
-from fedpact.errors import PlanError
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
@@ -40,8 +36,6 @@ from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
 
 _DEFAULT = Path(__file__).with_name("default.toml")
-_FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
-_ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -181,7 +175,7 @@ class Plan(BaseModel):
         try:
             return module.Settings(**self.settings)
         except ValidationError as error:
-            raise _plan_error(error, ("settings",), module.Settings) from None
+            raise plan_error(error, ("settings",), module.Settings) from None
 
     @property
     def private(self) -> bool:
@@ -257,7 +251,7 @@ class Plan(BaseModel):
         try:
             return Plan.model_validate(raw)
         except ValidationError as error:
-            raise _plan_error(error, (), Plan) from None
+            raise plan_error(error, (), Plan) from None
 
     @staticmethod
     def read(path: Path | None, overrides: Sequence[str] = ()) -> "Plan":
@@ -266,81 +260,7 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        raw = _read_file(_DEFAULT if path is None else path)
-        for override in overrides:
-            _override(raw, override)
+        raw = read_file(_DEFAULT if path is None else path)
+        for setting in overrides:
+            override(raw, setting)
         return Plan.parse(raw)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise PlanError(
-            f"configuration {path} cannot be read ({error.strerror}): name a .toml or .json file, "
-            "or none for the embedded default"
-        ) from None
-    except ValueError as error:
-        raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
-
-
-def _override(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise PlanError(f"--set {override!r}: expected key=value, as in privacy.epsilon=1")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        raw = raw.setdefault(table, {})
-        if not isinstance(raw, dict):
-            raise PlanError(f"--set {override!r}: {table!r} is a value, not a table")
-    if last in _ONE_OF and not tables:
-        raw.pop(_ONE_OF[last], None)
-    raw[last] = value
-
-
-def _plan_error(
-    error: ValidationError, prefix: tuple[str, ...], model: type[BaseModel]
-) -> PlanError:
-    entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
-    told = [_explain(entry, prefix, model) for entry in entries or error.errors()]
-    return PlanError("; ".join(dict.fromkeys(told)))
-
-
-def _is_other_branch(entry: Any) -> bool:
-    """Whether it only says that a value is not of the other form: a number or a list of them."""
-    if len(entry["loc"]) < 2:
-        return False
-    a_list = isinstance(entry["input"], list)
-    return (entry["type"] == "list_type" and not a_list) or (
-        entry["type"] == "float_type" and a_list
-    )
-
-
-def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str:
-    # A value of several forms is reported under each form's name, which is no key.
-    place = [part for part in entry["loc"] if not _FORM.match(str(part))]
-    key = ".".join(map(str, (*prefix, *place))) or "configuration"
-    if entry["type"] == "extra_forbidden":
-        known = sorted(_table_at(model, place[:-1]).model_fields)
-        return f"{key} is no known key: expected one of {', '.join(known)}"
-    message = entry["msg"].removeprefix("Value error, ")
-    if entry["type"] == "value_error":
-        return f"{key}: {message}" if place else message
-    return (
-        f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"
-    )
-
-
-def _table_at(model: type[BaseModel], place: list[Any]) -> type[BaseModel]:
-    for part in place:
-        field = model.model_fields.get(str(part))
-        if field is not None:
-            forms = (field.annotation, *get_args(field.annotation))
-            tables = (f for f in forms if isinstance(f, type) and issubclass(f, BaseModel))
-            model = next(tables, model)
-    return model
