@@ -209,6 +209,13 @@ def test_a_few_sites_are_drawn_by_name_worst_first(build: Build) -> None:
     assert [name for _, name in sorted(zip(heights, names, strict=True))] == FIVE
 
 
+def test_the_entropy_of_accuracies_stands_beside_its_bound(build: Build) -> None:
+    # Shares 1/2, 1/4, 1/4: ln 2 / 2 + 2 ln 4 / 4 = 1.5 ln 2; of three equal ones it is ln 3.
+    unequal = {n: SiteScore(a, 0.1, 9) for n, a in zip("abc", (0.8, 0.4, 0.4), strict=True)}
+    text = page(build([*"abc"], scores=unequal)).text
+    assert f"{1.5 * math.log(2):.4f} of at most {math.log(3):.4f} nats" in text
+
+
 def test_refusals_say_who_why_and_when(build: Build) -> None:
     text = page(build(FIVE, refused={"clinic-4": "budget"})).text
     assert "clinic-4 budget: its privacy budget is spent 1 4 4" in text

@@ -124,6 +124,7 @@ def _print(comparison: Comparison) -> None:
     out.print(table)
     simulator = "accuracy (on held-out records), Ψ" if comparison.pooled else "Ψ"
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
+    out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
     sentence = inequality(comparison)
     if sentence:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)

@@ -200,6 +200,9 @@ def _fair(run: RunFolder) -> dict[str, str] | None:
         "worst_tenth": percent(found["worst_tenth"]),
         "worst_site": found["worst_site"],
         "worst_accuracy": percent(found["worst_accuracy"]),
+        # Rounded alike, so that equal accuracies reach the bound.
+        "entropy": f"{found['entropy']:.4f}",
+        "most_entropy": f"{math.log(len(run.scores)):.4f}",
     }
 
 
