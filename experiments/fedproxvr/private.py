@@ -1,10 +1,11 @@
 """Private FedProxVR beside DP-FedAvg at equal ε on a convex problem: when differences pay.
 
-    python experiments/fedproxvr/private.py [SEEDS] [OUT]
+    python experiments/fedproxvr/private.py [SEEDS] [OUT] [ETA]
 
-Logistic regression on the embedded digits, 5 sites, 20 rounds of 10 iterations at q = 0.05, η = 1,
-C = 1. K is the bound of a difference over the movement: small, it clips; large, it adds noise. A
-folder that has been begun is resumed, run by run.
+Logistic regression on the embedded digits, 5 alike sites, 20 rounds of 10 iterations at q = 0.05,
+η = ETA (1), C = 1, μ = 0, the anchor's noise three times a batch's. K is the bound of a difference
+over the movement: small, it clips; large, it adds noise. A folder that has been begun is resumed,
+run by run.
 """
 
 import sys
@@ -21,8 +22,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def plans() -> dict[str, fedpact.Plan]:
-    """Return the plans by name, three budgets of each method."""
+def plans(rate: float = 1.0) -> dict[str, fedpact.Plan]:
+    """Return the plans by name, three budgets of each method, all with the step size η = rate."""
     found = dict[str, fedpact.Plan]()
     for epsilon in (1.0, 2.0, 10.0):
         for name, (algorithm, settings) in METHODS.items():
@@ -32,7 +33,7 @@ def plans() -> dict[str, fedpact.Plan]:
                     "algorithm": algorithm,
                     "rounds": 20,
                     "sampling_rate": 0.05,
-                    "settings": {"learning_rate": 1.0, "local_steps": 10, **own, **settings},
+                    "settings": {"learning_rate": rate, "local_steps": 10, **own, **settings},
                     "partition": {"kind": "iid", "held_out": 0.1},
                     "privacy": {"epsilon": epsilon, "delta": 1e-5},
                     "run": {"evaluate_every": 5},
@@ -44,5 +45,6 @@ def plans() -> dict[str, fedpact.Plan]:
 if __name__ == "__main__":
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     out = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("runs") / "fedproxvr-private"
-    fedpact.compare(plans(), seeds, out)
+    rate = float(sys.argv[3]) if len(sys.argv) > 3 else 1.0
+    fedpact.compare(plans(rate), seeds, out)
     print(out / "comparison.html")
