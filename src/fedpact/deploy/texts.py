@@ -104,6 +104,7 @@ records = "{records}"     # .npz with x and y, .csv or .parquet: the training re
 {column}
 data_set = "{name}"            # what the ledger is called: one for these records, for ever
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
+device = "cpu"                 # or "cuda": where it computes
 port = {port}                  # a free one of this machine, for the site's own processes
 """
 
