@@ -12,7 +12,7 @@ from pathlib import Path
 import fedpact
 
 BASE = Path(__file__).parent / "synthetic.toml"
-PROXIMAL = (0, 1, 5, 20)
+PROXIMAL = (0, 1, 5, 20, 100)
 
 
 def plans() -> dict[str, fedpact.Plan]:
