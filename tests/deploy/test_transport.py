@@ -5,13 +5,13 @@ The sites are real ones (engines.site), so what comes back is what a network wou
 
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from flwr.app import Message
 from flwr.app.error import Error
 from flwr.supercore.task_identity import TaskIdentity
+from tests.deploy.grid import NAMES, Grid, Node, charged
 
 from fedpact import algorithms
 from fedpact.engines.admission import expected_form
@@ -24,74 +24,6 @@ from fedpact.engines.site import Site
 from fedpact.folder import Folder
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.receipt import receipt
-
-NAMES = ("site-00", "site-01", "site-02")
-
-
-class Node:
-    """One site behind the network. `behave(message, answer)` returns what arrives, if anything."""
-
-    def __init__(self, number, directory):
-        self.number, self.directory = number, directory
-        self.site = Site(directory)
-        self.key = seal.read_private_key(directory / "site.key")
-        self.here, self.behave, self.heard = True, lambda _, answer: answer(), []
-
-    def hear(self, message):
-        self.heard.append(codec.unpack(message.content)[0])
-        return self.behave(message, lambda: respond(self.site, self.key, message))
-
-    def forge(self, message, block, key=None, name=None):
-        signature = seal.sign(key or self.key, f"reply of {name or self.site.name}", block)
-        return Message(codec.pack(block, signature), reply_to=message)
-
-    def change(self, message, answer, **changes):
-        """The site's own answer with other fields, signed by it."""
-        reply = from_bytes(codec.unpack(answer().content)[0])
-        return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
-
-
-class Grid:
-    """Flower's Grid in memory; a message is answered when it is pulled."""
-
-    def __init__(self, nodes):
-        self.nodes, self.waiting, self.count = {node.number: node for node in nodes}, {}, 0
-
-    def get_nodes(self):
-        found = []
-        for node in self.nodes.values():
-            line = (node.directory / "site.pub").read_text()
-            pem = seal.public_key(line).public_bytes(
-                seal.serialization.Encoding.PEM,
-                seal.serialization.PublicFormat.SubjectPublicKeyInfo,
-            )
-            if node.here:
-                found.append(SimpleNamespace(node_id=node.number, public_key=pem))
-        return found
-
-    def push_messages(self, messages):
-        numbers = []
-        for message in messages:
-            self.count += 1
-            message.metadata.__dict__["_message_id"] = str(self.count)
-            self.waiting[str(self.count)] = message
-            numbers.append(str(self.count))
-        return numbers
-
-    def pull_messages(self, numbers):
-        replies = []
-        for number in list(numbers):
-            message = self.waiting.get(number)
-            if message is None:
-                continue
-            TaskIdentity.node_id = message.metadata.dst_node_id
-            reply = self.nodes[message.metadata.dst_node_id].hear(message)
-            TaskIdentity.node_id = 1
-            # None is lost; whoever is asked again gets a new message.
-            del self.waiting[number]
-            if reply is not None:
-                replies.append(reply)
-        return replies
 
 
 @pytest.fixture(autouse=True)
@@ -123,11 +55,6 @@ def federation(make, tmp_path, request):
     yield run, nodes
     for node in nodes:
         node.site.ledger.close()
-
-
-def charged(node):
-    runs = receipt(node.directory / "ledger.jsonl")["runs"]
-    return sum(event["spent"] for run in runs.values() for event in run["events"])
 
 
 def test_all_is_well(federation):

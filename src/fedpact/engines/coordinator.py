@@ -20,7 +20,8 @@ from torch import Tensor
 from fedpact.data import datasets
 from fedpact.engines.admission import Admission
 from fedpact.engines.federation import Federation, read_plan
-from fedpact.engines.statement import MECHANISMS, described
+from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.losses import cross_entropy
@@ -68,6 +69,7 @@ class Coordinator:
         """Read a server's directory."""
         federation = Federation.read(directory / "federation.toml")
         plan = read_plan(directory / "plan.json")
+        check_secure(plan, len(federation.sites))
         return Coordinator(directory, federation, plan, federation.terms(plan))
 
     @property
@@ -176,8 +178,9 @@ class Coordinator:
             "sizes": "public",
             "accuracy_pooled": False,
             "simulator_only": [],
-            "covers": _COVERS,
+            "covers": [*_COVERS, *secure_lines(self.plan, len(self.terms))],
             "does_not_cover": _DOES_NOT_COVER,
+            "secure_aggregation": secure_terms(self.plan, len(self.terms)),
             "epsilon_by_round": _EPSILON,
             "sites": {name: described(terms) for name, terms in self.terms.items()},
         }

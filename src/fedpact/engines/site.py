@@ -7,6 +7,7 @@
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again
+    opened.json         of which sites it has helped to open a sum last, under secure aggregation
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
 which follow from its own copies of the plan and the federation.
@@ -27,9 +28,10 @@ from fedpact.data import datasets
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
+from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
@@ -72,6 +74,7 @@ class Site:
             raise PlanError(
                 f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"
             )
+        self._masker = masker_of(directory, self.name, self.federation, self.plan)
         self._policy = Policy.read(directory / "policy.toml")
         self._terms = self.federation.terms(self.plan)[self.name]
         self._device = device_of(self.settings.device)
@@ -115,7 +118,24 @@ class Site:
         """Return the encoded answer to a task; a repeated question gets the stored reply.
 
         A refusal's code depends on public quantities only: "run", "stale", "budget", "policy".
+        Under secure aggregation every task that comes by itself is against the policy.
         """
+        if self._masker is not None:
+            return self._refusal(task, "policy")
+        return self._trained(task)
+
+    def handle_step(self, step: Step) -> bytes:
+        """Return the encoded answer to a step of secure aggregation; see secure.site.Masker.
+
+        A site whose plan has none refuses with "policy".
+        """
+        if step.run != self.run:
+            return self._refusal(step, "run")
+        if self._masker is None:
+            return self._refusal(step, "policy")
+        return to_bytes(self._masker.answer(step, lambda task: _answer(self._trained(task))))
+
+    def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
         stored = self._last.answer_to(task)
@@ -133,8 +153,8 @@ class Site:
         """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
         return self._terms.epsilon_after(self.ledger.spent(self.run))
 
-    def _refusal(self, task: Task, code: str) -> bytes:
-        return to_bytes(Refusal(task.run, task.round, self.name, code))
+    def _refusal(self, question: Task | Step, code: str) -> bytes:
+        return to_bytes(Refusal(question.run, question.round, self.name, code))
 
     def _take_part(self) -> None:
         if not self.ledger.has_reserved(self.run):
@@ -204,18 +224,31 @@ def decode_task(block: bytes) -> Task:
 
 
 def answer(site: Site, block: bytes) -> tuple[bytes, str]:
-    """Return a site's answer to an encoded task, and what to write into the site's own log.
+    """Return a site's answer to an encoded question, and what to write into the site's own log.
 
     Whatever goes wrong inside leaves the site as a refusal with the code "error" and no word more.
     """
     run, number = "", 0
     try:
-        task = decode_task(block)
-        run, number = task.run, task.round
-        encoded = site.handle(task)
+        question = from_bytes(block)
+        if not isinstance(question, Task | Step):
+            raise DataError(f"a {type(question).__name__} came where a question is expected")
+        run, number = question.run, question.round
+        if isinstance(question, Task):
+            encoded, done = site.handle(question), "replied"
+        else:
+            encoded, done = site.handle_step(question), f"answered {question.step!r}"
         message = from_bytes(encoded)
-        what = f"refused: {message.code}" if isinstance(message, Refusal) else "replied"
+        what = f"refused: {message.code}" if isinstance(message, Refusal) else done
         return encoded, f"round {number}: {what}, ε <= {site.epsilon():.4g} spent"
     except Exception as error:  # the text may speak of records: it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
+
+
+def _answer(block: bytes) -> Reply | Refusal:
+    """Decode what the site itself has encoded."""
+    message = from_bytes(block)
+    if not isinstance(message, Reply | Refusal):
+        raise DataError(f"a {type(message).__name__} was found where the site's answer should be")
+    return message

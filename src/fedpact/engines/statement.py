@@ -63,10 +63,30 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "sizes": "noisy" if scene.plan.noisy_sizes else "public",
         "accuracy_pooled": scene.dataset.x_test is None,
         "simulator_only": simulator_only,
-        "covers": covers,
+        "covers": [*covers, *secure_lines(scene.plan, len(scene.sites))],
         "does_not_cover": uncovered,
+        "secure_aggregation": secure_terms(scene.plan, len(scene.sites)),
         "sites": site_terms(scene),
     }
+
+
+def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
+    """Return what a run's secure aggregation is, None where it has none."""
+    threshold = plan.secure_aggregation.threshold
+    return {"threshold": threshold, "sites": sites} if threshold else None
+
+
+def secure_lines(plan: Plan, sites: int) -> list[str]:
+    """Return what secure aggregation adds to a private run's guarantee; nothing without either."""
+    threshold = plan.secure_aggregation.threshold
+    if not (threshold and plan.private):
+        return []
+    return [
+        f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
+        f"protocol sees weighted means over at least {threshold} sites and no single site's "
+        "vector. It needs others that keep their part secret, and adds nothing to (ε, δ): the ε "
+        "stated here does not use it, and holds against a server that sees everything."
+    ]
 
 
 def _scope(plan: Plan) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from fedpact.engines.flower import seal
 from fedpact.engines.flower.control import SuperLink
 from fedpact.engines.flower.runtime import Desk
 from fedpact.engines.flower.transport import FlowerTransport
+from fedpact.engines.secure.deployed import secured
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
 
@@ -31,8 +32,13 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     admission, remember = coordinator.admission()
     workshop = coordinator.federation.workshop(coordinator.plan)
     form = partial(expected_form, workshop)
-    transport = FlowerTransport(grid, coordinator.federation, key, admission, form, remember)
-    return coordinator.run(transport, on_round)
+    federation, plan = coordinator.federation, coordinator.plan
+    transport = FlowerTransport(grid, federation, key, admission, form, remember)
+    if not plan.secure_aggregation.threshold:
+        return coordinator.run(transport, on_round)
+    attempts = coordinator.folder.path / "attempts.json"
+    secure = secured(transport, federation, plan, attempts, admission, form, remember)
+    return coordinator.run(secure, on_round)
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:

@@ -9,8 +9,8 @@ stands in the round's record as a refusal, and the round goes on with the others
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
@@ -19,8 +19,10 @@ from flwr.serverapp import Grid
 from fedpact.engines.admission import Admission, Form
 from fedpact.engines.federation import Federation
 from fedpact.engines.flower import codec, seal
+from fedpact.engines.secure.exchange import Take
 from fedpact.errors import FedpactError, InputError
-from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.messages import Message as Answer
+from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 
 _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
@@ -47,11 +49,19 @@ class _Clock:
 
 @dataclass
 class _Round:
-    """One round under way. answers: what is settled. asked: when each site was last asked."""
+    """One round, or one step of it, under way.
 
-    tasks: dict[str, Task]
-    form: Form
-    answers: dict[str, Reply | Refusal] = field(default_factory=dict[str, Reply | Refusal])
+    check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
+    least: how many answers are worth waiting for those who are away. answers: what is settled.
+    asked: when each site was last asked.
+    """
+
+    tasks: Mapping[str, Task | Step]
+    check: Callable[[str, Answer], str | None]
+    least: int
+    answers: dict[str, Reply | Step | Refusal] = field(
+        default_factory=dict[str, Reply | Step | Refusal]
+    )
     asked: dict[str, float] = field(default_factory=dict[str, float])
     sent: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -62,6 +72,10 @@ class _Round:
     @property
     def replies(self) -> dict[str, Reply]:
         return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Reply)}
+
+    @property
+    def refusals(self) -> dict[str, Refusal]:
+        return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Refusal)}
 
 
 class FlowerTransport:
@@ -98,7 +112,7 @@ class FlowerTransport:
         """See Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
-        this = _Round(tasks, self._form(any_task))
+        this = _Round(tasks, self._faults(tasks, self._form(any_task)), patience.least_replies)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
@@ -110,7 +124,7 @@ class FlowerTransport:
         replies = this.replies
         for site in this.open:
             this.answers[site] = _refusal(tasks[site], site, "absent")
-        spent = all(isinstance(a, Refusal) and a.code == "budget" for a in this.answers.values())
+        spent = [refusal.code for refusal in this.refusals.values()] == ["budget"] * len(tasks)
         if len(replies) < patience.least_replies and not spent:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
@@ -124,7 +138,28 @@ class FlowerTransport:
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
         _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
-        yield from (answer for _, answer in sorted(this.answers.items()))
+        yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
+
+    def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
+        """See secure.exchange.Carrier."""
+
+        def check(site: str, answer: Answer) -> str | None:
+            return take(site, answer) if isinstance(answer, Step) else "unreadable"
+
+        this = _Round(asks, check, least)
+        self._wait_for_all()
+        self._collect(this)
+        for site in this.open:
+            this.answers[site] = _refusal(asks[site], site, "absent")
+        return this.refusals
+
+    def _faults(self, tasks: Mapping[str, Task], form: Form) -> Callable[[str, Answer], str | None]:
+        def fault(site: str, answer: Answer) -> str | None:
+            if not isinstance(answer, Reply):
+                return "unreadable"
+            return self._admission.fault(site, tasks[site], answer, form)
+
+        return fault
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""
@@ -151,7 +186,8 @@ class FlowerTransport:
             for message in arrived:
                 self._take(this, message)
             waited_for = any(site in present for site in this.open)
-            if not waited_for and len(this.replies) >= patience.least_replies:
+            answered = len(this.answers) - len(this.refusals)
+            if not waited_for and answered >= this.least:
                 break
             if not arrived:
                 self._sleep()
@@ -198,10 +234,13 @@ class FlowerTransport:
         answer = self._checked(this, site, message)
         if isinstance(answer, str):
             self._reject(this, site, answer)
+        elif isinstance(answer, Step):
+            # What it carries has been taken in.
+            this.answers[site] = replace(answer, vectors={})
         else:
             this.answers[site] = answer
 
-    def _checked(self, this: _Round, site: str, message: Message) -> Reply | Refusal | str:
+    def _checked(self, this: _Round, site: str, message: Message) -> Reply | Step | Refusal | str:
         """Return a site's answer, or what is wrong with it."""
         task = this.tasks[site]
         try:
@@ -215,16 +254,17 @@ class FlowerTransport:
             about = answer.run, answer.round, answer.site
             known = _CODE.fullmatch(answer.code) and about == (task.run, task.round, site)
             return answer if known else "stale"
-        if not isinstance(answer, Reply):
-            return "unreadable"
-        return self._admission.fault(site, task, answer, this.form) or answer
+        wrong = this.check(site, answer)
+        if wrong is None and isinstance(answer, Reply | Step):
+            return answer
+        return wrong or "unreadable"
 
     def _reject(self, this: _Round, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
         this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
 
 
-def _refusal(task: Task, site: str, code: str) -> Refusal:
+def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
 
 

@@ -1,0 +1,92 @@
+"""Secure aggregation in a deployment: a site's side and the server's, from what all agree on.
+
+A site knows the others' long-term keys, the sizes and the threshold from its own federation.toml
+and plan.json; no message can change them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fedpact.engines.admission import Admission, Form
+from fedpact.engines.federation import Federation
+from fedpact.engines.flower import seal
+from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
+from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.secure.ring import MASKED, Layout, Weighing
+from fedpact.engines.secure.site import Masker, Opened
+from fedpact.messages import Reply, Task
+from fedpact.plan import Plan
+
+
+def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) -> Masker | None:
+    """Return a site's side of secure aggregation, None where the plan has none.
+
+    directory: the site's, with its key. Raises InputError of some kind: what does not fit.
+    """
+    check_secure(plan, len(federation.sites))
+    if not plan.secure_aggregation.threshold:
+        return None
+    return Masker(
+        name,
+        seal.read_private_key(directory / "site.key"),
+        {site: seal.public_key(member.key) for site, member in federation.sites.items()},
+        plan.secure_aggregation.threshold,
+        _weighing(federation, plan),
+        Opened(directory / "opened.json"),
+    )
+
+
+def secured(
+    carrier: Carrier,
+    federation: Federation,
+    plan: Plan,
+    attempts: Path,
+    admission: Admission,
+    form: Callable[[Task], Form],
+    remember: Callable[[], None],
+) -> Secured:
+    """Return the server's side: a transport that hands on what sums show of the sites' replies.
+
+    attempts: the file of exchange.Attempts. form: of a plain reply to a task. remember: makes
+    durable what `admission` has admitted.
+    """
+    weighing, public = _weighing(federation, plan), plan.method.summed.public
+    layouts = dict[int, Layout]()
+
+    def layout(task: Task) -> Layout:
+        # Finding the form takes a training step on made-up records: once a round.
+        if task.round not in layouts:
+            layouts.clear()
+            found = form(task)
+            numbers = tuple(sorted(found.numbers - set(public)))
+            layouts[task.round] = Layout(dict(sorted(found.vectors.items())), numbers)
+        return layouts[task.round]
+
+    def fault(site: str, task: Task, reply: Reply) -> str | None:
+        masked = {MASKED: (torch.Size([layout(task).length]), torch.int64)}
+        return admission.fault(site, task, reply, Form(masked, frozenset(public)))
+
+    def settled(replies: list[Reply]) -> None:
+        for reply in replies:
+            admission.admit(reply)
+        remember()
+
+    threshold, patience = plan.secure_aggregation.threshold, federation.patience
+    server = Server(
+        {site: seal.public_key(member.key) for site, member in federation.sites.items()},
+        threshold,
+        weighing,
+        max(threshold, patience.least_replies),
+        patience.retries,
+        layout,
+        fault,
+        settled,
+    )
+    return Secured(carrier, server, Attempts(attempts))
+
+
+def _weighing(federation: Federation, plan: Plan) -> Weighing:
+    total = sum(member.size for member in federation.sites.values())
+    return Weighing(total, plan.method.summed)

@@ -1,0 +1,365 @@
+"""Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
+
+import json
+
+import pytest
+import torch
+from flwr.supercore.task_identity import TaskIdentity
+from safetensors.torch import load_file
+from tests.deploy.grid import NAMES, Grid, Node, charged
+
+from fedpact.engines.coordinator import Coordinator
+from fedpact.engines.flower import codec, transport
+from fedpact.engines.flower.server import coordinate
+from fedpact.engines.secure.exchange import Attempts
+from fedpact.engines.secure.server import BelowThreshold
+from fedpact.engines.site import Site, answer
+from fedpact.errors import PlanError
+from fedpact.folder import Folder
+from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.privacy.receipt import receipt
+
+PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
+SECURE = {"secure_aggregation": {"threshold": 2}}
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+@pytest.fixture
+def federation(make, tmp_path):
+    """federation(**plan) -> (run, nodes): `run()` carries it out and returns its records."""
+    opened = []
+
+    def new(name="d", patience=None, seeds="secure", **plan):
+        choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
+        directory = make(tmp_path / name, choices, **{"rounds": 2, **SECURE, **plan})
+        nodes = [Node(10 + i, directory / "sites" / site) for i, site in enumerate(NAMES)]
+        opened.extend(nodes)
+
+        def run():
+            records = []
+            try:
+                run.summary = coordinate(
+                    Coordinator.of(directory / "server"), Grid(nodes), records.append
+                )
+            finally:
+                run.records = records
+            return records
+
+        run.directory = directory
+        return run, nodes
+
+    yield new
+    for node in opened:
+        node.site.ledger.close()
+
+
+def heard(node):
+    return [from_bytes(block) for block in node.heard]
+
+
+def steps_of(node):
+    return [(message.round, message.step) for message in heard(node)]
+
+
+def model(run):
+    w = load_file(run.directory / "server" / "run" / "model.safetensors")
+    return torch.cat([w[name].reshape(-1) for name in sorted(w)])
+
+
+def loses(node, step, number, times=None):
+    """The answers to one step of one round do not arrive; of the first `times` questions only."""
+    lost = []
+
+    def behave(message, answer):
+        asked = from_bytes(node.heard[-1])
+        given = answer()
+        if (asked.round, asked.step) == (number, step) and (times is None or len(lost) < times):
+            lost.append(given)
+            return None
+        return given
+
+    node.behave = behave
+    return lost
+
+
+STEPS = ["keys", "shares", "masked", "unmask"]
+
+
+def test_it_runs_and_charges_what_the_run_without_it_does(federation):
+    run, nodes = federation()
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert run.summary["status"] == "finished"
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+    for node in nodes:
+        assert steps_of(node) == [(number, step) for number in (1, 2) for step in STEPS]
+
+
+# float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the
+# encoding's is a hundred thousand times less.
+CLOSE = 1e-5
+
+
+def test_it_is_the_run_without_it(federation):
+    """The same draws, so the models differ by the encoding and float32 alone."""
+    secure, _ = federation("secure", seeds="test")
+    plain, _ = federation("plain", seeds="test", secure_aggregation={"threshold": 0})
+    for run in (secure, plain):
+        run()
+    assert float((model(secure) - model(plain)).abs().max()) <= CLOSE
+    # Models that never moved would agree, too.
+    assert secure.records[-1].loss < secure.records[0].loss - 0.1
+    assert [r.epsilon for r in secure.records] == [r.epsilon for r in plain.records]
+
+
+def test_no_message_to_the_server_shows_a_sites_vector(federation):
+    """Each site's own reply, as it lies on its disk, is in none of its answers; masked words are
+    spread over all of int64, while 99 % of the plain ones are below 2^50."""
+    run, nodes = federation()
+    sent = []
+    for node in nodes:
+        node.behave = lambda message, answer, node=node: (
+            sent.append((node, answer())) or sent[-1][1]
+        )
+    run()
+    for node, message in sent:
+        block = codec.unpack(message.content)[0]
+        given = from_bytes(block)
+        assert isinstance(given, Step)
+        stored = (node.directory / "reply.bin").read_bytes().partition(b"\n")[2]
+        w = from_bytes(stored).vectors["w"]
+        assert w.numpy().tobytes()[:64] not in block
+        if given.step == "masked":
+            masked = from_bytes(given.vectors["reply"].numpy().tobytes())
+            assert set(masked.vectors) == {"masked"}
+            assert masked.numbers == {}
+            share = float((masked.vectors["masked"].abs().double() > 2.0**60).double().mean())
+            assert share > 0.8
+
+
+def test_a_plain_task_is_refused(federation):
+    """A server might ask a site for its reply without any mask."""
+    _, nodes = federation()
+    site = nodes[0].site
+    task = Task(site.run, 1, "fedavg", {"w": torch.zeros(650)}, {})
+    block, _ = answer(site, to_bytes(task))
+    assert from_bytes(block) == Refusal(site.run, 1, "site-00", "policy")
+    assert charged(nodes[0]) == 0
+    assert not (nodes[0].directory / "reply.bin").exists()
+
+
+def test_a_step_is_refused_where_the_plan_has_none(federation):
+    _, nodes = federation(secure_aggregation={"threshold": 0})
+    site = nodes[0].site
+    block, _ = answer(site, to_bytes(Step(site.run, 1, "site-00", "x", "keys", {})))
+    assert from_bytes(block).code == "policy"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_site_that_drops_out_at_any_step_costs_itself_only(federation, step):
+    """At `unmask` it is in the sum already, and stays in it."""
+    run, nodes = federation(seeds="test")
+    lost = loses(nodes[1], step, 2)
+    records = run()
+    assert lost
+    assert records[1].refused == {}
+    assert records[2].refused == ({} if step == "unmask" else {"site-01": "absent"})
+    check_mean(run, NAMES if step == "unmask" else ("site-00", "site-02"))
+    assert [charged(node) for node in nodes] == [4, 2 if step in STEPS[:2] else 4, 4]
+
+
+def check_mean(run, sites):
+    """The server's last w is the weighted mean of what these sites have on their disks."""
+    replies = []
+    for site in sites:
+        block = (run.directory / "sites" / site / "reply.bin").read_bytes().partition(b"\n")[2]
+        replies.append(from_bytes(block))
+    assert all(reply.round == 2 for reply in replies)
+    total = sum(reply.weight for reply in replies)
+    w = sum(reply.weight / total * reply.vectors["w"].double() for reply in replies)
+    own = Folder(run.directory / "server" / "run").restore()[0].state.vectors["w"]
+    # float32's rounding of numbers below 2.
+    assert float((own.double() - w).abs().max()) <= 2.0**-24
+    assert float(own.abs().max()) < 2
+
+
+def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
+    run, nodes = federation()
+    for node, step in zip(nodes, ("shares", "masked", "unmask"), strict=True):
+        loses(node, step, 1, times=1)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federation, step):
+    """One of three is left at round 2. Before `unmask` nobody was asked to open anything, and the
+    run goes on later without new charges; of a sum that was asked for, one site's shares open
+    nothing, and the round is a new attempt, charged anew."""
+    run, nodes = federation(budget={"spare_rounds": 3})
+    for node in nodes[1:]:
+        loses(node, step, 2)
+    with pytest.raises(BelowThreshold, match=r"1 sites .*threshold of secure aggregation is 2"):
+        run()
+    assert [record.round for record in run.records] == [0, 1]
+    opened = [from_bytes(b).step for b in nodes[0].heard].count("unmask")
+    tries = 2  # patience.retries + 1
+    assert opened == (1 + tries if step == "unmask" else 1)
+    before = [charged(node) for node in nodes]
+    for node in nodes:
+        node.behave = lambda _, answer: answer()
+    assert [record.round for record in run()] == [0, 1, 2]
+    after = [charged(node) for node in nodes]
+    if step == "unmask":
+        assert before == [6, 6, 6]
+        assert after == [8, 8, 8]
+    else:
+        assert after == [4, 4, 4]
+
+
+def test_a_site_that_is_started_again_in_a_session_has_dropped_out_of_it(federation):
+    run, nodes = federation()
+
+    def restart(message, answer):
+        asked = from_bytes(nodes[2].heard[-1])
+        if (asked.round, asked.step) == (1, "masked"):
+            nodes[2].site.ledger.close()
+            nodes[2].site = Site(nodes[2].directory)
+        return answer()
+
+    nodes[2].behave = restart
+    records = run()
+    assert records[1].refused == {"site-02": "session"}
+    assert records[2].refused == {}
+
+
+def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
+    federation, monkeypatch
+):
+    """The sites have opened the sum of round 2; the next is over fresh noise, and is charged."""
+    run, nodes = federation(budget={"spare_rounds": 1})
+    commit, died = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == 2 and not died:
+            died.append(True)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert Attempts(run.directory / "server" / "run" / "attempts.json").next(2) == 1
+    first = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    assert [record.round for record in run()] == [0, 1, 2]
+    assert all(
+        (node.directory / "reply.bin").read_bytes() != old
+        for node, old in zip(nodes, first, strict=True)
+    )
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
+    """Two of three have spent theirs: the third's vector would stand alone."""
+    run, nodes = federation()
+    for node in nodes[1:]:
+        for number in (101, 102):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0]
+    assert "unmask" not in [step for _, step in steps_of(nodes[0])]
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+
+
+def test_one_site_without_budget_is_left_out(federation):
+    run, nodes = federation()
+    for number in (101, 102):
+        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "budget"}] * 2
+    assert run.summary["status"] == "finished"
+
+
+def lies(node):
+    """What a site may send for a masked reply that is none."""
+
+    def of(**changes):
+        def behave(message, answer):
+            given = from_bytes(codec.unpack(answer().content)[0])
+            if not isinstance(given, Step) or given.step != "masked":
+                return node.forge(message, to_bytes(given))
+            reply = from_bytes(given.vectors["reply"].numpy().tobytes())
+            block = to_bytes(Reply(**{**vars(reply), **changes}))
+            vectors = {"reply": torch.frombuffer(bytearray(block), dtype=torch.uint8)}
+            return node.forge(message, to_bytes(Step(**{**vars(given), "vectors": vectors})))
+
+        return behave
+
+    return {
+        "form": of(vectors={"masked": torch.zeros(7, dtype=torch.int64)}),
+        "weight": of(weight=1e9),
+        "ledger": of(ledger_length=0),
+        "stale": of(round=7),
+        "another's": of(site="site-01"),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["form", "weight", "ledger", "stale", "another's"])
+def test_a_bad_masked_reply_is_a_drop_out(federation, wrong):
+    run, nodes = federation()
+    nodes[0].behave = lies(nodes[0])[wrong]
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {wrong}"}] * 2
+    assert run.summary["loss"] < 10
+
+
+def test_bytes_are_those_that_went_over_the_wire(federation):
+    run, nodes = federation()
+    up = {1: 0, 2: 0}
+    for node in nodes:
+
+        def behave(message, answer):
+            given = answer()
+            block = codec.unpack(given.content)[0]
+            up[from_bytes(block).round] += len(block)
+            return given
+
+        node.behave = behave
+    records = run()
+    down = {1: 0, 2: 0}
+    for node in nodes:
+        for block in node.heard:
+            down[from_bytes(block).round] += len(block)
+    assert {r.round: r.bytes_up for r in records[1:]} == up
+    assert {r.round: r.bytes_down for r in records[1:]} == down
+
+
+def test_the_statement_says_what_it_adds_and_that_epsilon_does_not_use_it(federation):
+    run, _ = federation()
+    run()
+    told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
+    assert told["secure_aggregation"] == {"threshold": 2, "sites": 3}
+    assert any("ε stated here does not use" in line for line in told["covers"])
+    plain, _ = federation("plain", secure_aggregation={"threshold": 0})
+    plain()
+    other = json.loads((plain.directory / "server" / "run" / "privacy.json").read_bytes())
+    assert other["secure_aggregation"] is None
+    assert other["sites"] == told["sites"]
+
+
+def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path):
+    for threshold in (1, 4):
+        with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
+            federation(f"d{threshold}", secure_aggregation={"threshold": threshold})
+    assert not (tmp_path / "d1").exists()
