@@ -83,7 +83,11 @@ def _reached(row: Row) -> str:
 
 def _remarks(table: Table) -> list[str]:
     """A sentence for each row that misses a mark and has one."""
-    missed = [(table.name, row.name) for row in table.rows if row.reaches(row.stretch) is False]
+    missed = [
+        (table.name, row.name)
+        for row in table.rows
+        if False in (row.reaches(row.stretch), row.reaches(row.goal))
+    ]
     said = [f"* {name}: {REMARKS[at, name]}" for at, name in missed if (at, name) in REMARKS]
     return ["", *said] if said else []
 

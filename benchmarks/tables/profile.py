@@ -21,8 +21,8 @@ from fedpact.privacy.noise import SeededDraws
 
 TITLE = "Profile"
 ABOUT = (
-    "Where a run's processor time goes, from the first round to the last, one worker: the shares of "
-    "the kernel (clipped sums) and of the noise; the rest is sampling, ledgers, messages, "
+    "Where a run's processor time goes, from the first round to the last, one worker: the shares "
+    "of the kernel (clipped sums) and of the noise; the rest is sampling, ledgers, messages, "
     "aggregation, ε and checkpoints. The embedded default is logistic regression on 1,437 small "
     "digits; the other is ten sites of model B, batch 75, one step a round."
 )
