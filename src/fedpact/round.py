@@ -41,6 +41,8 @@ class Transport(Protocol):
         ...
 
 
+_DIGITS = 256  # bytes by which one message may be longer than those before it: numbers' digits
+
 Evaluate = Callable[[Checkpoint, RoundRecord], RoundRecord]
 """Fills in what is measured of a state: accuracy, Ψ, ε."""
 
@@ -163,14 +165,14 @@ class Rounds:
         allowed = self.plan.budget.bytes
         if allowed is None:
             return math.inf
-        # Messages of one run differ in length by a few digits only. Before the first round a reply
-        # is taken to be as long as its task.
+        # Before the first round a reply is taken to be as long as its task.
         if at.round:
             expected = at.costs.sent / at.round
         else:
             tasks = self._tasks(at, at.state).values()
             expected = 2 * sum(task.wire_bytes for task in tasks)
-        return (allowed - at.costs.sent) // expected
+        spare = 2 * len(self.transport.sites) * _DIGITS
+        return max(0.0, (allowed - spare - at.costs.sent) // expected)
 
 
 def _finite(at: Checkpoint) -> bool:

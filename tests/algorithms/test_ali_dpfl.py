@@ -1,5 +1,6 @@
 """ALI-DPFL in whole runs: its budgets, its neutral forms, and what its raw estimator costs."""
 
+import itertools
 import math
 
 import pytest
@@ -150,6 +151,20 @@ def test_bytes_limit_the_rounds_too(data, tmp_path):
     assert result.summary["bytes_up"] + result.summary["bytes_down"] <= sent // 2
     assert len(steps(result)) <= 6
     assert max(steps(result)) > max(steps(free))
+
+
+@pytest.mark.parametrize("over", [-1, 0, 50])
+def test_no_budget_of_bytes_is_exceeded_by_one(over, data, tmp_path):
+    """Budgets of just what k rounds send: replies differ by digits, and the last may be longer."""
+    free = simulate(plan(ALI, PRIVATE), tmp_path / "free", data=data)
+    sent = itertools.accumulate(r.bytes_down + r.bytes_up for r in free.records)
+    for rounds, used in enumerate(sent):
+        if rounds:
+            exact = plan(ALI, PRIVATE, budget={"bytes": used + over})
+            result = simulate(exact, tmp_path / str(rounds), data=data)
+            assert result.summary["bytes_up"] + result.summary["bytes_down"] <= used + over
+            # What is set aside for it is half a round of these small messages.
+            assert len(steps(result)) >= rounds - 2
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e9])
