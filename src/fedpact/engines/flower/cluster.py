@@ -22,11 +22,12 @@ from flwr.simulation.ray_transport.ray_actor import BasicActorPool, ClientAppAct
 from flwr.supercore.task_identity import TaskIdentity
 from ray.exceptions import RayError
 
+from fedpact.engines.flower import ray_address
 from fedpact.engines.flower.actor import Kit, open_app, opened, task_for
 from fedpact.engines.process import available_cores
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
-from fedpact.errors import FedpactError, InputError
+from fedpact.errors import FedpactError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.oracle import Records
 from fedpact.theory.accounting import History
@@ -40,7 +41,7 @@ class RayTransport:
     `workers` says so.
 
     spent: what each site's ledger says before the first round; no ledger may be open here then.
-    Raises InputError: no cluster at RAY_ADDRESS.
+    Raises FedpactError: Ray does not start, or the cluster has no core to offer.
     """
 
     traffic = None
@@ -60,9 +61,15 @@ class RayTransport:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = _RUN
         self._backend = _Backend(actors)
-        # References keep what is in the store: as long as this transport lives.
-        self._kit = ray.put(Kit(workshop, [ray.put(_alone(site)) for site in sites]))
-        self._backend.build(partial(open_app, self._kit))
+        try:
+            # References keep what is in the store: as long as this transport lives.
+            self._kit = ray.put(Kit(workshop, [ray.put(_alone(site)) for site in sites]))
+            self._backend.build(partial(open_app, self._kit))
+        except BaseException as error:
+            self._backend.end(self._owned)
+            if isinstance(error, ValueError):
+                raise FedpactError(f"Ray at {ray_address()!r} offers no core: {error}") from error
+            raise
         self._pool = ThreadPoolExecutor(self._backend.num_workers, "actor")
 
     def __enter__(self) -> Self:
@@ -145,16 +152,13 @@ def _start_ray(actors: int) -> bool:
         return False
     # Ray warns of how it will treat graphics cards one day; the actors use none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = ray_address()
     here: dict[str, Any] = {}
     if address == "local":
         here = {"num_cpus": min(actors, available_cores()), "num_gpus": 0}
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         ray.init(address, include_dashboard=False, **quiet, **here)
-    except (ConnectionError, ValueError) as error:
-        raise InputError(
-            f"RAY_ADDRESS is {address!r}, and Ray cannot start there ({error}): expected the "
-            "address that `ray start --head` prints, or no RAY_ADDRESS for this machine alone"
-        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise FedpactError(f"Ray does not start at {address!r}: {error}") from error
     return True
