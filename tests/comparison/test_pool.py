@@ -27,6 +27,13 @@ for r in range(asked["plan"]["rounds"]):
             time.sleep(0.05)
     if what == "deaf":
         time.sleep(60)
+if what.startswith("meets"):
+    places = [os.path.join(os.path.dirname(os.path.dirname(asked["folder"])), x) for x in "12"]
+    open(places[what == "meets2"], "w").close()
+    until = time.monotonic() + 20
+    while not all(map(os.path.exists, places)):
+        if time.monotonic() > until: sys.exit(4)
+        time.sleep(0.02)
 if what == "refuses":
     say(error="the paragraph"); sys.exit(2)
 if what == "crashes":
@@ -80,6 +87,11 @@ def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
     carry_out(jobs(tmp_path, *"abcdef"), 1, watch, never)
     # The news of an end may come together with the next one's first round, never after it.
     assert most == 1
+
+
+def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
+    # Each waits for the other before it ends: one after the other, neither would.
+    assert carry_out(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
 
 
 @pytest.mark.parametrize(
