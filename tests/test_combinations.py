@@ -6,7 +6,7 @@ import pytest
 
 from fedpact import algorithms
 from fedpact.errors import PlanError
-from fedpact.methods.combine import NEEDS_SINGLE_REPLIES, REFUSED
+from fedpact.methods.combine import NEEDS_SINGLE_REPLIES, READS_SINGLE_REPLIES, REFUSED
 from fedpact.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -52,8 +52,8 @@ def reasons():
     )
 
 
-def single():
-    return "\n".join(f"* `[{part}]`: {why}." for part, why in NEEDS_SINGLE_REPLIES.items())
+def single(refused):
+    return "\n".join(f"* `[{part}]`: {why}." for part, why in refused.items())
 
 
 def block(name):
@@ -69,13 +69,15 @@ def test_the_reasons_are_the_codes():
     assert block("reasons") == reasons()
 
 
-def test_what_secure_aggregation_refuses_is_the_codes():
-    assert block("single") == single()
+def test_what_other_tables_refuse_is_the_codes():
+    assert block("single") == single(NEEDS_SINGLE_REPLIES)
+    assert block("reads") == single(READS_SINGLE_REPLIES)
 
 
 TABLES = {
     "robust": COLUMNS["robust"],
     "control": COLUMNS["control"],
+    "fairness": COLUMNS["fairness"],
     "compression": {"compression": {"kind": "int8"}},
 }
 
@@ -86,3 +88,11 @@ def test_secure_aggregation_refuses_what_needs_single_replies(table):
     Plan.parse(TABLES[table])
     with pytest.raises(PlanError, match=rf"does not go with \[{table}\]"):
         Plan.parse({**TABLES[table], **secure})
+
+
+@pytest.mark.parametrize("table", READS_SINGLE_REPLIES)
+def test_robust_aggregates_refuse_what_reads_single_replies(table):
+    """As with ali_dpfl and qffl, which do so by themselves."""
+    with pytest.raises(PlanError, match=rf"\[robust\] does not go with \[{table}\]"):
+        Plan.parse({**TABLES[table], **TABLES["robust"]})
+    Plan.parse({**TABLES[table], "robust": {"rule": "mean"}})

@@ -43,6 +43,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
         "control": {"kind": "ali"},
         "server": {"optimiser": "momentum"},
         "robust": {"rule": "median"},
+        "secure_aggregation": {"threshold": 3},
     }
     tables = {"algorithm": algorithm, "privacy": {"mode": "none"}}
     Plan.parse(tables)

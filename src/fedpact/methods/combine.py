@@ -4,6 +4,7 @@ A combination is refused where it would not mean what its parts mean alone; docs
 has the table.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from fedpact.algorithms import BaseSettings
@@ -50,6 +51,13 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
 }
 """Table of a plan -> algorithm -> why the two do not go together."""
 
+READS_SINGLE_REPLIES: Final[dict[str, str]] = {
+    "control": "the controller reads single replies, so one lie moves its estimates",
+    "fairness": "F is the mean of what single replies say, so one lie moves every record's weight; "
+    "algorithm = 'fedfdp' has its F among what the robust rule aggregates",
+}
+"""Table of a plan -> why it does not go with [robust]."""
+
 NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "robust": "it compares the sites' vectors with each other",
     "control": "the controller takes the least of the sites' remaining steps and squares of each "
@@ -71,40 +79,42 @@ def combined(
 ) -> Method:
     """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
     method = Method(name, settings)
-    if robust.rule != "mean":
+    chosen = {
+        "robust": robust.rule != "mean",
+        "fairness": fairness.weight > 0,
+        "control": control.kind != "fixed",
+        "compression": compression.kind != "none",
+    }
+    if chosen["robust"]:
         # Innermost: whatever is around it still sees the sites' own replies.
         _check("robust", name)
+        _check_tables("robust", READS_SINGLE_REPLIES, chosen)
         method = Robust(method, robust)
-    if fairness.weight > 0:
+    if chosen["fairness"]:
         _check("fairness", name)
         method = FairMethod(method, fairness)
     if server.optimiser != "none":
         _check("server", name)
         method = ServerOptimised(method, server)
-    if control.kind != "fixed":
+    if chosen["control"]:
         _check("control", name)
         method = Controlled(method, control)
-    if compression.kind != "none":
+    if chosen["compression"]:
         # Outermost: what leaves a site, whatever made it.
         method = Compressed(method, compression)
     if secure.threshold:
-        chosen = {
-            "robust": robust.rule != "mean",
-            "control": control.kind != "fixed",
-            "compression": compression.kind != "none",
-        }
-        _check_secure(method, [table for table, is_chosen in chosen.items() if is_chosen])
+        _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)
+        _check("secure_aggregation", method.name)
+        check_summed(method)
     return method
 
 
-def _check_secure(method: Method, tables: list[str]) -> None:
-    for table in tables:
-        raise PlanError(
-            f"[secure_aggregation] does not go with [{table}]: {NEEDS_SINGLE_REPLIES[table]}; "
-            "leave one of them out"
-        )
-    _check("secure_aggregation", method.name)
-    check_summed(method)
+def _check_tables(table: str, reasons: Mapping[str, str], chosen: Mapping[str, bool]) -> None:
+    for other, reason in reasons.items():
+        if chosen[other]:
+            raise PlanError(
+                f"[{table}] does not go with [{other}]: {reason}; leave one of them out"
+            )
 
 
 def _check(table: str, algorithm: str) -> None:

@@ -14,8 +14,8 @@ What it changes. The privacy of no site: it is post-processing of what the sites
 objective: every reply counts alike, so the sum of unweighted F_i is what is sought, and where sites
 are unlike, or their noise is, something between them: a site with rare records is an outlier too.
 Noise: a median of n Gaussian releases has up to π/2 times the mean's variance, krum n times. The
-numbers that a reply carries are treated like a coordinate; what other wrappers take from single
-replies ([control], [fairness]) is not protected.
+numbers that a reply carries are treated like a coordinate. What takes numbers from single replies
+itself ([control], [fairness]) does not go with it; see combine.
 """
 
 import math
