@@ -263,6 +263,9 @@ def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
         for node, old in zip(nodes, first, strict=True)
     )
     assert [charged(node) for node in nodes] == [6, 6, 6]
+    # What the server says is what the ledgers say.
+    told = run.records[-1].epsilon
+    assert told == {node.site.name: node.site.epsilon() for node in nodes}
 
 
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedpact.data import datasets
 from fedpact.engines.admission import Admission
 from fedpact.engines.federation import Federation, read_plan
+from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
@@ -46,7 +47,8 @@ _DOES_NOT_COVER = [
     "The sites' declared sizes, sampling rates and label names, which are public.",
 ]
 _EPSILON = (
-    "ε as the server knows it: every task that was sent counts as charged once. A site that died "
+    "ε as the server knows it: every task that was sent counts as charged once, as does each new "
+    "attempt at a round under secure aggregation. A site that died "
     "in mid-round may have charged a round twice; its own ledger says so, and stays within what "
     "was reserved."
 )
@@ -76,6 +78,11 @@ class Coordinator:
     def folder(self) -> Folder:
         """The run's folder."""
         return Folder(self.directory / "run")
+
+    @property
+    def attempts(self) -> Path:
+        """Where the attempts at rounds under secure aggregation are kept."""
+        return self.folder.path / "attempts.json"
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
@@ -192,6 +199,7 @@ class _Evaluator:
     def __init__(self, coordinator: Coordinator) -> None:
         self._terms, self._steps = coordinator.terms, 0
         self._model = FlatModel(coordinator.federation.workshop(coordinator.plan).module())
+        self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         self._test = _test_set(coordinator)
         records = coordinator.folder.path / "rounds.jsonl"
         if records.exists():
@@ -200,7 +208,10 @@ class _Evaluator:
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._steps += record.steps
-        spent = {name: self._spent(terms, record.round) for name, terms in self._terms.items()}
+        # Each new attempt is charged as a round is; τ is fixed where there are any.
+        extra = Attempts(self._attempts).extra
+        steps, rounds = self._steps + extra * self._each, record.round + extra
+        spent = {name: _spent(terms, steps, rounds) for name, terms in self._terms.items()}
         record = dataclasses.replace(record, epsilon=spent)
         if self._test is None:
             return record
@@ -208,10 +219,11 @@ class _Evaluator:
         score = evaluate(self._model.module, cross_entropy, *self._test)
         return dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
 
-    def _spent(self, terms: Terms, rounds: int) -> float:
-        # A round opens with at most one anchor.
-        steps, anchors = min(terms.steps, self._steps), min(terms.anchors, rounds)
-        return terms.epsilon_after(terms.history(steps, anchors))
+
+def _spent(terms: Terms, steps: int, rounds: int) -> float:
+    # A round opens with at most one anchor.
+    history = terms.history(min(terms.steps, steps), min(terms.anchors, rounds))
+    return terms.epsilon_after(history)
 
 
 def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:

@@ -36,7 +36,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     transport = FlowerTransport(grid, federation, key, admission, form, remember)
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round)
-    attempts = coordinator.folder.path / "attempts.json"
+    attempts = coordinator.attempts
     secure = secured(transport, federation, plan, attempts, admission, form, remember)
     return coordinator.run(secure, on_round)
 

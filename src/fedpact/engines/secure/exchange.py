@@ -70,14 +70,15 @@ class Attempts:
     """The last round and attempt of which sites were asked to open a sum; durable under `path`.
 
     A round that is asked for again after that needs a new attempt: sites open one sum of each.
+    extra: how many attempts there were beside each round's first; sites are charged for them.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._last = 0, -1
+        self._last, self.extra = (0, -1), 0
         if path is not None:
             with suppress(FileNotFoundError):
-                number, attempt = json.loads(path.read_bytes())
+                number, attempt, self.extra = json.loads(path.read_bytes())
                 self._last = number, attempt
 
     def next(self, number: int) -> int:
@@ -86,9 +87,10 @@ class Attempts:
 
     def begin(self, number: int, attempt: int) -> None:
         """Remember that sites are about to be asked."""
+        self.extra += attempt > 0
         self._last = number, attempt
         if self._path is not None:
-            write_whole(self._path, json.dumps(self._last).encode())
+            write_whole(self._path, json.dumps([number, attempt, self.extra]).encode())
 
 
 class Secured:

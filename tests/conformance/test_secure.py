@@ -1,0 +1,77 @@
+"""Secure aggregation hands each algorithm everybody's mean in place of each reply: for every method
+that a plan allows with it that has to give the same next state, and of the others it does not."""
+
+from dataclasses import replace
+
+import torch
+
+from fedpact.algorithms import Summed
+from fedpact.engines.secure.ring import Weighing
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+
+# Means in another order, in float64.
+CLOSE = 1e-9
+
+
+def allowed(tables):
+    secure = {"secure_aggregation": {"threshold": 2}, "privacy": {"mode": "none"}}
+    try:
+        return bool(Plan.parse({**tables, **secure}).method)
+    except PlanError:
+        return False
+
+
+def as_means(replies, summed):
+    """The replies as `Secured` hands them on, without the encoding and the masks."""
+    weighing = Weighing(sum(reply.weight for reply in replies), summed)
+    weights = torch.tensor([weighing.weight(reply) for reply in replies], dtype=torch.float64)
+    shares = weights / weights.sum()
+    names, numbers = replies[0].vectors, weighing.private(replies[0].numbers)
+    vectors = {
+        name: sum(p * r.vectors[name].double() for p, r in zip(shares, replies, strict=True))
+        for name in names
+    }
+    means = {
+        name: float(sum(p * r.numbers[name] for p, r in zip(shares, replies, strict=True)))
+        for name in numbers
+    }
+    return [
+        replace(reply, vectors=vectors, numbers={**means, **weighing.public(reply.numbers)})
+        for reply in replies
+    ]
+
+
+def distance(one, other):
+    """How far two states are apart; infinite where they are not made of the same."""
+    if one.vectors.keys() != other.vectors.keys() or one.numbers.keys() != other.numbers.keys():
+        return float("inf")
+    vectors = [float((v - other.vectors[name]).abs().max()) for name, v in one.vectors.items()]
+    numbers = [abs(float(n) - float(other.numbers[name])) for name, n in one.numbers.items()]
+    return max([0.0, *vectors, *(n for n in numbers if n == n)])
+
+
+def apart(case, made):
+    """How far the next states are apart in two rounds: replies as they are, and as means.
+
+    Two, so that what sites remember and what the state carries counts as well.
+    """
+    state, found = case.init(made.w), []
+    summed = Summed() if case.summed.why_not else case.summed
+    for number in (1, 2):
+        replies = list(made.replies(case, state, number))
+        begun = made.begin(state, number) if case.controlled else state
+        after = case.update(begun, iter(replies))
+        found.append(distance(after, case.update(begun, iter(as_means(replies, summed)))))
+        state = after
+    return max(found)
+
+
+def test_an_allowed_method_needs_the_mean_alone(case, federation):
+    """And one that is refused needs more, in a private run or a plain one, or it is refused for
+    nothing."""
+    found = [apart(case, federation(private=private)) for private in (True, False)]
+    if allowed(case.tables):
+        assert max(found) <= CLOSE
+    else:
+        assert max(found) > 1e-6
