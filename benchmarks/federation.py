@@ -22,12 +22,16 @@ _MODELS = {
     "B": "cnn_padded",
     "Bnp": "cnn",
     "C": "cnn_padded",
+    "tiny A": "logistic",
     "tiny": "benchmarks.problems:tiny",
 }
+_TINY = ("tiny A", "tiny")
 _WARM = 2  # rounds that are not counted, the initial evaluation among them
 
 
-def plan_of(model: str, sites: int, rate: float, rounds: int, workers: int = 0) -> Plan:
+def plan_of(
+    model: str, sites: int, rate: float, rounds: int, workers: int = 0, stacked: int = 1
+) -> Plan:
     """DP-FedAvg with one local step a round; nothing is evaluated between first and last round."""
     raw: dict[str, Any] = {
         "data": "made-up records",
@@ -38,8 +42,8 @@ def plan_of(model: str, sites: int, rate: float, rounds: int, workers: int = 0) 
         "settings": {"learning_rate": RATE},
         "partition": {"kind": "iid", "held_out": 0.0},
         # Made-up models are for tests, which need no tight bound.
-        "privacy": {"clip": CLIP, "accountant": "rdp" if model == "tiny" else "best"},
-        "run": {"workers": workers, "evaluate_every": 10**6},
+        "privacy": {"clip": CLIP, "accountant": "rdp" if model in _TINY else "best"},
+        "run": {"workers": workers, "stacked": stacked, "evaluate_every": 10**6},
     }
     return Plan.parse(raw)
 

@@ -10,6 +10,11 @@ _GRID = (
     "torch.randn and an addition, the row above."
 )
 _THIRTEEN = "At this length both wait for memory; the arithmetic in float64 is what is left."
+_PYTHON = (
+    "A client of pfl's is a plain step and a sum. Sampling, noise, ledger entry, messages and "
+    "checks are 0.65 ms of Python a site (see Overhead), more than the step, and two workers take "
+    "nearly as long for them as one."
+)
 
 REMARKS: dict[tuple[str, str], str] = {
     ("step-A", "fedpact, batch 75"): (
@@ -49,6 +54,8 @@ REMARKS: dict[tuple[str, str], str] = {
         "With the noise it is 0.88; a private step cannot be without either, and what is left is "
         "encoding, adding up and storing vectors of 6.7 MB, once a site and round of one step."
     ),
+    ("round-100A", "pfl, no privacy in the clients / fedpact, sites one by one"): _PYTHON,
+    ("round-100A", "pfl, no privacy in the clients / fedpact, run.stacked = 16"): _PYTHON,
     ("overhead", "a site and round"): (
         "Sampling, noise, ledger entry, messages and the oracle's checks are each 20 to 100 µs of "
         "Python; the commit's two flushes are shared by all sites."

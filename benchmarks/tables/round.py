@@ -1,8 +1,8 @@
-"""A round of ten sites beside Opacus in a loop and in Flower."""
+"""A round of ten sites beside Opacus in a loop and in Flower, and beside pfl."""
 
 import torch
 
-from benchmarks import federation, flower
+from benchmarks import federation, flower, pfl
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
@@ -15,7 +15,7 @@ ABOUT = (
     "is the whole of it: sites on one worker a core, ledgers and checkpoint on the disk, messages "
     "encoded. A loop over Opacus makes each site's model private anew, as a client does, on all "
     "cores. Flower runs its simulation (Ray, one CPU a client) with the same client function, in a "
-    "process of its own. How many times as long as fedpact's round each of them takes."
+    "process of its own. How many times as long as fedpact's round each of them takes. " + pfl.ABOUT
 )
 NAMES = ("round-B", "round-A")
 
@@ -43,7 +43,11 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
         rows.append(turns.row(title, mode, "fedpact", larger_is_better=True))
     marked = name == "round-B"
     rows += [_flower(mode, model, sites, batch, turns, scale, marked) for mode in _FLOWER]
-    return rows, turns.busy
+    if not marked:
+        return rows, turns.busy
+    found, busy = pfl.beside(model, sites, batch, {"fedpact": plan}, scale)
+    rows.append(pfl.row(found, "fedpact", goal=1.2, stretch=1.5))
+    return rows, turns.busy or busy
 
 
 def _flower(

@@ -5,6 +5,7 @@ Nothing here measures: no test depends on how long anything takes.
 
 import itertools
 import json
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.tables import memory, modules
 from benchmarks.timing import Spread, by_turns
 
 from benchmarks import __main__ as command
-from benchmarks import child, flower, page, timing
+from benchmarks import child, flower, page, pfl, timing
 
 # Opacus warns of how it is used; so it is used by those it is compared for.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:opacus", "ignore:Full backward hook")
@@ -34,8 +35,10 @@ def table(name, *rows, quick=False, busy=False):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy)
 
 
-# One table of each module, and the one whose list of methods is another.
-@pytest.mark.parametrize("name", [*{m: name for name, m in modules().items()}.values(), "step-B"])
+# One table of each module, and those whose lists of methods are others.
+@pytest.mark.parametrize(
+    "name", [*{m: name for name, m in modules().items()}.values(), "step-B", "round-B"]
+)
 def test_every_table_runs_and_can_be_shown(name, tmp_path):
     found = command.measure(name, TINY)
     assert found.rows
@@ -175,3 +178,37 @@ def test_peak_memory_grows_with_what_is_held():
 def test_what_is_missing_for_flower_is_told(monkeypatch):
     monkeypatch.setattr(flower.importlib.util, "find_spec", lambda name: None)
     assert flower.missing() == "flwr is not installed: pip install 'fedpact[bench]'"
+
+
+def test_what_is_missing_for_pfl_is_told(monkeypatch):
+    """Without the variable, and with a Python that is not there or has no pfl, as this one."""
+    monkeypatch.delenv("FEDPACT_BENCH_PFL", raising=False)
+    assert pfl.missing().startswith("set FEDPACT_BENCH_PFL to the Python of an environment")
+    for python in ("/nowhere/python", sys.executable):
+        monkeypatch.setenv("FEDPACT_BENCH_PFL", python)
+        assert pfl.missing().startswith(f"FEDPACT_BENCH_PFL = {python}: no Python with pfl")
+    row = pfl.row({"fedpact": [1.0]}, "fedpact", goal=1.2, stretch=1.5)
+    assert (row.value, row.note) == (None, pfl.missing())
+
+
+def test_pfl_is_asked_for_two_more_rounds_than_count(monkeypatch, tmp_path):
+    """A script in its place: it gets count + 2, and its first two seconds are left out."""
+    python, asked = tmp_path / "python", tmp_path / "asked"
+    python.write_text(f'#!/bin/sh\necho "$@" > {asked}\necho noise\necho "[9, 8, 2.5, 3.5]"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("FEDPACT_BENCH_PFL", str(python))
+    assert pfl.rounds("tiny A", 2, 3, 2, threads=1) == [2.5, 3.5]
+    assert asked.read_text().split()[-2:] == ["1", "4"]
+    python.write_text("#!/bin/sh\necho no such layer >&2\nexit 1\n")
+    with pytest.raises(RuntimeError, match="no such layer"):
+        pfl.rounds("tiny A", 2, 3, 2, threads=1)
+
+
+def test_pfl_is_compared_by_its_faster_threads_run_by_run(monkeypatch):
+    """6 / 2 and 4 / 4 on one thread, the faster in the median: 3 and 1, the middle 2."""
+    monkeypatch.setattr(pfl, "versions", lambda: "pfl 0")
+    found = {"fedpact": [2.0, 4.0], "1": [6.0, 4.0], "2": [1.0, 100.0]}
+    row = pfl.row(found, "fedpact", goal=1.2, stretch=1.5)
+    assert (row.value, row.low, row.high) == (2.0, 1.5, 2.5)
+    assert row.reaches(row.stretch)
+    assert "threads = 1: 5e+03 ms, threads = 2: 5.05e+04 ms" in row.note
