@@ -28,8 +28,10 @@ if __name__ == "__main__":
     quantity = sys.argv[3] if len(sys.argv) > 3 else "accuracy"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for entry in sorted(path for path in folder.iterdir() if path.is_dir()):
-        axes.plot(*curve(entry, quantity), marker=".", label=entry.name)
+    for place, entry in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
+        # Ten colours, then the same ones dashed.
+        style = "-" if place < 10 else "--"
+        axes.plot(*curve(entry, quantity), style, marker=".", label=entry.name)
     axes.set_xlabel("round")
     axes.set_ylabel(quantity)
     if quantity != "accuracy":
