@@ -225,6 +225,16 @@ def test_a_tenth_of_the_coordinates_still_learns(tmp_path, name, rate):
     assert found[1] > 0.9 * found[0] > 0.6
 
 
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+def test_a_plan_has_one_result(tmp_path, kind):
+    """Each run has an identity of its own, and no draw follows from it."""
+    plan = Plan.parse({**SMALL, "compression": {"kind": kind}})
+    for folder in ("one", "two"):
+        simulate(plan, tmp_path / folder)
+    models = [(tmp_path / f / "model.safetensors").read_bytes() for f in ("one", "two")]
+    assert models[0] == models[1]
+
+
 def test_a_compressed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     plan = Plan.parse({**SMALL, "compression": {"kind": "topk"}})
     whole = simulate(plan, tmp_path / "whole")

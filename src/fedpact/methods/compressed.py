@@ -11,8 +11,8 @@ int8 is unbiased (stochastic rounding: Alistarh, Grubic, Li, Tomioka, Vojnović,
 float16 errs by at most 2^-11 |x| + 2^-25 s in each coordinate. topk is biased in a round; over
 rounds nothing is lost: what was sent plus what is still kept is all there was (Stich, Cordonnier,
 Jaggi, arXiv 1809.07599). All of it follows from released numbers and public ones, e too, so it is
-post-processing and spends no privacy. The rounding's u follows from the run, the round and x: the
-same reply is made again, in every engine.
+post-processing and spends no privacy. The rounding's u follows from the round and x: the same
+reply is made again, in every engine and every run of a plan.
 """
 
 import hashlib
@@ -96,9 +96,7 @@ class Compressed(Around):
         if not scale:
             return torch.zeros_like(x, dtype=torch.int8), 0.0
         seed = hashlib.blake2b(x.contiguous().numpy().tobytes()).hexdigest()
-        u = torch.rand(
-            x.shape, generator=stream("rounding", task.run, task.round, seed), dtype=torch.float64
-        )
+        u = torch.rand(x.shape, generator=stream("rounding", task.round, seed), dtype=torch.float64)
         # In float64 x / s is off by 1e-16 of itself; the clamp is for the coordinate with max|x|.
         return (x.double() / scale + u).floor().clamp(-_LEVELS, _LEVELS).to(torch.int8), scale
 
