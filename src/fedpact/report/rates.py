@@ -82,6 +82,8 @@ def rates(run: RunFolder) -> Rates | str:
         notes.append(_PAPER)
     if run.plan.get("compression", {}).get("kind", "none") != "none":
         notes.append("R is of the release before [compression], which rounds it further.")
+    if run.plan.get("secure_aggregation", {}).get("threshold"):
+        notes.append("What was sent is masked; R is of the release below the mask.")
     return Rates(rows, notes, sent / total, whole / total)
 
 
