@@ -13,7 +13,7 @@ Document = Mapping[str, Any]
 # Part of what is being compared. Whatever is not named here has to be equal.
 _METHOD = (
     *("algorithm", "model", "settings", "control", "fairness", "server", "compression", "robust"),
-    *("sampling_rate", "batch_size"),
+    *("secure_aggregation", "sampling_rate", "batch_size"),
 )
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
 # Does not change what is trained; or differs between the runs of one entry.
