@@ -23,6 +23,8 @@ from fedpact.privacy.policy import Policy
 Bench = TypeVar("Bench")
 
 _CPU: Final = torch.device("cpu")
+_NOTHING: Final = State()
+"""The memory of an algorithm that has none: one object, so that it is hashed once."""
 
 
 class Client(Generic[Bench]):
@@ -90,6 +92,8 @@ class Client(Generic[Bench]):
 
 
 def _to(device: torch.device, vectors: Vectors) -> Vectors:
+    if all(vector.device == device for vector in vectors.values()):
+        return vectors
     return {name: vector.to(device) for name, vector in vectors.items()}
 
 
@@ -99,6 +103,8 @@ class _Memory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending_path = path.with_name("pending-" + path.name)
+        # Asked of the disk once: a question to it takes as long as a small model's step.
+        self._there = {each for each in (path, self._pending_path) if each.exists()}
         self._committed, self._committed_round = self._read(path)
         self._pending, self._pending_round = self._read(self._pending_path)
 
@@ -109,20 +115,23 @@ class _Memory:
         return self._committed
 
     def keep(self, round_number: int, memory: State) -> None:
+        if not (memory.vectors or memory.numbers):
+            memory = _NOTHING
         self._pending, self._pending_round = memory, round_number
         self._write(self._pending_path, memory, round_number)
 
     def _write(self, path: Path, memory: State, round_number: int) -> None:
         # Most algorithms remember nothing; then nothing is written.
-        if memory.vectors or memory.numbers or path.exists():
+        if memory is not _NOTHING or path in self._there:
             numbers = {**memory.numbers, "/round": round_number}
             write_whole(path, to_bytes(State(memory.vectors, numbers)))
+            self._there.add(path)
 
-    @staticmethod
-    def _read(path: Path) -> tuple[State, int]:
-        if not path.exists():
-            return State(), -1
+    def _read(self, path: Path) -> tuple[State, int]:
+        if path not in self._there:
+            return _NOTHING, -1
         stored = from_bytes(path.read_bytes())
         numbers = dict(stored.numbers) if isinstance(stored, State) else {}
         vectors = stored.vectors if isinstance(stored, State) else {}
-        return State(vectors, numbers), int(numbers.pop("/round"))
+        number = int(numbers.pop("/round"))
+        return State(vectors, numbers) if vectors or numbers else _NOTHING, number
