@@ -107,6 +107,14 @@ def test_the_settings_are_the_algorithms_own():
     assert found["lemma1"]["objective"] <= found["objective"]
 
 
+@pytest.mark.parametrize("heterogeneity", ["1", "1e9"])
+def test_the_printed_settings_are_read_by_a_plan(heterogeneity):
+    out = tune("fedproxvr", *SPEC[:4], "--sigma2", heterogeneity, "--gamma", "1").stdout
+    settings = tomllib.loads(out[out.index("settings = {") :].splitlines()[0])
+    Plan.parse({"algorithm": "fedproxvr", **settings, "privacy": {"mode": "none"}})
+    assert isinstance(settings["settings"]["local_steps"], int)
+
+
 def test_text_says_what_is_proven_and_what_it_is_worth():
     out = tune("fedproxvr", *SPEC).stdout
     for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "docs/errata.md, V4"):
@@ -321,6 +329,20 @@ def test_a_runs_released_numbers_take_the_defaults_place(private):
     given = as_json("fedfdp", str(private), "--Q0", "-1")
     assert given["numbers"]["Q0"] == -1
     assert "Q0" not in given["from_run"]
+
+
+def test_fairness_around_another_algorithm_releases_its_loss_too(tmp_path):
+    """fedavg with [fairness] is fedfdp, bit for bit: so are the numbers taken from it."""
+    common = {"rounds": 2, "sites": 2, "run": {"workers": 1}}
+    found = []
+    for tables in (
+        {"algorithm": "fedfdp", "settings": {"fairness_weight": 0.3, "learning_rate": 0.5}},
+        {"fairness": {"weight": 0.3}, "settings": {"learning_rate": 0.5}},
+    ):
+        folder = simulate(Plan.parse({**common, **tables}), tmp_path / str(len(found))).folder
+        found.append(as_json("fedfdp", str(folder)))
+    assert found[0] == found[1]
+    assert found[0]["loss"] is not None
 
 
 def test_fedfdp_refuses_what_makes_no_sense(private, tmp_path):

@@ -275,7 +275,7 @@ def _point(best) -> tuple[float, float, float]:
     return best.mu, best.beta, best.tau
 
 
-@pytest.mark.parametrize("unit", [1e-3, 7.0])
+@pytest.mark.parametrize("unit", [1e-3, 7.0, 1e-200, 1e200])
 def test_a_change_of_units_scales_mu_and_the_objective(unit):
     scaled = minimise(Losses(unit, 0.5 * unit, 1.0), 0.01)
     plain = minimise(SPEC, 0.01)

@@ -117,12 +117,14 @@ def _released(run: RunFolder) -> dict[str, float]:
     checkpoint = Folder(run.path).path / "state.safetensors"
     if checkpoint.exists():
         found["d"] = Folder(run.path).restore()[0].state.vectors["w"].numel()
-    losses = [r.numbers["loss"] for r in run.records if "loss" in r.numbers]
+    # FedFDP's own F, or that of [fairness] around another algorithm.
+    names = ("loss", "fair/loss")
+    losses = [r.numbers[name] for r in run.records for name in names if name in r.numbers]
     positive = [loss for loss in losses if loss > 0]
     if not positive:
         raise InputError(
-            f"{run.path} has no released loss: expected a run of FedFDP after its first round; "
-            "give --Q0, or the folder of such a run"
+            f"{run.path} has no released loss: expected a run of FedFDP, or with [fairness], after "
+            "its first round; name the folder of such a run, or none"
         )
     return found | {"Q0": -positive[0], "loss": positive[-1]}
 

@@ -1,5 +1,6 @@
 """What `fedpact tune fedproxvr` computes and prints."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -132,7 +133,7 @@ def print_document(found: Mapping[str, Any]) -> None:
     console.print(PROVEN)
     console.print(WORTH)
     settings = (
-        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.6g}"
+        f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
         for name, value in found["settings"].items()
     )
     console.print(f"The last row in a plan: settings = {{ {', '.join(settings)} }}", markup=False)

@@ -120,11 +120,12 @@ def decrease(losses: Losses, mu: float, theta: float) -> float:
 
     mu: μ > λ. theta: θ >= 0. Raises InputError.
     """
-    smooth, excess, spread = losses.smoothness, losses.excess(mu), 1 + losses.heterogeneity
+    # In units of L, so that no square overflows.
+    x, spread = losses.excess(mu) / losses.smoothness, 1 + losses.heterogeneity
     inexact = (1 + check.non_negative(theta=theta) ** 2) * spread
     lost = theta * math.sqrt(2 * spread)
-    lost += 2 * smooth / excess * math.sqrt(inexact)
-    lost += 2 * smooth * mu / excess**2 * inexact
+    lost += 2 / x * math.sqrt(inexact)
+    lost += 2 * (mu / losses.smoothness / x) / x * inexact
     return (1 - lost) / mu
 
 
@@ -148,6 +149,5 @@ def _beta(beta: float) -> float:
 
 def _product(losses: Losses, mu: float, beta: float) -> float:
     """θ²τ where Lemma 1's lower bound is reached: 3(β²L² + μ²)/(μ~ L (β - 3))."""
-    smooth = losses.smoothness
-    top = 3 * ((_beta(beta) * smooth) ** 2 + mu**2)
-    return top / (losses.excess(mu) * smooth * (beta - 3))
+    x, m = losses.excess(mu) / losses.smoothness, mu / losses.smoothness
+    return 3 * (_beta(beta) ** 2 + m**2) / (x * (beta - 3))
