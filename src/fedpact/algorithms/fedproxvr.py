@@ -35,6 +35,11 @@ Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u =
 SVRG carries the noise of v⁰ through the whole round, and adds one difference's; SARAH's v_t carries
 v⁰'s and that of all t differences. Where movements are small against C/K this is far below the
 noise of t clipped gradients.
+
+Choose, for a private run: anchor_noise at most 1/(q sqrt(τ)), which makes v⁰ as noisy as the mean
+of τ batches' gradients; and K with η σ K sqrt(τ d)/(q N) at most 1. That is how much longer than a
+movement the noise it calls for becomes within a round: at a few times 1 the solver feeds on its own
+noise and diverges, as it does with K = L on most models. A smaller K clips, which costs less.
 """
 
 import hashlib
@@ -67,7 +72,7 @@ class Settings(BaseSettings):
     local_steps: int = Field(default=10, ge=1)
     accuracy: float | None = Field(default=None, gt=0)
     difference_bound: float | None = Field(default=None, gt=0)
-    anchor_noise: float = Field(default=10.0, gt=0)
+    anchor_noise: float = Field(default=3.0, gt=0)
     anchor_rate: float = Field(default=1.0, gt=0, le=1)
 
     @property
