@@ -9,6 +9,7 @@ import torch
 from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.admission import Form, expected_form
+from fedpact.engines.inprocess import InProcess
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.engines.workshop import Workshop
@@ -174,6 +175,33 @@ def test_seconds_limit_the_rounds_as_measured(seconds, data, tmp_path):
     result = simulate(asked, tmp_path / "run", data=data)
     assert result.summary["status"] == ("seconds" if seconds < 1 else "finished")
     assert steps(result) == ([1] if seconds < 1 else [1, 2, 4, 8, 16])
+
+
+@pytest.mark.parametrize(("d_com", "d_cmp"), [(1.0, 0.1), (0.0, 0.5)])
+def test_measured_costs_decide_how_long_rounds_are(d_com, d_cmp, data, tmp_path, monkeypatch):
+    """On a clock of our own that a round of τ iterations moves by d_com + d_cmp τ, 8 s in all.
+
+    Where messages cost most, rounds of one iteration would leave 24 of the 31 undone: they become
+    long. Where iterations are all that costs, τ > 1 gains nothing, and one trial of it shows that.
+    """
+    now, exchange = [0.0], InProcess.exchange
+
+    def timed(self, tasks):
+        yield from exchange(self, tasks)
+        now[0] += d_com + d_cmp * next(iter(tasks.values())).numbers["local_steps"]
+
+    monkeypatch.setattr(InProcess, "exchange", timed)
+    monkeypatch.setattr("fedpact.round.time.perf_counter", lambda: now[0])
+    settings = {**ALI["settings"], "kappa": 1e9}
+    asked = plan(ALI, PRIVATE, rounds=99, settings=settings, budget={"seconds": 8.0})
+    chosen = steps(simulate(asked, tmp_path / "run", data=data))
+    if d_com:
+        assert chosen[:3] == [1, 2, 4]
+        assert sum(chosen) == 31
+        assert sum(d_com + d_cmp * tau for tau in chosen) <= 8.0 + d_com
+    else:
+        assert chosen[:2] == [1, 2]
+        assert set(chosen[2:]) == {1}
 
 
 @pytest.mark.parametrize("tables", [ALI, CONTROL], ids=["ali_dpfl", "control"])

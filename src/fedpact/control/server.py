@@ -139,7 +139,11 @@ def released(before: Numbers, fold: Fold) -> dict[str, float]:
 
 
 def raw(before: Numbers, fold: Fold) -> dict[str, float]:
-    """Return the paper's: this round's exact numbers, or the last ones where a round has none."""
+    """Return the paper's: this round's exact numbers, or the last ones where a round has none.
+
+    But ξ is the root of a mean square over sites, which one pass gives and which is no less than
+    the paper's mean.
+    """
     after = {"pairs": 0.0, **before, "noise": fold.mean_of("noise")}
     if fold.mean is not None and fold.sums["pairs"]:
         after |= {
