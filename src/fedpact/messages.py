@@ -12,6 +12,7 @@ Nothing in here holds records. Whatever a Reply carries has passed the site's or
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -246,7 +247,10 @@ def _apart(vectors: Vectors) -> dict[str, Tensor]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a float, or an int within its range: a longer one overflows later."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def _check_fields(kind: type[Message], fields: Mapping[str, Any]) -> None:

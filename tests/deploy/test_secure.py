@@ -268,6 +268,63 @@ def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
     assert told == {node.site.name: node.site.epsilon() for node in nodes}
 
 
+def test_a_site_that_comes_late_is_in_the_next_sum(federation):
+    run, nodes = federation()
+    nodes[2].here = False
+
+    def then_come(message, answer):
+        nodes[2].here = nodes[2].here or from_bytes(nodes[0].heard[-1]).step == "unmask"
+        return answer()
+
+    nodes[0].behave = then_come
+    records = run()
+    assert records[1].refused == {"site-02": "absent"}
+    assert records[2].refused == {}
+    assert [charged(node) for node in nodes] == [4, 4, 2]
+
+
+def test_sites_and_server_that_restart_before_a_sum_is_opened_charge_nothing_more(
+    federation, monkeypatch
+):
+    """All have masked their vectors of round 2 when the server dies, and then every site: the
+    stored replies are masked anew, under the same attempt."""
+    run, nodes = federation()
+    begin, died = Attempts.begin, []
+
+    def die(attempts, number, attempt):
+        if number == 2 and not died:
+            died.append(True)
+            raise KeyboardInterrupt
+        begin(attempts, number, attempt)
+
+    monkeypatch.setattr(Attempts, "begin", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    stored = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    for node in nodes:
+        node.site.ledger.close()
+        node.site = Site(node.directory)
+    assert [record.round for record in run()] == [0, 1, 2]
+    assert [(node.directory / "reply.bin").read_bytes() for node in nodes] == stored
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+    check_mean(run, NAMES)
+
+
+@pytest.mark.parametrize("change", [{"session": "x"}, {"step": "masked"}, {"site": "site-01"}])
+def test_an_answer_from_another_session_step_or_site_is_rejected(federation, change):
+    """It answers the question "keys" in every session as if it were another."""
+    run, nodes = federation()
+
+    def behave(message, answer):
+        given = from_bytes(codec.unpack(answer().content)[0])
+        if isinstance(given, Step) and given.step == "keys":
+            return nodes[0].forge(message, to_bytes(Step(**{**vars(given), **change})))
+        return nodes[0].forge(message, to_bytes(given))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 2
+
+
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     """Two of three have spent theirs: the third's vector would stand alone."""
     run, nodes = federation()
@@ -282,6 +339,16 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     for node in nodes:
         spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+
+
+def test_the_run_ends_when_fewer_sites_have_budget_than_a_round_needs(federation):
+    """patience.least_replies is more than the threshold."""
+    run, nodes = federation(patience={"least_replies": 3})
+    for number in (101, 102):
+        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    run()
+    assert run.summary["status"] == "budget"
 
 
 def test_one_site_without_budget_is_left_out(federation):

@@ -21,6 +21,7 @@ from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.site import Site
+from fedpact.errors import PlanError
 from fedpact.folder import Folder
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.receipt import receipt
@@ -323,6 +324,70 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
     good.metadata.__dict__["_message_id"] = "y"
     answer = codec.unpack(respond(nodes[0].site, nodes[0].key, good).content)[0]
     assert isinstance(from_bytes(answer), Reply)
+
+
+def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
+    """It has no record in it; the site's process goes on."""
+    _, nodes = federation
+    message = Message(Error(code=1, reason="none"), reply_to=_asked(10))
+    answer = codec.unpack(respond(nodes[0].site, nodes[0].key, message).content)[0]
+    assert from_bytes(answer) == Refusal("", 0, "site-00", "unsigned")
+
+
+def _asked(node):
+    message = Message(codec.pack(b"", b""), node, "train")
+    message.metadata.__dict__["_message_id"] = "x"
+    return message
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
+def test_the_run_ends_when_fewer_sites_have_budget_than_a_round_needs(federation):
+    """Two of three have spent theirs, and a round needs two: no later round can have enough."""
+    run, nodes = federation
+    for node in nodes[1:]:
+        for number in (101, 102, 103):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0]
+    assert (run.directory / "server" / "run" / "model.safetensors").exists()
+
+
+def test_a_number_that_no_float_can_hold_is_rejected(make, tmp_path):
+    """An honest site's integers are small; 10^400 overflows wherever it is computed with."""
+    choices = {"patience": {"join_seconds": 0.0}}
+    directory = make(tmp_path / "d", choices, compression={"kind": "int8"}, rounds=2)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def lie(message, answer):
+        block = codec.unpack(answer().content)[0]
+        reply = from_bytes(block)
+        (scale,) = reply.numbers.values()
+        length = int.from_bytes(block[:8], "little")
+        head = block[8 : 8 + length].replace(repr(scale).encode(), b"1" + b"0" * 400)
+        head += b" " * (-len(head) % 8)
+        return nodes[0].forge(message, len(head).to_bytes(8, "little") + head + block[8 + length :])
+
+    nodes[0].behave = lie
+    records = []
+    try:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    finally:
+        for node in nodes:
+            node.site.ledger.close()
+    assert [r.refused for r in records[1:]] == [{"site-00": "rejected: unreadable"}] * 2
+
+
+def test_a_folder_of_another_run_is_left_alone(federation):
+    """The same plan under another name: to go on would make one run of two."""
+    run, _ = federation
+    run()
+    path = run.directory / "server" / "federation.toml"
+    name = Coordinator.of(run.directory / "server").federation.run
+    path.write_text(path.read_text().replace(f'run = "{name}"', 'run = "another"'))
+    with pytest.raises(PlanError, match=f"holds run '{name}'.*this is run 'another'"):
+        run()
 
 
 @pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)

@@ -1,6 +1,7 @@
 """What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from fedpact.cli.main import app
 from fedpact.deploy import local
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.federation import Federation, Patience, read_plan
-from fedpact.engines.flower import codec, require_flower, seal
+from fedpact.engines.flower import QUIET, codec, require_flower, seal
 from fedpact.engines.site import Site
 from fedpact.errors import DataError, InputError, PlanError
+from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 
@@ -113,6 +115,14 @@ def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
         assert isinstance(outcome.exception, InputError)
 
 
+def test_who_asks_for_flower_reports_to_nobody(monkeypatch):
+    """A party's own process imports Flower too, and was not started by one that said so."""
+    for name in QUIET:
+        monkeypatch.delenv(name, raising=False)
+    require_flower()
+    assert {name: os.environ[name] for name in QUIET} == QUIET
+
+
 def run_cli(*arguments):
     outcome = CliRunner().invoke(app, ["deploy", *map(str, arguments)], catch_exceptions=False)
     assert outcome.exit_code == 0, outcome.output
@@ -147,6 +157,19 @@ def test_the_status_of_one_party(deployment):
     assert list(local.parties(deployment / "server")) == ["server"]
     with pytest.raises(DataError, match="holds no deployment"):
         local.parties(deployment / "authority")
+
+
+def test_the_server_shows_what_each_site_has_spent(deployment):
+    """At a server of its own there is no ledger: it tells what it counts, of each site."""
+    run = deployment / "server" / "run"
+    run.mkdir()
+    record = RoundRecord(1, epsilon={"site-00": 0.5, "site-01": 0.75, "site-02": 1.25}, steps=2)
+    (run / "rounds.jsonl").write_text(record.to_json() + "\n")
+    lines = run_cli("status", deployment / "server").splitlines()
+    for name, epsilon in record.epsilon.items():
+        (line,) = [line for line in lines if name in line]
+        assert "elsewhere" in line
+        assert f"{epsilon:g}" in line
 
 
 WITHOUT_FLOWER = """

@@ -241,6 +241,22 @@ def test_exchanged_keys_are_found_out(party, name):
     assert isinstance(mine.answer("site-02", session.ask_shares()["site-02"]), Step)
 
 
+@pytest.mark.parametrize("field", ["mask", "seal"])
+@pytest.mark.parametrize("bad", [bytes(32), b"short"])
+def test_a_site_that_signs_no_keys_has_dropped_out(party, field, bad):
+    """All others would refuse to go on with them. The point 0 agrees with everybody on 0."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    honest = session.adverts["site-01"]
+    advert = dataclasses.replace(honest, **{field: bad}).signed(
+        mine.keys["site-01"], "site-01", session.place
+    )
+    with pytest.raises(keys.SecretsDoNotFit, match="site-01"):
+        session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(advert)))
+    session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(honest)))
+
+
 def test_a_site_takes_no_other_keys_for_its_own(party):
     """Its own from an earlier session would be signed, but for that."""
     mine = party(3, 2)

@@ -166,6 +166,10 @@ def _print(found: dict[str, Any]) -> None:
             else ("", "", "", "")
         )
         table.add_row(name, "runs" if runs else "-", *row)
+    for name, epsilon in last["epsilon"].items() if last else ():
+        if name not in found["running"]:
+            # Its ledger is on a machine of its own: what the server counts.
+            table.add_row(name, "elsewhere", upper(epsilon), "", "", "")
     out.print(table)
     out.print("(ε, δ) for one record, add/remove one record, accountant best of PLD and RDP.")
 

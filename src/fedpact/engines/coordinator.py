@@ -115,10 +115,12 @@ class Coordinator:
     def _begin(self) -> None:
         folder, plan = self.folder, self.plan.model_dump(mode="json")
         if (folder.path / "plan.json").exists():
-            if folder.read_json("plan.json") != plan:
+            run = folder.read_json("environment.json")["run"]
+            if (folder.read_json("plan.json"), run) != (plan, self.federation.run):
                 raise PlanError(
-                    f"{folder.path} holds a run of another plan: name a new run in federation.toml "
-                    "at every party and move that folder away, or put plan.json back"
+                    f"{folder.path} holds run {run!r} of its own plan, and this is run "
+                    f"{self.federation.run!r}: name a new run in federation.toml at every party "
+                    "and move that folder away, or put plan.json and federation.toml back"
                 )
             return
         packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "flwr", "fedpact")

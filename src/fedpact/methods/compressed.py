@@ -95,10 +95,11 @@ class Compressed(Around):
         scale = most / _LEVELS
         if not scale:
             return torch.zeros_like(x, dtype=torch.int8), 0.0
-        seed = hashlib.blake2b(x.contiguous().numpy().tobytes()).hexdigest()
+        seed = hashlib.blake2b(x.cpu().contiguous().numpy().tobytes()).hexdigest()
         u = torch.rand(x.shape, generator=stream("rounding", task.round, seed), dtype=torch.float64)
         # In float64 x / s is off by 1e-16 of itself; the clamp is for the coordinate with max|x|.
-        return (x.double() / scale + u).floor().clamp(-_LEVELS, _LEVELS).to(torch.int8), scale
+        codes = (x.double() / scale + u.to(x.device)).floor().clamp(-_LEVELS, _LEVELS)
+        return codes.to(torch.int8), scale
 
     @property
     def _type(self) -> torch.dtype:

@@ -21,11 +21,15 @@ _CONNECT_SECONDS = 10.0
 
 
 def require_flower() -> None:
-    """Raise InputError, naming the extra, where Flower is not installed."""
+    """Have this process report to nobody; Flower reads that when it is imported.
+
+    Raises InputError, naming the extra, where Flower is not installed.
+    """
     if find_spec("flwr") is None:
         raise InputError(
             "a deployment needs Flower, which is not installed: run pip install 'fedpact[deploy]'"
         )
+    os.environ.update(QUIET)
 
 
 def require_ray() -> None:

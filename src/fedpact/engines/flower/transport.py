@@ -124,8 +124,11 @@ class FlowerTransport:
         replies = this.replies
         for site in this.open:
             this.answers[site] = _refusal(tasks[site], site, "absent")
-        spent = [refusal.code for refusal in this.refusals.values()] == ["budget"] * len(tasks)
-        if len(replies) < patience.least_replies and not spent:
+        spent = [site for site, refusal in this.refusals.items() if refusal.code == "budget"]
+        if len(tasks) - len(spent) < patience.least_replies:
+            # No later round can have enough: the run ends, and what a few have sent is not used.
+            replies = dict[str, Reply]()
+        elif len(replies) < patience.least_replies:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.supercore.constant import TaskType
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
@@ -33,7 +33,9 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
     began = time.perf_counter()
     server = seal.public_key(site.federation.server_key)
     try:
-        block, signature = codec.unpack(message.content)
+        # A message may carry one of Flower's errors in place of a record.
+        record = message.content if message.has_content() else RecordDict()
+        block, signature = codec.unpack(record)
         signed = seal.is_signed(server, f"task for {site.name}", block, signature)
     except InputError:
         block, signed = b"", False

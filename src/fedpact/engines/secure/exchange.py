@@ -129,7 +129,7 @@ class Secured:
             try:
                 return self._sum(asked, refused)
             except (BelowThreshold, SecretsDoNotFit) as error:
-                if _is_spent(refused, len(self.sites), self._server.threshold):
+                if _is_spent(refused, len(self.sites), self._server.least):
                     return {}
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
@@ -202,10 +202,10 @@ def _with(task: Task, attempt: int) -> Task:
     return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
 
 
-def _is_spent(refused: Mapping[str, Refusal], sites: int, threshold: int) -> bool:
+def _is_spent(refused: Mapping[str, Refusal], sites: int, least: int) -> bool:
     """Whether so many sites have spent their budgets that no later round can have enough."""
     spent = sum(refusal.code == "budget" for refusal in refused.values())
-    return sites - spent < threshold
+    return sites - spent < least
 
 
 def _told(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:

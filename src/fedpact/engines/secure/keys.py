@@ -161,6 +161,13 @@ def check_adverts(
             raise SecretsDoNotFit(f"the keys of {name} are not signed by {name} for this session")
 
 
+def check_usable(advert: Advert, site: str, place: Place) -> None:
+    """Raise SecretsDoNotFit: a site signed what are no keys, which would stop all the others."""
+    own = X25519PrivateKey.generate()
+    for public in (advert.mask, advert.seal):
+        _agreed(own, public, place, "check", site, "server")
+
+
 def _agreed(
     own: X25519PrivateKey, public: bytes, place: Place, what: str, one: str, other: str
 ) -> bytes:

@@ -61,6 +61,7 @@ class Session:
         """Take a site's keys, if it signed them."""
         advert = wire.to_advert(wire.blocks(answer))
         keys.check_adverts({site: advert}, self.keys, self.place)
+        keys.check_usable(advert, site, self.place)
         self.adverts[site] = advert
 
     def ask_shares(self) -> dict[str, Step]:

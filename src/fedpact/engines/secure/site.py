@@ -7,6 +7,7 @@ each question of a session is answered once, the same question with the same ans
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from fedpact.engines.secure.ring import Weighing, Words, encode
 from fedpact.errors import DataError
 from fedpact.folder import write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
+
+_log = logging.getLogger("fedpact.site")
 
 Train = Callable[[Task], Reply | Refusal]
 """Answers the task that a session carries: with the stored reply where it was answered before."""
@@ -119,7 +122,9 @@ class Masker:
         session.answered[question.step] = digest, self._refusal(place, "session")
         try:
             given = self._answers(session, question, train)
-        except SecretsDoNotFit:
+        except SecretsDoNotFit as error:
+            # Who does not fit is for the owner to know: the server is told a code.
+            _log.warning("round %d: %s", place.round, error)
             given = self._refusal(place, "keys")
         except DataError:
             given = self._refusal(place, "range")
