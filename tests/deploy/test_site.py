@@ -1,6 +1,7 @@
 """A site by itself: what it promises, answers, repeats and refuses."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -115,6 +116,15 @@ def test_two_sites_and_two_rounds_never_draw_alike(deployment):
     # 650 coordinates of continuous noise: equal ones have probability 0.
     for i, one in enumerate(vectors):
         assert all(not torch.equal(one, other) for other in vectors[:i])
+
+
+def test_its_owner_reads_a_bound_with_all_that_belongs_to_it(site_dir):
+    """What is printed is not less than what was spent, and says at which δ and of what."""
+    with Site(site_dir) as site:
+        for number in range(1, 6):
+            _, told = answer(site, to_bytes(task_of(site, number)))
+            assert float(re.search(r"ε <= (\S+)", told)[1]) >= site.epsilon() > 0
+            assert all(part in told for part in ("δ = 1e-05", "add/remove one record", "rdp"))
 
 
 def test_what_goes_wrong_inside_leaves_as_a_code_and_no_word_more(site_dir, monkeypatch):

@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Grid, Node, charged
 
 from fedpact import algorithms
-from fedpact.engines.admission import expected_form
+from fedpact.engines.admission import Form, expected_form
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, seal, transport
 from fedpact.engines.flower.server import coordinate
@@ -232,10 +232,15 @@ def test_all_lies_of_form_are_told_apart_one_by_one(federation):
     ):
         bad = Reply(**{**good, "vectors": vectors})
         assert admission.fault("site-00", task, bad, form) == "form"
-    for numbers in ({"loss": 1.0},):
-        assert (
-            admission.fault("site-00", task, Reply(**{**good, "numbers": numbers}), form) == "form"
-        )
+    lossy = Form(form.vectors, frozenset({"loss"}))
+    for loss, wrong, right in (
+        (1.0, "form", None),
+        (math.nan, "form", "not finite"),
+        (-math.inf, "form", "not finite"),
+    ):
+        bad = Reply(**{**good, "numbers": {"loss": loss}})
+        assert admission.fault("site-00", task, bad, form) == wrong
+        assert admission.fault("site-00", task, bad, lossy) == right
 
 
 # fedfair has no private form, and a deployment trains no other.

@@ -151,7 +151,7 @@ def _print(found: dict[str, Any]) -> None:
     last = found["round"]
     at = "" if last is None else "; " + _line(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
-    table = Table("party", "process", "ε spent", "of ε", "δ", "ledger entries")
+    table = Table("party", "started by up", "ε spent", "of ε", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
         spend = ledger and ledger["runs"].get(found["run"])

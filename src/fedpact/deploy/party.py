@@ -22,9 +22,11 @@ def main() -> None:
 
 
 def _tell(record: RoundRecord) -> None:
-    most = max(record.epsilon.values())
+    # To the last digit: rounded down it would be no bound.
+    spent = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon.items())
     refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
-    print(f"round {record.round}: ε <= {most:.4g}, {ADJACENCY}{refused}", flush=True)
+    told = f"ε, each at its site's δ, {ADJACENCY}, accountant as in plan.json: {spent}"
+    print(f"round {record.round}: {told}{refused}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.secure import SecureDraws
+from fedpact.privacy.terms import ADJACENCY
 
 
 class SiteSettings(BaseModel):
@@ -153,6 +154,13 @@ class Site:
         """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
         return self._terms.epsilon_after(self.ledger.spent(self.run))
 
+    def spent(self) -> str:
+        """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
+        return (
+            f"spent ε <= {self.epsilon()!r} at δ = {self._terms.budget.delta!r}, {ADJACENCY}, "
+            f"accountant {self.plan.privacy.accountant}"
+        )
+
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
 
@@ -240,7 +248,7 @@ def answer(site: Site, block: bytes) -> tuple[bytes, str]:
             encoded, done = site.handle_step(question), f"answered {question.step!r}"
         message = from_bytes(encoded)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
-        return encoded, f"round {number}: {what}, ε <= {site.epsilon():.4g} spent"
+        return encoded, f"round {number}: {what}; {site.spent()}"
     except Exception as error:  # the text may speak of records: it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
