@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import child, federation
 from benchmarks.problems import PROBLEMS
+from fedpact.engines.process import keep_freed_memory
 
 
 def missing() -> str:
@@ -72,6 +73,7 @@ def _client(mode: str, model: str, batch: int) -> Any:
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
+        keep_freed_memory()  # as all methods here have it; this is Ray's process
         arrays = message.content["arrays"]
         if mode != "idle":
             torch.set_num_threads(1)
