@@ -171,6 +171,8 @@ def check_that_strangers_did_not_get_in(directory, knocked):
     for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
         code, told = knocked[name]
         assert code not in (0, None), f"{name}: {told}"
+        # It got so far as to knock.
+        assert "Failed to initialize the connection to the SuperLink" in told
     assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
     assert "answered" not in knocked["bare HTTP"][1]
     log = (directory / "server" / "log.txt").read_text()

@@ -1,6 +1,7 @@
 """Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.deploy.grid import NAMES, Grid, Node, charged
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, transport
 from fedpact.engines.flower.server import coordinate
+from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
 from fedpact.engines.site import Site, answer
@@ -323,6 +325,29 @@ def test_an_answer_from_another_session_step_or_site_is_rejected(federation, cha
 
     nodes[0].behave = behave
     assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 2
+
+
+@pytest.mark.parametrize("wrong", ["no keys", "another's signature", "a key that is none"])
+def test_a_site_without_right_keys_is_left_out_and_the_round_goes_on(federation, wrong):
+    """Had the others been told of them, each would refuse the session."""
+    run, nodes = federation()
+
+    def behave(message, answer):
+        given = from_bytes(codec.unpack(answer().content)[0])
+        if not isinstance(given, Step) or given.step != "keys":
+            return nodes[0].forge(message, to_bytes(given))
+        place, blocks = wire.place_of(given), {}
+        advert = wire.to_advert(wire.blocks(given))
+        if wrong == "another's signature":
+            blocks = wire.from_advert(advert.signed(nodes[1].key, "site-00", place))
+        elif wrong == "a key that is none":
+            none = replace(advert, seal=bytes(32)).signed(nodes[0].key, "site-00", place)
+            blocks = wire.from_advert(none)
+        return nodes[0].forge(message, to_bytes(wire.step(place, "site-00", "keys", blocks)))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: step"}] * 2
+    assert [charged(node) for node in nodes] == [0, 4, 4]
 
 
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):

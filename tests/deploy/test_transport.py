@@ -331,6 +331,47 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
     assert isinstance(from_bytes(answer), Reply)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "another"}, {"round": 7}, {"site": "site-01"}, {"code": "record 17 has 0.25"}],
+)
+def test_a_refusal_of_something_else_is_rejected(federation, change):
+    """A replayed one would take the site out of this round; words are not for the record."""
+    run, nodes = federation
+
+    def behave(message, answer):
+        task = from_bytes(nodes[0].heard[-1])
+        about = {"run": task.run, "round": task.round, "site": "site-00", "code": "budget"}
+        return nodes[0].forge(message, to_bytes(Refusal(**{**about, **change})))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 3
+
+
+class Late(Grid):
+    """What site-00 answers arrives once it has been asked twice: both answers at a time."""
+
+    def pull_messages(self, numbers):
+        late = [n for n in numbers if self.waiting[n].metadata.dst_node_id == 10]
+        return super().pull_messages([n for n in numbers if n not in late or len(late) > 1])
+
+
+def test_of_two_answers_the_first_counts(federation):
+    """The second is another one, which would be rejected."""
+    run, nodes = federation
+
+    def behave(message, answer):
+        nan = {"w": torch.full((650,), math.nan)}
+        first = len(nodes[0].heard) % 2
+        return answer() if first else nodes[0].change(message, answer, vectors=nan)
+
+    nodes[0].behave = behave
+    records = []
+    coordinate(Coordinator.of(run.directory / "server"), Late(nodes), records.append)
+    assert [record.refused for record in records] == [{}] * 4
+    assert len(nodes[0].heard) == 6
+
+
 def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
     """It has no record in it; the site's process goes on."""
     _, nodes = federation
