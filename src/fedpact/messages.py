@@ -12,11 +12,10 @@ Nothing in here holds records. Whatever a Reply carries has passed the site's or
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from safetensors.torch import load as _load_tensors
 from safetensors.torch import save as _save_tensors
@@ -246,10 +245,13 @@ def _apart(vectors: Vectors) -> dict[str, Tensor]:
     return apart
 
 
+_LARGEST: Final = 2**63 - 1
+
+
 def _is_number(value: object) -> bool:
-    """Whether it is a float, or an int within its range: a longer one overflows later."""
+    """Whether it is a float, or an int of 64 bits: torch takes no longer one."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) <= sys.float_info.max
+        return -_LARGEST <= value <= _LARGEST
     return isinstance(value, float)
 
 
