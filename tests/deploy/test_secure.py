@@ -155,6 +155,12 @@ def test_a_plain_task_is_refused(federation):
     assert not (nodes[0].directory / "reply.bin").exists()
 
 
+def test_a_step_of_another_run_is_refused(federation):
+    _, nodes = federation()
+    block, _ = answer(nodes[0].site, to_bytes(Step("another", 1, "site-00", "x", "keys", {})))
+    assert from_bytes(block) == Refusal("another", 1, "site-00", "run")
+
+
 def test_a_step_is_refused_where_the_plan_has_none(federation):
     _, nodes = federation(secure_aggregation={"threshold": 0})
     site = nodes[0].site

@@ -285,6 +285,24 @@ def test_shares_that_the_server_redirects_or_changes_do_not_open(party):
         assert mine.answer("site-00", question).code == "keys", wrong
 
 
+@pytest.mark.parametrize("change", ["one less", "one more"])
+@pytest.mark.parametrize("step", ["shares", "unmask"])
+def test_shares_of_others_than_were_asked_for_are_not_taken(party, step, change):
+    """One that is missing would be looked for in vain later, when it stops everybody."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys" if step == "shares" else "masked")
+    question = (session.ask_shares if step == "shares" else session.ask_unmask)()["site-00"]
+    blocks = wire.blocks(mine.answer("site-00", question))
+    if change == "one less":
+        blocks.popitem()
+    else:
+        blocks[next(iter(blocks)) + "x"] = b""
+    answer = wire.step(session.place, "site-00", step, blocks)
+    with pytest.raises(InputError, match=r"site-00 .* other s"):
+        getattr(session, f"take_{step}")("site-00", answer)
+
+
 @pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-02"])
 def test_a_wrong_share_is_found_out(party, secret):
     mine = party(3, 2)
