@@ -57,23 +57,26 @@ def check_ledgers(directory, steps):
         assert event["spent"] <= event["reserved"] == steps
 
 
-def survive(make, directory, rounds, victims):
-    """Kill the victims one after the other, each at a random instant of a later round."""
-    make(directory, {"patience": PATIENCE}, rounds=rounds)
+def survive(make, directory, rounds, victims, seconds=4, spare=0, **plan):
+    """Kill the victims one after the other, each at a random instant of a later round.
+
+    seconds: what a round takes, most of it Flower's waiting. spare: rounds set aside for crashes.
+    """
+    budget = {"spare_rounds": spare}
+    make(directory, {"patience": PATIENCE}, rounds=rounds, budget=budget, **plan)
     choose = random.Random(int.from_bytes(os.urandom(4)))
     federation = Federation(directory)
     try:
         for number, name in enumerate(victims, start=1):
             wait_for(lambda number=number: federation.committed() >= number)
-            # A round takes about four seconds, most of it Flower's waiting.
-            time.sleep(choose.uniform(0, 4))
+            time.sleep(choose.uniform(0, seconds))
             assert not federation.ended(), "the kill came too late to try anything"
             federation.kill(name)
         wait_for(federation.ended)
         assert federation.committed() == rounds
         found = local.look(directory)
         assert found["status"] == "finished"
-        check_ledgers(directory, steps=2 * rounds)
+        check_ledgers(directory, steps=2 * (rounds + spare))
     finally:
         local.stop(directory)
         for path in directory.rglob("log.txt"):
@@ -91,3 +94,11 @@ def test_ten_sites_and_three_servers_are_killed(make, tmp_path):
     for place in (3, 7, 11):
         victims.insert(place, "server")
     survive(make, tmp_path / "d", 18, victims)
+
+
+@pytest.mark.slow
+def test_two_sites_and_two_servers_are_killed_under_secure_aggregation(make, tmp_path):
+    """A server that dies after it asked for a sum charges that round anew: twice at most here."""
+    victims = ["site-01", "server", "site-02", "server"]
+    secure = {"secure_aggregation": {"threshold": 2}}
+    survive(make, tmp_path / "d", 5, victims, seconds=14, spare=2, **secure)

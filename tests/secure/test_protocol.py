@@ -138,6 +138,18 @@ def test_no_site_opens_both_secrets_of_another(party):
     assert isinstance(mine.answer("site-02", unmask(later, "site-02", other)), Step)
 
 
+@pytest.mark.parametrize(
+    "survivors",
+    [("site-01", "site-02", "site-03"), ("site-00", "site-01", "nobody")],
+)
+def test_a_site_opens_no_list_without_itself_or_with_strangers(party, survivors):
+    """Its own vector would be what the sums of two lists differ by."""
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "masked")
+    assert mine.answer("site-00", unmask(session, "site-00", survivors)).code == "session"
+
+
 def test_what_was_opened_outlives_a_restart(party, tmp_path):
     """Rule 3 of the page: one list for a round and attempt, on the disk before the answer; a new
     attempt, whose noise is fresh, may be opened again, an earlier one may not."""
