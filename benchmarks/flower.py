@@ -32,7 +32,8 @@ def rounds(mode: str, model: str, sites: int, batch: int, count: int) -> list[fl
 
 def simulate(mode: str, model: str, sites: int, batch: int, count: int) -> list[float]:
     """Run Flower here and return each round's seconds."""
-    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     from flwr.app import ArrayRecord
     from flwr.serverapp import ServerApp
     from flwr.serverapp.strategy import FedAvg
