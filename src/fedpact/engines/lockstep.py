@@ -8,7 +8,7 @@ core, however many sites it seats, and the order of everything is fixed.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Semaphore
+from threading import Lock
 from typing import Generic, TypeVar
 
 import torch
@@ -32,8 +32,8 @@ class Lockstep(Generic[Question, Answer, Seat]):
         answers: Callable[[Sequence[Question]], Sequence[Answer]],
     ) -> None:
         self._answers = answers
-        self._turns = [Semaphore(0) for _ in range(seats)]
-        self._worker = Semaphore(0)
+        self._turns = [_closed() for _ in range(seats)]
+        self._worker = _closed()
         self._at_work: list[int] = []
         self._asked: dict[int, Question] = {}
         self._told: dict[int, Answer] = {}
@@ -95,6 +95,16 @@ class Lockstep(Generic[Question, Answer, Seat]):
 
         return ask
 
-    def _next(self, i: int) -> Semaphore:
+    def _next(self, i: int) -> Lock:
         after = self._at_work.index(i) + 1
         return self._turns[self._at_work[after]] if after < len(self._at_work) else self._worker
+
+
+def _closed() -> Lock:
+    """Return a gate that one thread waits at and another opens, by releasing it, for one to pass.
+
+    A lock does that in a tenth of a semaphore's time, and is all of a hand-over's cost.
+    """
+    gate = Lock()
+    gate.acquire()
+    return gate
