@@ -58,8 +58,8 @@ REMARKS: dict[tuple[str, str], str] = {
     ("noise", "secure on the grid / randn alone, d = 1,663,370"): _GRID,
     ("noise", "secure on the grid / randn alone, d = 13,000,000"): _GRID,
     ("round-B", "Flower with Opacus, ghost"): (
-        "A step by ghost norms takes 2.7 times ours, and Flower's own share of a round, as its idle "
-        "clients show, adds little to that."
+        "A step by ghost norms takes 2.7 times ours, and Flower's own share of a round, as its "
+        "idle clients show, adds little to that."
     ),
     ("round-B", "pfl, no privacy in the clients"): (
         "pfl's clients clip nothing and add no noise, and it writes nothing to the disk; ours "
