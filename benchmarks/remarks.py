@@ -66,8 +66,9 @@ REMARKS: dict[tuple[str, str], str] = {
         "spend a tenth of the round on noise, and as much on ledgers, messages and checkpoint."
     ),
     ("sites", "memory, 1,000 sites"): (
-        "The 70 MiB more are 70 KiB a site of Python objects, ledgers and terms; no vector is held "
-        "for a site that does not train."
+        "A site's ledger, terms and settings are 10 KiB of Python objects; no vector is held for "
+        "one that does not train. Peaks differ by 40 MiB from run to run, as workers hold more or "
+        "fewer vectors of 6.7 MB at one moment."
     ),
     ("profile", "embedded default: kernel"): (
         "A clipped sum of 650 parameters takes less than a tenth of a millisecond; the ledger's "
