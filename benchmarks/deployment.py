@@ -20,8 +20,8 @@ from fedpact.deploy.write import Choices, write
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
 
-_SITE = re.compile(r"round (\d+): replied, .* in ([\d.]+) s")
-_SERVER = re.compile(r"round (\d+): [\d.]+ s waiting, ([\d.]+) s own work")
+SITE = re.compile(r"round (\d+): replied; .*, in ([\d.]+) s")
+SERVER = re.compile(r"round (\d+): [\d.]+ s waiting, ([\d.]+) s own work")
 
 
 def by_round(path: Path, pattern: re.Pattern[str]) -> dict[int, float]:
@@ -44,8 +44,8 @@ def main() -> None:
             local.stop(directory)
         lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
         total = {r["round"]: r["seconds"] for r in map(json.loads, lines)}
-        server = by_round(directory / "server" / "log.txt", _SERVER)
-        sites = [by_round(directory / "sites" / n / "log.txt", _SITE) for n in federation.names]
+        server = by_round(directory / "server" / "log.txt", SERVER)
+        sites = [by_round(directory / "sites" / n / "log.txt", SITE) for n in federation.names]
         alone = {r.round: r.seconds for r in simulate(plan, Path(name) / "run").records}
     print("round  whole s  sites' s  server's s  Flower's s  ours/Flower's  in process s")
     for number in sorted(server):

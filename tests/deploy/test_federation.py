@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import deployment
 from fedpact.deploy import keys, local
 from fedpact.engines.federation import Federation
 from fedpact.engines.simulation import simulate
@@ -180,6 +181,14 @@ def check_that_strangers_did_not_get_in(directory, knocked):
     assert connected == {"site-00", "site-01", "site-02"}
 
 
+def check_that_the_logs_say_what_each_round_took(directory):
+    """The benchmark of a deployment reads them."""
+    logs = [(directory / "server", deployment.SERVER)]
+    logs += [(directory / "sites" / f"site-{i:02}", deployment.SITE) for i in range(3)]
+    for where, pattern in logs:
+        assert sorted(deployment.by_round(where / "log.txt", pattern)) == [1, 2, 3, 4, 5]
+
+
 def check_that_nothing_is_left_running(directory):
     found = local.look(directory)
     assert not any(found["running"].values())
@@ -201,4 +210,5 @@ def test_a_federation_of_processes(make, tmp_path):
     check_every_round(directory, in_process)
     check_the_ledgers_entry_by_entry(directory, in_process)
     check_that_strangers_did_not_get_in(directory, knocked)
+    check_that_the_logs_say_what_each_round_took(directory)
     check_that_nothing_is_left_running(directory)
