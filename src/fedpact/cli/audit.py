@@ -1,13 +1,10 @@
 """`fedpact audit`: attack a configuration, and set what comes out beside what it claims."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -20,6 +17,7 @@ from fedpact.check import count
 from fedpact.cli.console import show
 from fedpact.cli.run import AsJson, Overrides
 from fedpact.data.partition import Partition
+from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.folder import Folder
@@ -67,7 +65,7 @@ def audit(
     scene = Scene.of(Plan.read(config, overrides)) if run is None else _scene_of(run, overrides)
     target = Target.of(scene)
     findings = dict[str, Finding]()
-    with _one_thread():
+    with one_thread():
         for chosen in _methods(method, target):
             findings[chosen.value] = _carry_out(chosen, scene, target, canaries)
     found = checks(findings, CONFIDENCE)
@@ -103,17 +101,6 @@ def _scene_of(run: Path, overrides: list[str]) -> Scene:
     return Scene.of(
         Plan.parse(folder.read_json("plan.json")), None, Partition.load(folder.partition)
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Thousands of tiny steps: threads would cost more than they bring.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _methods(method: Method, target: Target) -> list[Method]:

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 import torch
 
 from fedpact.client import Client
+from fedpact.engines.process import one_thread
 from fedpact.messages import Refusal, Reply, Task
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -110,6 +111,11 @@ class InProcess:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See Transport."""
+        # Whoever takes the replies works beside the workers.
+        with one_thread():
+            yield from self._exchange(tasks)
+
+    def _exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         waiting = deque[Future[list[Reply | Refusal]]]()
         names, size = list(self._clients), self._tables[0].size
         for start in range(0, len(names), size):
