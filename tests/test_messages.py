@@ -1,6 +1,7 @@
 """Messages come back bit for bit, and whatever is no message of ours is refused."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from typing import Any
@@ -22,11 +23,18 @@ from fedpact.messages import (
     State,
     Step,
     Task,
+    encoded_length,
+    encoded_parts,
     from_bytes,
     to_bytes,
 )
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+OTHERS = [
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+]
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda name: name != "__metadata__"
 )
@@ -56,13 +64,17 @@ def message(kind: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **fields)
 
 
+def words(vector: Tensor) -> Tensor:
+    return vector.new_empty(vector.numel()).copy_(vector.reshape(-1))
+
+
 def bits(value: Message) -> object:
     """All of a message, comparable: floats by their bits, so NaN equals itself and 0 not -0."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     of = fields.pop("vectors", {})
     return (
         type(value),
-        {k: (v.dtype, v.shape, v.view(BITS[v.dtype]).tolist()) for k, v in of.items()},
+        {k: (v.dtype, v.shape, words(v).view(torch.uint8).tolist()) for k, v in of.items()},
         {
             k: repr(v) if k != "numbers" else {n: repr(x) for n, x in v.items()}
             for k, v in fields.items()
@@ -74,6 +86,66 @@ def bits(value: Message) -> object:
 @given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
 def test_every_message_comes_back_bit_for_bit(value: Message) -> None:
     assert bits(from_bytes(to_bytes(value))) == bits(value)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Of every type, of no, one or several dimensions, with gaps, and in each other's memory."""
+    whole = torch.arange(240).view(torch.uint8)
+    shapes = [(), (0,), (1,), (5,), (2, 3), (0, 4)]
+    found = dict[str, Tensor]()
+    for name in draw(st.lists(names, max_size=5, unique=True)):
+        part = whole.view(draw(st.sampled_from([torch.float32, torch.float64, torch.uint8])))
+        if draw(st.booleans()):
+            part = torch.zeros(40, dtype=draw(st.sampled_from(OTHERS)))
+        shape = draw(st.sampled_from(shapes))
+        found[name] = part[3 : 3 + math.prod(shape)].view(shape)
+        if draw(st.booleans()) and len(shape) == 1:
+            found[name] = part[:: draw(st.integers(2, 40))]
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]),
+    held=tensors(),
+)
+def test_a_block_is_what_the_library_writes_and_its_length_is_known_before(
+    value: Message, held: dict[str, Tensor]
+) -> None:
+    if not isinstance(value, Refusal):
+        value = dataclasses.replace(value, vectors=held)
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    of = fields.pop("vectors", {}).items()
+    apart = {name: words(vector).view(vector.shape) for name, vector in of}
+    head = json.dumps({"kind": type(value).__name__, **fields}, sort_keys=True)
+    block = to_bytes(value)
+    assert block == save(apart, metadata={"fedpact": head})
+    assert encoded_length(value) == len(block)
+    assert bits(from_bytes(block)) == bits(value)
+
+
+def test_the_parts_of_a_block_are_the_vectors_own_memory() -> None:
+    w = torch.arange(4.0, requires_grad=True)
+    _, part = encoded_parts(State({"w": w}))
+    with torch.no_grad():
+        w[1] = 7.0
+    assert bytes(part) == bytes(torch.tensor([0.0, 7.0, 2.0, 3.0]).numpy())
+
+
+def test_a_digest_is_that_of_the_library_s_block() -> None:
+    head = dataclasses.asdict(TASK) | {"kind": "Task", "attempt": 0}
+    vectors = head.pop("vectors")
+    block = save(vectors, metadata={"fedpact": json.dumps(head, sort_keys=True)})
+    assert TASK.digest == hashlib.blake2b(block, digest_size=16).hexdigest()
+    state = State({"c": torch.ones(3)}, {"x": 1.0})
+    assert state.digest == hashlib.blake2b(to_bytes(state), digest_size=16).hexdigest()
+
+
+def test_a_vector_without_a_name_for_its_type_is_not_sent() -> None:
+    for encode in (to_bytes, encoded_length):
+        with pytest.raises(InputError, match=r"State.vectors\['w'\] is of torch.complex128"):
+            encode(State({"w": torch.zeros(2, dtype=torch.complex128)}))
 
 
 @pytest.mark.parametrize("dtype", BITS)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fedpact.folder import Checkpoint
-from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, to_bytes
+from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
 from fedpact.plan import Plan
 
 
@@ -189,7 +189,7 @@ class _Tally:
 
     def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
         for answer in answers:
-            self.bytes += len(to_bytes(answer))
+            self.bytes += encoded_length(answer)
             if isinstance(answer, Refusal):
                 self.refused[answer.site] = answer.code
             else:

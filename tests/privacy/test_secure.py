@@ -11,16 +11,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import mpmath
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fedpact.privacy import grid, secure
+from fedpact.privacy import grid, keystream, secure
 from fedpact.privacy.noise import Draws
-from fedpact.privacy.secure import KeyStream, SecureDraws
+from fedpact.privacy.secure import FreshStream, SecureDraws
 
 FAIL = 1e-6
 MANY = 400_000
@@ -29,22 +27,6 @@ DOUBLE = torch.empty(0, dtype=torch.float64)
 
 def normal(size=MANY, like=DOUBLE):
     return SecureDraws().gaussian(size, like, 0, "gradient")
-
-
-class Fixed:
-    """A key stream that is one word for ever, or these words over and over."""
-
-    def __init__(self, *words):
-        self.pattern = np.array(words, dtype=np.uint64)
-
-    def words(self, count):
-        return np.resize(self.pattern, count)
-
-
-def with_words(*words):
-    draws = SecureDraws()
-    draws._own.stream = Fixed(*words)
-    return draws
 
 
 def variance_is_one(z):
@@ -87,7 +69,7 @@ def test_numbers_are_independent():
     """Neighbours, the two of a pair, chunks, two calls: neither values nor squares correlate."""
     draws = SecureDraws()
     a, b = (draws.gaussian(MANY, DOUBLE, 0, "gradient") for _ in range(2))
-    half, chunk = secure.CHUNK // 2, secure.CHUNK
+    half, chunk = keystream.CHUNK // 2, keystream.CHUNK
     pairs = [(a, b), (a[:-1], a[1:]), (a[:half], a[half:chunk]), (a[:-chunk], a[chunk:])]
     for x, y in pairs:
         for u, v in ((x, y), (x**2 - 1, y**2 - 1), (x, y**2 - 1)):
@@ -101,50 +83,6 @@ def test_every_size(size):
     z = normal(size)
     assert z.shape == (size,)
     assert len(z.unique()) == size  # equal by chance with probability 1e-6
-
-
-# By numpy's logarithm and tangent and by torch's: a machine uses one of them.
-both = pytest.mark.parametrize("numpy_is_fast", [True, False])
-ALL = 2**64 - 1
-
-
-@both
-def test_extreme_words_give_finite_numbers(monkeypatch, numpy_is_fast):
-    """The least and largest integers, and the tangent's pole: no infinity, and the tail's end."""
-    monkeypatch.setattr(secure, "_NUMPY_IS_FAST", numpy_is_fast)
-    longest = math.sqrt(2 * 53 * math.log(2))
-    # U is half a unit: the longest radius. Θ = -π.
-    zeros = with_words(0).gaussian(10, DOUBLE, 0, "g")
-    assert torch.allclose(zeros[:5], torch.full((5,), -longest, dtype=torch.float64))
-    assert float(zeros[5:].abs().max()) < 1e-14
-    # U is half a unit below 1: the shortest radius, and not 0.
-    shortest = float(with_words(ALL).gaussian(10, DOUBLE, 0, "g").abs().max())
-    assert shortest == pytest.approx(math.sqrt(2 * 2**-53), rel=1e-6)
-    half_turn = [2**63, 2**63 - 1, 2**63 + 1, 2**63 - 4096, 2**63 + 4096]
-    for words in ((0, ALL), (ALL, 0), (0, 2**63 - 1, 1), half_turn, [4095, 4096, ALL - 4095]):
-        for turn in range(len(words)):
-            z = with_words(*words[turn:], *words[:turn]).gaussian(12, DOUBLE, 0, "g")
-            assert z.isfinite().all()
-            assert float(z.abs().max()) <= longest + 1e-12
-    # What is beyond: less than 1e-9 in a thousand releases of two million numbers.
-    assert 2 * stats.norm.sf(longest) * 2e9 < 1e-7
-
-
-@both
-def test_pairs_are_box_mullers_to_the_stated_error(monkeypatch, numpy_is_fast):
-    """U = (2k + 1) 2^-53 and Θ = 2π (m - 2^51) 2^-52 from 52 bits each: 5e-16 of r (see grid)."""
-    monkeypatch.setattr(secure, "_NUMPY_IS_FAST", numpy_is_fast)
-    words = np.random.default_rng(0).integers(0, 2**64, 2000, dtype=np.uint64)
-    words[:4] = words[-4:] = 0, ALL, 2**63, 2**63 + 4096
-    found = with_words(*words.tolist()).gaussian(2000, DOUBLE, 0, "g").tolist()
-    with mpmath.workdps(40):
-        for i in range(1000):
-            k, m = int(words[i]) >> 12, int(words[1000 + i]) >> 12
-            z, other = found[i], found[1000 + i]
-            r = mpmath.sqrt(-2 * mpmath.log(mpmath.mpf(2 * k + 1) / 2**53))
-            angle = 2 * mpmath.pi * mpmath.mpf(m - 2**51) / 2**52
-            assert abs(z - r * mpmath.cos(angle)) <= 5e-16 * r
-            assert abs(other - r * mpmath.sin(angle)) <= 5e-16 * r
 
 
 @pytest.mark.parametrize("rate", [0.015, 0.5, 0.97])
@@ -169,21 +107,6 @@ def test_records_are_chosen_independently():
         assert law.ppf(FAIL / 2) <= value <= law.isf(FAIL / 2)
 
 
-def test_the_rate_is_never_exceeded():
-    """The probability is floor(2^53 q) / 2^53 exactly: the words on both sides of the limit."""
-    for rate in (1 / 3, 0.1, 0.015, 1 - 2**-53, 2**-53):
-        limit = math.floor(rate * 2**53)
-        # The lower 11 bits are not looked at.
-        inside = with_words((limit << 11) - 1).batch(3, rate, 0)
-        outside = with_words(limit << 11).batch(3, rate, 0)
-        assert (inside.tolist(), outside.tolist()) == ([0, 1, 2], [])
-    # Less than one word in 2^53: never, rather than too often.
-    assert with_words(0).batch(3, 1e-17, 0).tolist() == []
-    assert with_words(2**63).batch(3, 0.5, 0).tolist() == []
-    assert with_words(2**63 - 1).batch(3, 0.5, 0).tolist() == [0, 1, 2]
-    assert with_words(ALL).batch(3, 0.999, 0).tolist() == []
-
-
 def test_edges_of_batches():
     draws = SecureDraws()
     assert draws.batch(0, 0.5, 0).tolist() == []
@@ -196,13 +119,13 @@ def test_no_stream_comes_twice():
     draws = [SecureDraws() for _ in range(100)]
     answers = {tuple(d.gaussian(4, DOUBLE, 0, "g").tolist()) for _ in range(2) for d in draws}
     assert len(answers) == 200
-    streams = [KeyStream() for _ in range(25)]
+    streams = [FreshStream() for _ in range(25)]
     words = np.concatenate([s.words(1000).copy() for _ in range(2) for s in streams])
     assert len(np.unique(words)) == len(words)  # equal by chance with probability 1e-10
 
 
 def test_no_copies():
-    for thing in (SecureDraws(), KeyStream()):
+    for thing in (SecureDraws(), FreshStream()):
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError):
                 attempt(thing)
@@ -244,27 +167,16 @@ def test_a_fork_takes_a_new_key():
     assert len(words) == len(set(words)) == 3
 
 
-def test_the_stream_is_aes_256_in_counter_mode():
-    """Against single blocks of the cipher: counters from 2 on (SP 800-38D, a nonce of 96 bits)."""
-    stream, key = KeyStream(), bytes(range(32))
-    stream._encryptor = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
-    blocks = b"".join(bytes(12) + counter.to_bytes(4, "big") for counter in range(2, 34))
-    block = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    expected = np.frombuffer(block.update(blocks), dtype=np.uint64)
-    assert [*stream.words(30).tolist(), *stream.words(34).tolist()] == expected.tolist()
-
-
 def test_a_key_is_changed_in_time(monkeypatch):
     """Not before its words are used up, and before one would be drawn beyond them."""
     monkeypatch.setattr(secure, "_KEY_LASTS", 10)
-    stream = KeyStream()
+    stream = FreshStream()
     first = stream._encryptor
     for count, kept in ((4, True), (6, True), (1, False)):
         stream.words(count)
         assert (stream._encryptor is first) == kept
-    # GCM's own limit, in words of 8 bytes.
     monkeypatch.undo()
-    assert secure._KEY_LASTS + secure.CHUNK < (2**39 - 256) // 64
+    assert secure._KEY_LASTS < keystream.LONGEST
 
 
 def test_threads_have_keys_of_their_own():

@@ -12,7 +12,7 @@ from fedpact.cli.run import AsJson, Config, Overrides
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import site_terms
 from fedpact.errors import PlanError
-from fedpact.messages import Reply, Task, to_bytes
+from fedpact.messages import Reply, Task, encoded_length
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY, Terms
@@ -142,7 +142,7 @@ def _message_bytes(scene: Scene) -> int:
     told = method.task(method.init(FlatModel(scene.module()).vector))
     task = Task("run", 1, scene.plan.algorithm, told.vectors, told.numbers)
     reply = Reply("run", 1, "site", 1.0, {"w": told.vectors["w"]}, told.numbers, "0" * 64)
-    return (task.wire_bytes + len(to_bytes(reply))) * len(scene.sites)
+    return (task.wire_bytes + encoded_length(reply)) * len(scene.sites)
 
 
 def _print(scene: Scene, document: dict[str, Any]) -> None:

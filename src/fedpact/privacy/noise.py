@@ -8,13 +8,14 @@ measure what a federation would do, they do not protect anybody. The run's repor
 
 import hashlib
 import json
-from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from fedpact.privacy.keystream import KeyStream, from_numpy, normals, poisson
 
 
 class Draws(Protocol):
@@ -46,9 +47,6 @@ class Draws(Protocol):
         ...
 
 
-from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
-
-
 def empty(size: int, dtype: torch.dtype) -> Tensor:
     """Return a vector [size] on the CPU, float32 or float64, that is yet to be written.
 
@@ -57,12 +55,6 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
     """
     return from_numpy(np.empty(size, np.float64 if dtype == torch.float64 else np.float32))
 
-
-# Numbers that are drawn and added at once: they stay in the cache. torch draws normal numbers in
-# groups of 16, the last of them anew where it is not full, so each part but the last is of whole
-# groups and the last of no less than one: then parts are what one draw of all would be.
-_CHUNK: Final = 1 << 14
-_GROUP: Final = 16
 
 # torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,
 # each in 8 bytes; what is left of earlier normal draws.
@@ -103,19 +95,17 @@ class SeededDraws:
         """See Draws. Rate 1 takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
-        # Multiples of 2^-53 in [0, 1), and 1 minus them in (0, 1]: at most `rate` with probability
-        # floor(2^53 rate) 2^-53, never above the rate that is accounted for.
-        uniform = torch.rand(
-            records, generator=stream(*self._key, step, "batch"), dtype=torch.float64
-        )
-        return torch.nonzero(1 - uniform <= rate).squeeze(1)
+        return poisson(self._words(step, "batch"), records, rate)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
         if like.device.type != "cpu":
             generator = self._on(like.device, step, purpose)
             return like.new_empty(size).normal_(generator=generator)
-        return empty(size, like.dtype).normal_(generator=self._noise(step, purpose))
+        noise = empty(size, like.dtype)
+        for part, z in self._parts(noise, step, purpose):
+            part.copy_(z)
+        return noise
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
@@ -124,19 +114,21 @@ class SeededDraws:
         if total.device.type != "cpu":
             noise = self.gaussian(total.numel(), total, step, purpose)
             return total.add_(noise, alpha=sigma * sensitivity)
-        generator, part = self._noise(step, purpose), empty(_CHUNK + _GROUP, total.dtype)
-        start, size = 0, total.numel()
-        while start < size:
-            end = size if size - start <= len(part) else start + _CHUNK
-            noise = part[: end - start].normal_(generator=generator)
-            total[start:end].add_(noise, alpha=sigma * sensitivity)
-            start = end
+        for part, z in self._parts(total, step, purpose):
+            part.add_(z, alpha=sigma * sensitivity)
         return total
 
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the vector [d] part by part, each with as many normal numbers."""
+        start = 0
+        for z in normals(self._words(step, "noise", purpose), vector.numel(), vector.dtype):
+            yield vector[start : start + len(z)], z
+            start += len(z)
+
+    def _words(self, *key: str | int) -> KeyStream:
+        return KeyStream(_digest((*self._key, *key), 32))
+
     def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
-        """The device's own generator, whose whole seed is 64 bits: other noise than `_noise`."""
+        """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""
         digest = _digest((*self._key, step, "noise", purpose), 8)
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-
-    def _noise(self, step: int, purpose: str) -> torch.Generator:
-        return stream(*self._key, step, "noise", purpose)

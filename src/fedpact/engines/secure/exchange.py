@@ -21,7 +21,7 @@ from fedpact.engines.secure.ring import Layout, Weighing, decode
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import InputError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
+from fedpact.messages import Refusal, Reply, Step, Task, encoded_length
 
 _log = logging.getLogger("fedpact.server")
 
@@ -173,10 +173,10 @@ class Secured:
         }
 
     def _step(self, asks: dict[str, Step], take: Take, refused: dict[str, Refusal]) -> None:
-        self._down += sum(len(to_bytes(question)) for question in asks.values())
+        self._down += sum(encoded_length(question) for question in asks.values())
 
         def counted(site: str, answer: Step) -> str | None:
-            self._up += len(to_bytes(answer))
+            self._up += encoded_length(answer)
             question = asks[site]
             about = answer.run, answer.round, answer.session, answer.step, answer.site
             if about != (question.run, question.round, question.session, question.step, site):
