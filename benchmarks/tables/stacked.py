@@ -31,10 +31,8 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
     rows: list[Row] = []
     busy = False
     for model in scale.of(("A", "mlp"), ("tiny A",)):
-        works, close = _works(model, scale.of(75, 3), scale.of(_SITES, 2))
-        # The sites' threads work for the one that waits, so only the clock counts all of it.
-        turns = by_turns(works, scale.repetitions, threads=2)
-        close()
+        works = _works(model, scale.of(75, 3), scale.of(_SITES, 2))
+        turns = by_turns(works, scale.repetitions)
         busy |= turns.busy
         plain = turns.time("plain")
         rows.append(Row(f"{model}: plain", 1.0, note=milliseconds(plain.median)))
@@ -46,7 +44,7 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
     return rows, busy
 
 
-def _works(model: str, batch: int, sites: int) -> tuple[dict[str, Work], Work]:
+def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
     problem = PROBLEMS[model]
     records = [problem.records(batch, site) for site in range(sites)]
     kernel = steps.kernel_of(problem)
@@ -74,11 +72,10 @@ def _works(model: str, batch: int, sites: int) -> tuple[dict[str, Work], Work]:
     jobs = [lambda own, i=i: step(i, own) for i in range(sites)]
     plain = [steps.plain(problem, batch) for _ in records]
     asked = [Request(form.vector, x, y, steps.CLIP, None) for x, y in records]
-    works: dict[str, Work] = {
+    return {
         "plain": lambda: [one() for one in plain],
         "alone": alone,
         "stacked": lambda: table.serve(jobs),
         "sums_alone": lambda: [kernel.clipped_sum(x, y, steps.CLIP) for x, y in records],
         "sums_stacked": lambda: stack.sums(asked),
     }
-    return works, table.close

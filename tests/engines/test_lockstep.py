@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 
 from fedpact.engines.lockstep import Lockstep
 
@@ -31,26 +32,28 @@ def test_a_turns_questions_are_answered_together_and_in_order():
     assert at.serve([lambda ask: "silent", job(7, 1)]) == ["silent", [70]]
     assert turns == [[7]]
     assert at.serve([]) == []
-    at.close()
 
 
-def test_one_job_runs_at_a_time():
-    running, most, lock = [0], [0], threading.Lock()
+def test_jobs_run_in_the_workers_thread_and_keep_their_own_gradient_mode():
+    found = []
 
-    def job(ask):
-        for k in range(50):
-            with lock:
-                running[0] += 1
-                most[0] = max(most[0], running[0])
-            sum(range(200))
-            with lock:
-                running[0] -= 1
-            ask(k)
+    def silent(ask):
+        with torch.no_grad():
+            found.append((ask(threading.get_ident()), torch.is_grad_enabled()))
+        found.append(torch.is_grad_enabled())
 
-    at = table(4, lambda questions: questions)
-    at.serve([job] * 4)
-    at.close()
-    assert most[0] == 1
+    def loud(ask):
+        found.append((ask(threading.get_ident()), torch.is_grad_enabled()))
+
+    own = threading.get_ident()
+    at = table(3, lambda questions: [(q, torch.is_grad_enabled()) for q in questions])
+    at.serve([silent, loud, silent])
+    assert found == [((own, True), mode) if each else True for each, mode in MODES]
+    assert torch.is_grad_enabled()
+
+
+# What is found: of each job's question, and after a silent one has ended.
+MODES = [(1, False), (0, None), (1, True), (1, False), (0, None)]
 
 
 def test_a_failing_job_lets_the_others_end():
@@ -68,7 +71,6 @@ def test_a_failing_job_lets_the_others_end():
         at.serve([good, bad, good])
     assert ended == [3, 3]
     assert at.serve([lambda ask: ask(5)]) == [5]
-    at.close()
 
 
 def test_what_fails_in_answering_fails_in_every_job_that_asked():
@@ -88,4 +90,3 @@ def test_what_fails_in_answering_fails_in_every_job_that_asked():
     with pytest.raises(ZeroDivisionError):
         at.serve([job, job])
     assert told == ["nobody knows"] * 2
-    at.close()

@@ -59,10 +59,6 @@ class Table(Protocol):
         """Carry out at most `size` jobs and return their results in order."""
         ...
 
-    def close(self) -> None:
-        """Let go of what the table holds."""
-        ...
-
 
 @dataclass(frozen=True)
 class OneByOne:
@@ -75,9 +71,6 @@ class OneByOne:
         """See Table."""
         return [job(self.bench) for job in jobs]
 
-    def close(self) -> None:
-        """See Table."""
-
 
 class InProcess:
     """See round.Transport. `workers` threads; `table` makes what each of them trains sites at."""
@@ -89,9 +82,10 @@ class InProcess:
     ) -> None:
         self._clients = dict(sorted(clients.items()))
         self._workers = workers
-        self._tables = [table() for _ in range(workers)]
+        tables = [table() for _ in range(workers)]
+        self._together = tables[0].size
         self._free: SimpleQueue[Table] = SimpleQueue()
-        for one in self._tables:
+        for one in tables:
             self._free.put(one)
         # torch counts intra-op threads per thread, so each worker sets its own.
         self._pool = ThreadPoolExecutor(workers, "site", lambda: torch.set_num_threads(1))
@@ -101,8 +95,6 @@ class InProcess:
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for table in self._tables:
-            table.close()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -117,7 +109,7 @@ class InProcess:
 
     def _exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         waiting = deque[Future[list[Reply | Refusal]]]()
-        names, size = list(self._clients), self._tables[0].size
+        names, size = list(self._clients), self._together
         for start in range(0, len(names), size):
             if len(waiting) >= 2 * self._workers:
                 yield from waiting.popleft().result()

@@ -1,17 +1,15 @@
 """Several sites in lockstep: each trains by itself until it asks, then all are answered together.
 
-An algorithm's local part is a plain function, so each site that trains has a thread to be stopped
-in. One of a worker's threads runs at a time: a site that asks hands over to the next one, the last
-one to the worker, which computes all answers at once and begins the next turn. So a worker uses one
-core, however many sites it seats, and the order of everything is fixed.
+An algorithm's local part is a plain function, so each site that trains has a greenlet to be stopped
+in: it hands over within the worker's thread, which costs a fiftieth of waking another thread. The
+order of everything is fixed.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from greenlet import getcurrent, greenlet
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -32,24 +30,12 @@ class Lockstep(Generic[Question, Answer, Seat]):
         answers: Callable[[Sequence[Question]], Sequence[Answer]],
     ) -> None:
         self._answers = answers
-        self._turns = [_closed() for _ in range(seats)]
-        self._worker = _closed()
-        self._at_work: list[int] = []
-        self._asked: dict[int, Question] = {}
-        self._told: dict[int, Answer] = {}
-        self._failed: BaseException | None = None
-        self._seats = [seat(self._asker(i)) for i in range(seats)]
-        # torch counts intra-op threads per thread.
-        self._pool = ThreadPoolExecutor(seats, "seat", lambda: torch.set_num_threads(1))
+        self._seats = [seat(_ask) for _ in range(seats)]
 
     @property
     def size(self) -> int:
         """The number of seats."""
         return len(self._seats)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
 
     def serve(self, jobs: Sequence[Callable[[Seat], Result]]) -> list[Result]:
         """Carry out at most `size` jobs, and return their results in order.
@@ -57,54 +43,43 @@ class Lockstep(Generic[Question, Answer, Seat]):
         A job's exception is raised when all jobs have ended, that of the first one. What `answers`
         raises is raised in every job that asked.
         """
-        self._at_work = list(range(len(jobs)))
-        futures = [self._pool.submit(self._sit, i, job) for i, job in enumerate(jobs)]
-        while self._at_work:
-            self._turns[self._at_work[0]].release()
-            self._worker.acquire()
-            self._answer()
-        return [future.result() for future in futures]
+        sitting = [greenlet(_carried_out) for _ in jobs]
+        seats = self._seats[: len(jobs)]
+        said = [one.switch(job, seat) for one, job, seat in zip(sitting, jobs, seats, strict=True)]
+        while asking := [i for i, one in enumerate(sitting) if not one.dead]:
+            told = self._told([said[i] for i in asking])
+            for i, answer in zip(asking, told, strict=True):
+                said[i] = sitting[i].switch(answer)
+        return [result.taken() for result in said]
 
-    def _answer(self) -> None:
-        asked, self._asked = self._asked, {}
-        self._told, self._failed = {}, None
-        if asked:
-            try:
-                answers = self._answers(list(asked.values()))
-                self._told = dict(zip(asked, answers, strict=True))
-            except BaseException as error:
-                self._failed = error
-
-    def _sit(self, i: int, job: Callable[[Seat], Result]) -> Result:
-        self._turns[i].acquire()
+    def _told(self, questions: list[Question]) -> Sequence[Any]:
         try:
-            return job(self._seats[i])
-        finally:
-            next_turn = self._next(i)
-            self._at_work.remove(i)
-            next_turn.release()
-
-    def _asker(self, i: int) -> Callable[[Question], Answer]:
-        def ask(question: Question) -> Answer:
-            self._asked[i] = question
-            self._next(i).release()
-            self._turns[i].acquire()
-            if self._failed is not None:
-                raise self._failed
-            return self._told.pop(i)
-
-        return ask
-
-    def _next(self, i: int) -> Lock:
-        after = self._at_work.index(i) + 1
-        return self._turns[self._at_work[after]] if after < len(self._at_work) else self._worker
+            return [_Outcome(answer) for answer in self._answers(questions)]
+        except BaseException as error:
+            return [_Outcome(None, error)] * len(questions)
 
 
-def _closed() -> Lock:
-    """Return a gate that one thread waits at and another opens, by releasing it, for one to pass.
+class _Outcome:
+    """What a function returned, or raised."""
 
-    A lock does that in a tenth of a semaphore's time, and is all of a hand-over's cost.
-    """
-    gate = Lock()
-    gate.acquire()
-    return gate
+    def __init__(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
+
+    def taken(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _carried_out(job: Callable[[Any], Any], seat: Any) -> _Outcome:
+    try:
+        return _Outcome(job(seat))
+    except BaseException as error:
+        return _Outcome(None, error)
+
+
+def _ask(question: Any) -> Any:
+    # Whether gradients are recorded is the thread's, and the others' while this one waits.
+    with torch.enable_grad():
+        outcome: _Outcome = cast(greenlet, getcurrent().parent).switch(question)
+    return outcome.taken()

@@ -47,7 +47,7 @@ class Scene:
         scene = Scene(plan, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
         scene.bench(check=True)
-        scene.workshop.table().close()
+        scene.workshop.table()
         return scene
 
     @property
