@@ -1,6 +1,7 @@
 """The ledger keeps what it was told, whatever happens to the process, the disk or the file."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -83,6 +84,20 @@ def test_what_was_written_is_what_is_read_back(path: Path, ledger: Ledger) -> No
         "count": 3,
     }
     assert (ledger.head, ledger.length) == (entries[-1]["hash"], 3)
+
+
+def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path: Path) -> None:
+    """The format on disk, from its description: any later version has to open it."""
+    head, entry = "", dict[str, Any]()
+    for number, line in enumerate(written(path, 2, 1, 3).splitlines()):
+        entry = json.loads(line)
+        assert line == json.dumps(entry).encode()
+        assert (entry["number"], entry["previous"]) == (number, head)
+        head = entry.pop("hash")
+        text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
+        assert head == hashlib.sha256(text.encode()).hexdigest()
+    order = ["number", "kind", "mechanism", "run", "round", "attempt", "request", "purpose"]
+    assert list(entry) == [*order, "q", "sigma", "count", "time", "previous"]
 
 
 def test_reopening_restores_the_exact_state(path: Path) -> None:
@@ -421,13 +436,22 @@ def test_a_disk_that_fails_altogether_closes_the_ledger(
         charge(again, "c")
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "shortened", "extended"])
+@pytest.mark.parametrize(
+    "how", ["removed", "moved", "replaced", "folder moved", "folder lost", "shortened", "extended"]
+)
 def test_a_file_that_others_changed_is_written_to_no_more(
     path: Path, ledger: Ledger, how: str
 ) -> None:
     content = path.read_bytes()
     if how == "removed":
         path.unlink()
+    elif how == "moved":
+        path.rename(path.with_name("elsewhere"))
+    elif how == "folder moved":
+        path.parent.rename(path.parent.with_name("elsewhere"))
+    elif how == "folder lost":
+        path.parent.rename(path.parent.with_name("elsewhere"))
+        path.parent.touch()
     elif how == "replaced":
         copy = path.with_name("copy")
         copy.write_bytes(content)
@@ -635,8 +659,6 @@ def test_an_empty_file_is_a_new_ledger(path: Path) -> None:
 
 def altered(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the last entry and mend its hash, as a version of fedpact to come might write it."""
-    import hashlib
-
     lines = path.read_bytes().splitlines()
     entry = json.loads(lines[-1])
     change(entry)

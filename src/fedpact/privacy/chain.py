@@ -13,17 +13,23 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fedpact.errors import LedgerError
 
 Entry = dict[str, Any]
 
+# json.dumps makes one of these on every call that does not take its defaults.
+_SORTED: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
-def _digest(entry: Entry) -> str:
-    body = {key: value for key, value in entry.items() if key != "hash"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+
+def _digest(body: Entry) -> str:
+    """The hash of an entry, from the rest of it."""
+    return hashlib.sha256(_SORTED(body).encode()).hexdigest()
+
+
+def _without_hash(entry: Entry) -> Entry:
+    return {key: value for key, value in entry.items() if key != "hash"}
 
 
 def _encode(entry: Entry) -> bytes:
@@ -60,7 +66,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
             and entry.get("number") == len(entries)
             and entry.get("previous") == (entries[-1]["hash"] if entries else "")
             and entry.get("torn") == _hash_of(torn)
-            and entry.get("hash") == _digest(entry)
+            and entry.get("hash") == _digest(_without_hash(entry))
             and line == _encode(entry)
         )
         if entry is None or not intact:
@@ -112,6 +118,8 @@ class Chain:
         except BaseException:
             self._file.close()
             raise
+        found = os.fstat(self._file.fileno())
+        self._place = found.st_dev, found.st_ino
         self._size = len(content)
         self._unfinished = not content.endswith(b"\n") and bool(content)
         self._broken = self._waiting = False
@@ -176,10 +184,11 @@ class Chain:
         if self._file.closed or self._broken:
             state = "closed" if self._file.closed else "in doubt after a failed write"
             raise LedgerError(f"ledger {self.path} is {state}: open it again")
-        found = os.fstat(self._file.fileno())
         try:
-            same = os.path.samestat(found, self.path.stat()) and found.st_size == self._size
-        except FileNotFoundError:
+            found = os.stat(self.path)
+            # No other file gets the number of one that is open.
+            same = (found.st_dev, found.st_ino, found.st_size) == (*self._place, self._size)
+        except OSError:
             same = False
         if not same:
             raise LedgerError(

@@ -157,7 +157,8 @@ class Ledger:
         LedgerError: the charge cannot be written down.
         """
         at_least_one(count=count)
-        key = (run, request, tuple(sorted(purpose)), event)
+        channels = sorted(purpose)
+        key = (run, request, tuple(channels), event)
         with self._lock:
             if run not in self._reserved:
                 raise not_reserved(run, event)
@@ -165,20 +166,21 @@ class Ledger:
             if new <= 0:
                 return
             self._reserved[run].check(run, event, new)
-            self._append(
-                {
-                    "kind": "charge",
-                    "mechanism": "sampled_gaussian",
-                    "run": run,
-                    "round": round_number,
-                    "attempt": attempt,
-                    "request": request,
-                    "purpose": sorted(purpose),
-                    "q": event.q,
-                    "sigma": event.sigma,
-                    "count": new,
-                }
-            )
+            body: Entry = {
+                "kind": "charge",
+                "mechanism": "sampled_gaussian",
+                "run": run,
+                "round": round_number,
+                "attempt": attempt,
+                "request": request,
+                "purpose": channels,
+                "q": event.q,
+                "sigma": event.sigma,
+                "count": new,
+            }
+            # A simulation's charge protects nobody, so it does not wait for the disk.
+            self._chain.append(body, wait=not self.hypothetical)
+            self._charged(key, new, round_number)
 
     def expose(self, run: str, round_number: int) -> None:
         """Write down that exact numbers leave the site, so that the run is not private.
@@ -261,21 +263,22 @@ class Ledger:
         return {"kind": "torn", "charges": charges, "closed": closed}
 
     def _append(self, body: Entry) -> None:
-        # A simulation's charge protects nobody, so it does not wait for the disk.
-        wait = not (self.hypothetical and body["kind"] == "charge")
-        self._apply(self._chain.append(body, wait=wait))
+        self._apply(self._chain.append(body))
+
+    def _charged(self, key: _Request, count: int, round_number: int) -> None:
+        run, _, _, event = key
+        self._reserved[run].charge(event, count)
+        self._requests[key] = self._requests.get(key, 0) + count
+        self._rounds[run] = max(self._rounds.get(run, -1), round_number)
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
             case "reserve" | "filter":
                 self._reserved[entry["run"]] = from_entry(entry)
             case "charge":
-                run, count = entry["run"], entry["count"]
                 event = SampledGaussian(entry["q"], entry["sigma"])
-                self._reserved[run].charge(event, count)
-                key = (run, entry["request"], tuple(entry["purpose"]), event)
-                self._requests[key] = self._requests.get(key, 0) + count
-                self._rounds[run] = max(self._rounds.get(run, -1), entry["round"])
+                key = (entry["run"], entry["request"], tuple(entry["purpose"]), event)
+                self._charged(key, entry["count"], entry["round"])
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count

@@ -134,7 +134,7 @@ class Terms:
         opening = {f"anchor {name}": s for name, s in self.opening.multipliers.items()}
         return self.multipliers | (opening if self.anchors else {}) | size
 
-    @property
+    @cached_property
     def opening(self) -> "Terms":
         """The terms of the event that opens a round, as those of a batch; these without one."""
         if not self.anchors:
@@ -148,7 +148,7 @@ class Terms:
             anchors=0,
         )
 
-    @property
+    @cached_property
     def event(self) -> SampledGaussian:
         """The joint event of one step: all channels on one Poisson batch."""
         return joint(self.rate, self.multipliers.values())
