@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
@@ -58,7 +59,7 @@ class Stack:
     """Answers several sites' requests on models like `model`, which it only takes the form of."""
 
     def __init__(self, model: FlatModel, before: list[nn.Module], layers: list[nn.Module]) -> None:
-        self._model, self._before, self._layers = model, nn.Sequential(*before), layers
+        self._model, self._before, self._layers = model, before, layers
         named = {id(p): name for name, p in model.module.named_parameters()}
         places = {
             name: (view.storage_offset(), view.shape) for name, view in model.views(model.vector)
@@ -101,25 +102,44 @@ class Stack:
         inputs = self._inputs(requests)
         if inputs is None:
             return [None] * len(requests)
-        x, y, real = inputs
+        records, y, real = inputs
         w = torch.stack([request.w for request in requests])
-        values = [x]
-        for i, layer in enumerate(self._layers):
+        values = [self._first(records, w, real)]
+        for i, layer in enumerate(self._layers[1:], 1):
             values.append(_forward(layer, self._views(w, i), values[-1]))
         log = torch.log_softmax(values[-1], 1)
         losses = -log.gather(1, y[:, None]).squeeze(1)
         g = log.exp_().scatter_add_(1, y[:, None], torch.full_like(losses, -1)[:, None])
         grads = self._backward(g, values, w)
-        squares = [_squares(g, values[i], self._places[i]) for i, g in grads.items()]
+        squares = [_squares(g, values[i - 1], self._places[i]) for i, g in grads.items() if i]
+        lengths = _lengths(records, real) + ("bias" in self._places[0])
+        squares.append(_square_sums(grads[0]) * lengths)
         norms = torch.stack(squares).sum(0).sqrt_()
         c, good = _coefficients(requests, losses, norms, real)
         totals = torch.empty_like(w)
         for i, g in grads.items():
             g = g * c[:, None]
-            found = {"weight": torch.bmm(g, values[i].transpose(1, 2)), "bias": g.sum(2)}
-            for own, view in self._views(totals, i).items():
-                view.copy_(found[own])
+            own = self._views(totals, i)
+            if "bias" in own:
+                own["bias"].copy_(g.sum(2))
+            if i:
+                own["weight"].copy_(torch.bmm(g, values[i - 1].transpose(1, 2)))
+                continue
+            for weight, each, x in zip(own["weight"], g, records, strict=True):
+                torch.mm(each[:, : len(x)], x, out=weight)
         return [total if fine else None for total, fine in zip(totals, good, strict=True)]
+
+    def _first(self, records: list[Tensor], w: Tensor, real: Tensor) -> Tensor:
+        """Return the first layer's output [k, O, B] for records x [n, K] of each site.
+
+        Site by site, as a product of batches is computed anyway: so the records, the largest of all
+        matrices here, are read where they are.
+        """
+        own = self._views(w, 0)
+        y = w.new_zeros(len(records), own["weight"].shape[1], real.shape[1])
+        for place, weight, x in zip(y, own["weight"], records, strict=True):
+            torch.mm(weight, x.t(), out=place[:, : len(x)])
+        return y.add_(own["bias"][:, :, None]) if "bias" in own else y
 
     def _views(self, vectors: Tensor, layer: int) -> dict[str, Tensor]:
         """A layer's weight [k, O, K] and bias [k, O] in vectors [k, d]."""
@@ -128,23 +148,25 @@ class Stack:
             for own, (start, shape) in self._places[layer].items()
         }
 
-    def _inputs(self, requests: list[Request]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return x [k, m, B], y [k, B], and which of them are records, as 0 and 1 in [k, B]."""
-        longest = max(len(request.y) for request in requests)
+    def _inputs(self, requests: list[Request]) -> tuple[list[Tensor], Tensor, Tensor] | None:
+        """Return each site's x [n, K], y [k, B], and in [k, B] 1 for a record and 0 for none."""
         kinds = {(r.x.shape[1:], r.x.dtype, r.y.dtype, r.y.dim(), r.w.dtype) for r in requests}
         first = requests[0]
         if len(kinds) > 1 or first.y.dtype != torch.int64 or first.y.dim() != 1:
             return None
-        x = first.x.new_zeros(len(requests), longest, *first.x.shape[1:])
-        y = first.y.new_zeros(len(requests), longest)
-        real = first.w.new_zeros(len(requests), longest)
-        for i, request in enumerate(requests):
-            x[i, : len(request.y)], y[i, : len(request.y)] = request.x, request.y
-            real[i, : len(request.y)] = 1
-        x = self._before(x.flatten(0, 1))
-        if x.dim() != 2 or x.dtype != first.w.dtype:
+        records = [self._prepared(request.x) for request in requests]
+        if records[0].dim() != 2 or records[0].dtype != first.w.dtype:
             return None
-        return x.view(len(requests), longest, -1).transpose(1, 2), y, real
+        y = pad_sequence([request.y for request in requests], batch_first=True)
+        real = torch.zeros_like(y, dtype=first.w.dtype)
+        for place, request in zip(real, requests, strict=True):
+            place[: len(request.y)] = 1
+        return records, y, real
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        for module in self._before:
+            x = module(x)
+        return x
 
     def _backward(self, g: Tensor, values: list[Tensor], w: Tensor) -> dict[int, Tensor]:
         """Return ∂ℓ_j/∂output [k, O, B] of every linear layer, by its place."""
@@ -155,7 +177,7 @@ class Stack:
                 found[i] = g
                 g = torch.bmm(self._views(w, i)["weight"].transpose(1, 2), g) if i else g
             else:
-                g = g * _ACTIVATIONS[kind][1](values[i + 1])
+                g = g * _ACTIVATIONS[kind][1](values[i])
         return found
 
 
@@ -217,8 +239,21 @@ def _forward(layer: nn.Module, own: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def _squares(g: Tensor, x: Tensor, own: Container[str]) -> Tensor:
     """Return ‖g_j‖² (‖x_j‖² + 1) [k, B], without the 1 where the layer has no bias."""
-    of_g, of_x = (square_sums(t.transpose(1, 2).flatten(0, 1)).view(len(t), -1) for t in (g, x))
-    return of_g * (of_x + 1 if "bias" in own else of_x)
+    of_x = _square_sums(x)
+    return _square_sums(g) * (of_x + 1 if "bias" in own else of_x)
+
+
+def _square_sums(rows: Tensor) -> Tensor:
+    """Return ‖v_j‖² [k, B] of v [k, K, B]."""
+    return square_sums(rows.transpose(1, 2).flatten(0, 1)).view(len(rows), -1)
+
+
+def _lengths(records: list[Tensor], real: Tensor) -> Tensor:
+    """Return ‖x_j‖² [k, B] of each site's records x [n, K], 0 where there is no record."""
+    found = torch.zeros_like(real)
+    for place, x in zip(found, records, strict=True):
+        place[: len(x)] = square_sums(x)
+    return found
 
 
 def _coefficients(
