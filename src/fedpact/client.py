@@ -14,13 +14,14 @@ import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, State, Task, Vectors, from_bytes, to_bytes
+from fedpact.messages import Local, Refusal, Reply, State, Task, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
 
 Bench = TypeVar("Bench")
+Held = TypeVar("Held", Task, State, Local)
 
 _CPU: Final = torch.device("cpu")
 _NOTHING: Final = State()
@@ -69,32 +70,31 @@ class Client(Generic[Bench]):
             memory = self._memory.for_task(task)
             oracle = self._oracle(task, memory, bench)
             local = self._method.local(
-                replace(task, vectors=_to(self._device, task.vectors)),
-                oracle,
-                replace(memory, vectors=_to(self._device, memory.vectors)),
+                _moved(self._device, task), oracle, _moved(self._device, memory)
             )
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
             return Refusal(task.run, task.round, self.name, "policy")
-        memory = replace(local.memory, vectors=_to(_CPU, local.memory.vectors))
-        self._memory.keep(task.round, memory)
+        self._memory.keep(task.round, _moved(_CPU, local.memory))
         return Reply(
             run=task.run,
             round=task.round,
             site=self.name,
             weight=self._size,
-            vectors=_to(_CPU, local.vectors),
+            vectors=_moved(_CPU, local).vectors,
             numbers=local.numbers,
             ledger_head=self.ledger.head if self.ledger else "",
             ledger_length=self.ledger.length if self.ledger else 0,
         )
 
 
-def _to(device: torch.device, vectors: Vectors) -> Vectors:
-    if all(vector.device == device for vector in vectors.values()):
-        return vectors
-    return {name: vector.to(device) for name, vector in vectors.items()}
+def _moved(device: torch.device, held: Held) -> Held:
+    """The same on a device; itself where it is there already."""
+    if all(vector.device == device for vector in held.vectors.values()):
+        return held
+    vectors = {name: vector.to(device) for name, vector in held.vectors.items()}
+    return replace(held, vectors=vectors)
 
 
 class _Memory:

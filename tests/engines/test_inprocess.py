@@ -1,13 +1,40 @@
 """The transport to worker threads: what whoever takes the replies can rely on."""
 
+import time
+
+import pytest
 import torch
 
 from fedpact.engines.inprocess import InProcess, OneByOne
+from fedpact.messages import Task
+
+NAMES = [f"site-{number:02d}" for number in range(40)]
 
 
 class Site:
+    """Answers with its task's round, and notes every answer that is made."""
+
+    def __init__(self, made=None):
+        self.made = [] if made is None else made
+
     def handle(self, task, bench):
-        return task, bench
+        self.made.append(task.round)
+        return task.round, bench
+
+
+class Broken:
+    def handle(self, task, bench):
+        raise ArithmeticError("this one fails")
+
+
+def tasks(length=1):
+    """A task for each site; its number, in place of the round, tells it from the others'."""
+    w = torch.zeros(length)
+    return {name: Task("run", place, "fedavg", {"w": w}, {}) for place, name in enumerate(NAMES)}
+
+
+def transport(sites, workers=2):
+    return InProcess(sites, workers, lambda: OneByOne("bench"))
 
 
 def test_replies_are_taken_on_one_thread():
@@ -15,13 +42,32 @@ def test_replies_are_taken_on_one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        sites = {name: Site() for name in "cab"}
-        with InProcess(sites, 2, lambda: OneByOne("bench")) as transport:
-            found = [
-                (*answer, torch.get_num_threads())
-                for answer in transport.exchange({"a": 1, "b": 2, "c": 3})
-            ]
-            assert found == [(1, "bench", 1), (2, "bench", 1), (3, "bench", 1)]
-            assert torch.get_num_threads() == 2
+        with transport({name: Site() for name in NAMES}) as sites:
+            found = [(*answer, torch.get_num_threads()) for answer in sites.exchange(tasks())]
+        assert found == [(place, "bench", 1) for place in range(len(NAMES))]
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("length", "ahead"), [(1, 32), (50_000, 20), (300_000, 4)])
+def test_few_replies_wait_and_fewer_long_ones(length, ahead):
+    """Of 2 workers: twice 8 each, or as many as are a MiB long together, or one."""
+    made, most = [], 0
+    with transport({name: Site(made) for name in reversed(NAMES)}) as sites:
+        for taken, (place, _) in enumerate(sites.exchange(tasks(length))):
+            assert place == taken
+            time.sleep(0.001)
+            most = max(most, len(made) - taken)
+    assert len(made) == len(NAMES)
+    assert most <= ahead
+
+
+def test_a_site_that_fails_ends_the_round_after_the_replies_before_it():
+    for broken in (0, 3, 7, 39):
+        members = {name: Broken() if name == NAMES[broken] else Site() for name in NAMES}
+        with transport(members) as sites:
+            answers, taken = sites.exchange(tasks()), []
+            with pytest.raises(ArithmeticError, match="this one fails"):
+                taken.extend(place for place, _ in answers)
+        assert taken == list(range(broken))

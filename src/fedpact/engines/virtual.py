@@ -44,15 +44,16 @@ class VirtualSite:
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
         records = Records(self.records.x.to(device), self.records.y.to(device))
         size = terms.size if terms else float(len(records.y))
+        seed, private = plan.seed, plan.private
 
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
-            draws = SeededDraws(plan.seed, self.name, task.round)
+            draws = SeededDraws(seed, self.name, task.round)
             if terms is None or ledger is None:
                 anchor = plan.method.anchor
                 rates = plan.rate(self.name, size), anchor.rate if anchor else 1.0
                 return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
             charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
-            exact = None if plan.private else PlainKernel(bench.private.model, cross_entropy)
+            exact = None if private else PlainKernel(bench.private.model, cross_entropy)
             left = partial(charge.steps_left, terms)
             return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
 
