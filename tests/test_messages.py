@@ -281,5 +281,6 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     )
     line = record.to_json()
     assert "\n" not in line
+    assert line == json.dumps(dataclasses.asdict(record))
     assert RoundRecord.from_json(line) == record
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)

@@ -14,7 +14,7 @@ import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.folder import write_whole
-from fedpact.messages import Local, Refusal, Reply, State, Task, from_bytes, to_bytes
+from fedpact.messages import Local, Refusal, Reply, State, Task, encoded_parts, from_bytes
 from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
@@ -124,7 +124,7 @@ class _Memory:
         # Most algorithms remember nothing; then nothing is written.
         if memory is not _NOTHING or path in self._there:
             numbers = {**memory.numbers, "/round": round_number}
-            write_whole(path, to_bytes(State(memory.vectors, numbers)))
+            write_whole(path, *encoded_parts(State(memory.vectors, numbers)))
             self._there.add(path)
 
     def _read(self, path: Path) -> tuple[State, int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
-from fedpact.messages import RoundRecord, State, from_bytes, to_bytes
+from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
 
 
 def check_out(out: Path) -> Path:
@@ -34,12 +34,15 @@ def check_out(out: Path) -> Path:
     return out
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file so that a reader or a restart finds the old content or the new, never half."""
+def write_whole(path: Path, *content: bytes | memoryview) -> None:
+    """Replace a file so that a reader or a restart finds the old content or the new, never half.
+
+    content: the file's parts, in their order.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.write(content)
+        file.writelines(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -58,17 +61,20 @@ class Checkpoint:
     included: Mapping[str, int]
     costs: Costs = field(default_factory=Costs)
 
-    def to_bytes(self) -> bytes:
-        """Encode for state.safetensors; the progress stands beside the state's numbers."""
+    def to_parts(self) -> list[bytes | memoryview]:
+        """Encode for state.safetensors, in parts; the progress stands beside the state's numbers.
+
+        The vectors are not copied.
+        """
         costs = {f"/cost/{name}": value for name, value in asdict(self.costs).items()}
         progress = {"/round": self.round, **costs}
         included = {f"/included/{site}": last for site, last in self.included.items()}
         numbers = {**self.state.numbers, **progress, **included}
-        return to_bytes(State(self.state.vectors, numbers))
+        return encoded_parts(State(self.state.vectors, numbers))
 
     @staticmethod
     def from_bytes(block: bytes) -> "Checkpoint":
-        """Decode what `to_bytes` encoded."""
+        """Decode the parts that `to_parts` returned, joined."""
         stored = from_bytes(block)
         if not isinstance(stored, State):
             raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
@@ -119,7 +125,7 @@ class Folder:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
-        write_whole(self.path / "state.safetensors", checkpoint.to_bytes())
+        write_whole(self.path / "state.safetensors", *checkpoint.to_parts())
 
     def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
         """Return the last committed round and the records up to it; later lines are dropped."""

@@ -166,7 +166,8 @@ class RoundRecord:
 
     def to_json(self) -> str:
         """Return the record as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), allow_nan=True)
+        scores = {name: vars(score) for name, score in self.scores.items()}
+        return json.dumps({**vars(self), "scores": scores}, default=dict)
 
     @staticmethod
     def from_json(line: str) -> "RoundRecord":
