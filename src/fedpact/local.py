@@ -32,9 +32,10 @@ def round_steps(task: Task, own: int) -> int:
 
 def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:
     """Return w [d] after `steps` times w ← w - η g(w), each gradient on a batch of its own."""
-    w = w.clone()
     for batch in oracle.batches(steps, "gradient"):
-        w.add_(batch.gradient(w), alpha=-learning_rate)
+        step = batch.gradient(w)
+        # The new w in the step's memory: a copy of the task's w would cost as much as the addition.
+        w = torch.add(w, step, alpha=-learning_rate, out=step)
     return w
 
 

@@ -30,7 +30,7 @@ class Batch(Protocol):
         ...
 
     def gradient(self, w: Tensor, weighting: Weighting = ...) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d]."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         ...
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
