@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, all_finite
 
 
 def model():
@@ -127,3 +127,23 @@ def test_parameters_of_several_types_are_refused():
         FlatModel(mixed)
     mixed[1].requires_grad_(False)
     assert FlatModel(mixed).vector.dtype == torch.float32
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    entries=st.lists(st.floats(width=32), max_size=40),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_a_vector_is_finite_when_every_entry_is(entries, dtype):
+    vector = torch.tensor(entries, dtype=dtype)
+    assert all_finite(vector) == bool(vector.isfinite().all())
+
+
+def test_neither_sums_that_overflow_nor_infinities_that_cancel_deceive():
+    most = torch.finfo(torch.float32).max
+    assert all_finite(torch.full((100,), most))
+    assert all_finite(torch.full((100,), -most))
+    assert not all_finite(torch.tensor([torch.inf, -torch.inf]))
+    assert not all_finite(torch.tensor([most, most, torch.nan, -torch.inf]))
+    assert all_finite(torch.arange(5))
+    assert all_finite(torch.zeros(0))

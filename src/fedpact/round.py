@@ -20,6 +20,7 @@ from typing import Protocol
 
 from fedpact.folder import Checkpoint
 from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
+from fedpact.params import all_finite
 from fedpact.plan import Plan
 
 
@@ -176,7 +177,7 @@ class Rounds:
 
 
 def _finite(at: Checkpoint) -> bool:
-    return all(bool(vector.isfinite().all()) for vector in at.state.vectors.values())
+    return all(map(all_finite, at.state.vectors.values()))
 
 
 class _Tally:

@@ -24,7 +24,7 @@ from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, all_finite
 from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PlainOracle, Records
@@ -83,7 +83,7 @@ class Admission:
             reply = self.opened(reply, task)
         except InputError:
             return "form"
-        finite = all(bool(vector.isfinite().all()) for vector in reply.vectors.values())
+        finite = all(map(all_finite, reply.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
         length, head = self.ledgers.get(site, (0, ""))
