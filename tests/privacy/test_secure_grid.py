@@ -1,6 +1,10 @@
 """The grid: exact addition, the sensitivity it claims, and the attack it stops."""
 
+import itertools
 import math
+import subprocess
+import sys
+import threading
 from fractions import Fraction
 from functools import partial
 
@@ -105,24 +109,76 @@ def test_bad_numbers_are_refused(bad):
         noisy(torch.zeros(2), 1.0, bad, secure)
 
 
-LONG = 8 * grid._CHUNK
+LONG = 8 * grid.CHUNK
 
 
-def test_long_totals_are_worked_on_part_by_part():
-    """With σ and the sum as known, every part has noise of its own, of the right deviation."""
-    z = noisy(torch.full((LONG + 3,), 3.0), 1.1, 0.5, secure).double() - 3
-    deviations = z[:LONG].reshape(-1, grid._CHUNK).std(1) / (1.1 * 0.5)
-    # One in 32768: 0.4 % is the standard error of each, and the grid's 0.1 % more.
-    assert float((deviations - 1).abs().max()) < 0.03
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_long_totals_are_worked_on_part_by_part(count, threads):
+    """Every part has its own sum and noise of its own, of the right deviation, by any threads."""
+    threads(count)
+    total = torch.arange(LONG + 3) // grid.CHUNK * 100.0
+    # As a deployment draws: the numbers are in the thread's own room.
+    z = SecureDraws().add_noise(total, 1.1, 0.5, 0, "gradient").double() - total
+    parts = z[:LONG].reshape(-1, grid.CHUNK)
+    # One in 131,072: 0.2 % is the standard error of each, and the grid's 0.1 % more.
+    assert float((parts.std(1) / (1.1 * 0.5) - 1).abs().max()) < 0.015
     assert float(z[-3:].abs().min()) > 0
+    # No part's noise is another's: 28 correlations, standard normal but for sqrt(CHUNK).
+    correlations = np.corrcoef(parts.numpy())[np.triu_indices(8, 1)]
+    assert abs(correlations).max() * math.sqrt(grid.CHUNK) < stats.norm.isf(FAIL / 56)
+
+
+def test_parts_are_put_where_they_belong(threads):
+    """With made-up noise, which threads add what is told by the release: sum and noise, rounded."""
+    threads(2)
+    total = torch.linspace(-1, 1, 5 * grid.CHUNK + 7, dtype=torch.float64)
+    lock, drawn = threading.Lock(), itertools.count()
+
+    def numbered(size, like):
+        with lock:
+            return torch.full((size,), float(next(drawn)), dtype=like.dtype)
+
+    step = spacing(1.0, len(total))
+    left = (noisy(total, 1.0, 1.0, numbered) - (total / step).round() * step) / step
+    scale = (1.0 + step * math.sqrt(len(total))) / step
+    starts = [float(left[i]) for i in range(0, len(total), grid.CHUNK)]
+    assert sorted(starts) == [round(k * scale) for k in range(6)]
+    for i, start in enumerate(starts):
+        assert (left[i * grid.CHUNK : (i + 1) * grid.CHUNK] == start).all()
+
+
+FORK = """
+import os, sys, torch
+from fedpact.privacy.secure import SecureDraws
+torch.set_num_threads(2)
+draws, total = SecureDraws(), torch.zeros(400_000)
+draws.add_noise(total, 1.0, 1.0, 0, "g")
+if os.fork() == 0:
+    draws.add_noise(total, 1.0, 1.0, 0, "g")
+    print("drawn", flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_fork_has_threads_of_its_own():
+    run = [sys.executable, "-W", "ignore", "-c", FORK]
+    assert subprocess.run(run, capture_output=True, timeout=60, check=True).stdout == b"drawn\n"
 
 
 def test_noise_that_repeats_itself_is_refused():
     """A seeded draw is the same at every call; within one call it is of no harm."""
     seeded = partial(SeededDraws(0).gaussian, step=0, purpose="gradient")
     with pytest.raises(PrivacyError, match="repeats itself"):
-        noisy(torch.zeros(2 * grid._CHUNK), 1.0, 1.0, seeded)
-    noisy(torch.zeros(grid._CHUNK), 1.0, 1.0, seeded)
+        noisy(torch.zeros(2 * grid.CHUNK), 1.0, 1.0, seeded)
+    noisy(torch.zeros(grid.CHUNK), 1.0, 1.0, seeded)
 
 
 SCALE = np.float32(1.1)

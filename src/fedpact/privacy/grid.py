@@ -22,7 +22,10 @@ the rounding of the others), and how long anything takes.
 """
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -31,14 +34,16 @@ from torch import Tensor
 
 from fedpact.check import positive
 from fedpact.errors import PrivacyError
+from fedpact.privacy.keystream import CHUNK
 from fedpact.privacy.noise import empty
 
 _COARSENESS: Final = 2.0**-10
-# Numbers that are worked on at once: they stay in the cache.
-_CHUNK: Final = 1 << 15
 
 Gaussian = Callable[[int, Tensor], Tensor]
-"""(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call."""
+"""(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call.
+
+They may be written over, by whoever asked for them and by the thread's next call.
+"""
 
 
 def spacing(sensitivity: float, size: int) -> float:
@@ -54,8 +59,9 @@ def spacing(sensitivity: float, size: int) -> float:
 def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -> Tensor:
     """Return total [d] plus normal noise of σ times its sensitivity, added on the grid.
 
-    gaussian is called for part after part, for float64 numbers on the CPU. The result has the
-    total's type and device: rounding it to that type uses nothing but the release.
+    gaussian is called for part after part, on as many threads as torch may use, for float64 numbers
+    on the CPU. The result has the total's type and device: rounding it to that type uses nothing
+    but the release.
     Raises InputError: sigma or sensitivity is not a finite number > 0. PrivacyError: gaussian
     returns the same numbers twice.
     """
@@ -66,24 +72,41 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     source, target = sums.numpy(), release.numpy()
     like = torch.empty(0, dtype=torch.float64)
 
-    def add(start: int) -> float:
-        part = slice(start, start + _CHUNK)
-        whole = source[part].astype(np.float64)
-        noise = gaussian(len(whole), like).numpy()
-        first = float(noise[0])
-        # Powers of 2 scale without error, and whole numbers below 2^53 add without one.
-        whole *= 1 / step
-        np.rint(whole, out=whole)
-        noise *= scale
-        whole += np.rint(noise, out=noise)
-        whole *= step
-        np.copyto(target[part], whole, casting="same_kind")
-        return first
+    def add(starts: Sequence[int]) -> list[float]:
+        room, firsts = np.empty(min(CHUNK, len(source))), list[float]()
+        for start in starts:
+            part = slice(start, start + CHUNK)
+            whole = room[: len(source[part])]
+            noise = gaussian(len(whole), like).numpy()
+            firsts.append(float(noise[0]))
+            # Powers of 2 scale without error, and whole numbers below 2^53 add without one.
+            np.multiply(source[part], 1 / step, out=whole, dtype=np.float64)
+            np.rint(whole, out=whole)
+            noise *= scale
+            whole += np.rint(noise, out=noise)
+            whole *= step
+            np.copyto(target[part], whole, casting="same_kind")
+        return firsts
 
-    firsts = [add(start) for start in range(0, len(source), _CHUNK)]
+    starts = range(0, len(source), CHUNK)
+    threads = min(torch.get_num_threads(), len(starts))
+    shares = [starts[i::threads] for i in range(threads)]
+    found = _pool(threads).map(add, shares) if threads > 1 else map(add, shares)
+    firsts = [first for some in found for first in some]
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
             f"the noise for {total.numel()} coordinates repeats itself: expected draws that are "
             "new at every call, as privacy.secure.SecureDraws are; a simulation's need no grid"
         )
     return release.to(total.device)
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads that stay: each of them has a key and room that it would have to get anew."""
+    return ThreadPoolExecutor(threads, "noise")
+
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not live on in a fork.
+    os.register_at_fork(after_in_child=_pool.cache_clear)

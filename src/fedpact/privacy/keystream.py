@@ -29,8 +29,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Words that are worked on at once: with the intermediate results they stay in the cache.
-CHUNK: Final = 1 << 15
+# Words that are worked on at once. With the intermediate results they stay in the cache, and each
+# operation is long enough for several threads to take turns with the interpreter.
+CHUNK: Final = 1 << 17
 # Where GCM's counter of blocks of 16 bytes would end, in words of 8 (SP 800-38D, 5.2.1.1).
 LONGEST: Final = 2 * (2**32 - 2)
 

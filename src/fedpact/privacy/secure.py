@@ -98,7 +98,9 @@ class SecureDraws:
     ) -> Tensor:
         """See Draws. On the grid."""
 
-        def gaussian(size: int, like: Tensor) -> Tensor:
-            return self.gaussian(size, like, step, purpose)
+        del step, purpose
+        return grid.noisy(total, sigma, sensitivity, self._part)
 
-        return grid.noisy(total, sigma, sensitivity, gaussian)
+    def _part(self, size: int, like: Tensor) -> Tensor:
+        """See grid.Gaussian, for a part of at most CHUNK numbers."""
+        return next(normals(self._own.stream, size, like.dtype))
