@@ -126,7 +126,8 @@ def kill_often(runner, tmp_path, times, seed):
 def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypatch, write):
     calls, whole = [], folders.write_whole
 
-    def cut_off(path, content):
+    def cut_off(path, *parts):
+        content = b"".join(parts)
         calls.append(path.name)
         if len(calls) > write:
             path.parent.mkdir(parents=True, exist_ok=True)
