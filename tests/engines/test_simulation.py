@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from fedpact.algorithms import fedavg
 from fedpact.data.datasets import from_arrays
+from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, LedgerError, PlanError
 from fedpact.params import FlatModel
@@ -238,6 +239,41 @@ def test_a_spent_site_leaves_and_the_others_go_on_or_the_run_stops(tmp_path):
     )
     stopped = simulate(stopping, tmp_path / "stop")
     assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)
+
+
+def test_the_servers_arithmetic_has_one_thread_and_what_is_done_with_its_outcome_all(
+    tmp_path, monkeypatch
+):
+    """Numbers of threads as torch tells them: of the update, an evaluation and the caller's own."""
+    seen = {"update": [], "evaluate": [], "on_round": []}
+
+    def watch(owner, name, place):
+        original = getattr(owner, name)
+
+        def watched(*arguments):
+            seen[place].append(torch.get_num_threads())
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(fedavg, "update", "update")
+    watch(Evaluator, "_scored", "evaluate")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        simulate(
+            plan(rounds=2),
+            tmp_path / "run",
+            on_round=lambda _: seen["on_round"].append(torch.get_num_threads()),
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert {place: set(numbers) for place, numbers in seen.items()} == {
+        "update": {1},
+        "evaluate": {2},
+        "on_round": {2},
+    }
 
 
 def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedpact.engines.process import threads
 from fedpact.engines.scene import Scene
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
@@ -34,6 +35,8 @@ class Evaluator:
         self._scene, self._charged = scene, charged
         self._device = torch.device(scene.plan.run.device)
         self._model = FlatModel(scene.module().to(self._device))
+        # A round's own arithmetic has one; the workers are idle while a model is evaluated.
+        self._threads = torch.get_num_threads()
         self._began, self._spent = time.perf_counter(), 0.0
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
@@ -42,7 +45,8 @@ class Evaluator:
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
         started = time.perf_counter()
-        record = self._measured(at, record)
+        with threads(self._threads):
+            record = self._measured(at, record)
         self._spent += time.perf_counter() - started
         return record
 

@@ -6,7 +6,7 @@ where it was finished. Nothing is written before the whole plan, data and model 
 
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from fedpact.data.partition import Partition, Site
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
-from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
+from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
 from fedpact.engines.statement import privacy_statement, summarise
@@ -104,13 +104,25 @@ def simulate(
         for record in records:
             on_round(record)
         rounds = Rounds(plan, run, transport, evaluator, stop)
-        for committed, record in rounds(at):
+        for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
             records.append(record)
             on_round(record)
         records[-1] = evaluator(at, records[-1], last=True)
     return _finish(folder, scene, at, records, rounds.status)
+
+
+def _on_one_thread(
+    rounds: Iterator[tuple[Checkpoint, RoundRecord]],
+) -> Iterator[tuple[Checkpoint, RoundRecord]]:
+    """Have a round's own arithmetic done on one thread, not what is done with its outcome."""
+    while True:
+        with one_thread():
+            outcome = next(rounds, None)
+        if outcome is None:
+            return
+        yield outcome
 
 
 def _check_engine(engine: str, plan: Plan) -> None:
