@@ -1,20 +1,22 @@
 """Secure noise beside torch.randn."""
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import by_turns, milliseconds
-from fedpact.privacy import grid
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.secure import SecureDraws
 
 TITLE = "Noise"
 ABOUT = (
-    "Seconds beside torch.randn(d), float32, on one thread. Secure noise is AES-256 in counter "
-    "mode and Box and Muller in float64 with 52 bits each for radius and angle; on the grid it is "
-    "also rounded, added to the sum and checked, the floating-point defence that a deployment "
-    "uses, and then compares with torch.randn and the addition."
+    "Seconds beside torch.randn(d), float32, which uses one thread. Secure noise is AES-256 in "
+    "counter mode and Box and Muller in float64 with 52 bits each for radius and angle. On the "
+    "grid it is also rounded, added to the sum and checked, the floating-point defence that a "
+    "deployment uses, and takes the place of torch.randn and an addition; a site draws it on all "
+    "of its cores."
 )
 NAMES = ("noise",)
 
@@ -36,17 +38,23 @@ def _rows(d: int, scale: Scale) -> tuple[list[Row], bool]:
     total, like = torch.ones(d), torch.empty(0)
     seeded, secure = SeededDraws(0, "site", 1), SecureDraws()
 
-    def gaussian(size: int, kind: torch.Tensor) -> torch.Tensor:
-        return secure.gaussian(size, kind, 0, "gradient")
+    def on(threads: int) -> Callable[[], None]:
+        def added() -> None:
+            torch.set_num_threads(threads)
+            secure.add_noise(total, 1.0, 0.1, 0, "gradient")
+            torch.set_num_threads(1)
 
-    works = {
+        return added
+
+    works: dict[str, Callable[[], object]] = {
         "randn": lambda: torch.randn(d),
         "added": lambda: total.add(torch.randn(d), alpha=0.5),
         "seeded": lambda: seeded.gaussian(d, like, 0, "gradient"),
-        "secure": lambda: gaussian(d, like),
-        "grid": lambda: grid.noisy(total, 1.0, 0.1, gaussian),
+        "secure": lambda: secure.gaussian(d, like, 0, "gradient"),
+        "grid": on(1),
+        "grid on two": on(2),
     }
-    turns = by_turns(works, scale.repetitions)
+    turns = by_turns(works, scale.repetitions, threads=2)
     where = f"d = {d:,}"
     marks = {"goal": 0.8, "stretch": 0.5}
     alone = milliseconds(turns.time("randn").median)
@@ -54,7 +62,10 @@ def _rows(d: int, scale: Scale) -> tuple[list[Row], bool]:
         Row(f"torch.randn, {where}", 1.0, note=alone),
         turns.row(f"a simulation's, {where}", "seeded", "randn"),
         turns.row(f"secure, {where}", "secure", "randn", **marks),
-        turns.row(f"secure on the grid / randn and addition, {where}", "grid", "added"),
-        turns.row(f"secure on the grid / randn alone, {where}", "grid", "randn", **marks),
     ]
+    for title, name in (("one thread", "grid"), ("two threads", "grid on two")):
+        given = marks if name == "grid on two" else {}
+        start = f"secure on the grid, {title}"
+        rows.append(turns.row(f"{start} / randn and addition, {where}", name, "added", **given))
+        rows.append(turns.row(f"{start} / randn alone, {where}", name, "randn"))
     return rows, turns.busy
