@@ -10,8 +10,8 @@ from benchmarks.timing import Spread, milliseconds
 TITLE = "A round of a hundred sites"
 ABOUT = (
     "Logistic regression 784→10 (A), one step a site and round, batch 75. fedpact's round is the "
-    "whole of it, on one worker a core: sites one by one, and 16 of a worker's in lockstep "
-    "(`run.stacked = 16`). " + pfl.ABOUT
+    "whole of it, on one worker, as fedpact chooses where steps are this short: sites one by one, "
+    "and 16 in lockstep (`run.stacked = 16`). " + pfl.ABOUT
 )
 NAMES = ("round-100A",)
 _ALONE, _STACKED = "fedpact, sites one by one", "fedpact, run.stacked = 16"

@@ -63,7 +63,8 @@ class Running(BaseModel):
 
     All of it may change when a run is resumed, except stacked and device.
 
-    workers: threads that train sites side by side, 0 for one a core.
+    workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
+    less than a million parameters times records: Python is then most of it.
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes three quarters of the time with 16; larger layers gain
     nothing. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from fedpact.algorithms import fedavg
 from fedpact.data.datasets import from_arrays
+from fedpact.engines import simulation
 from fedpact.engines.evaluation import Evaluator
+from fedpact.engines.inprocess import InProcess
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, LedgerError, PlanError
 from fedpact.params import FlatModel
@@ -319,6 +321,32 @@ def test_a_run_goes_on_with_other_workers(tmp_path):
     assert short.summary["status"] == "stopped"
     more = plan(run={"evaluate_every": 1, "workers": 2})
     assert simulate(more, tmp_path / "run").summary["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "rate", "expected"),
+    [
+        # 650 and 9,610 parameters, 287 records or more at a site: below 2^20, and above it.
+        (0, "logistic", 0.5, 1),
+        (0, "mlp", 0.1, 1),
+        (0, "mlp", 0.5, 3),
+        (2, "logistic", 0.5, 2),
+    ],
+)
+def test_short_steps_have_one_worker(tmp_path, monkeypatch, asked, model, rate, expected):
+    """Unless a number is asked for: d q N multiplications decide."""
+    found = []
+
+    class Counted(InProcess):
+        def __init__(self, clients, workers, table):
+            found.append(workers)
+            super().__init__(clients, workers, table)
+
+    monkeypatch.setattr(simulation, "InProcess", Counted)
+    monkeypatch.setattr(simulation, "available_cores", lambda: 3)
+    running = {"evaluate_every": 1, "workers": asked}
+    simulate(plan(model=model, rounds=1, sampling_rate=rate, run=running), tmp_path / "run")
+    assert found == [expected]
 
 
 def test_a_byte_budget_too_small_for_a_round_sends_nothing(tmp_path):

@@ -35,6 +35,18 @@ class VirtualSite:
     ledger: Path | None = None
     policy: Policy | None = None
 
+    @property
+    def size(self) -> float:
+        """N_i, as it is declared or released."""
+        return self.terms.size if self.terms else float(len(self.records.y))
+
+    @property
+    def batch_size(self) -> float:
+        """The expected size of its largest batches."""
+        anchor = self.plan.method.anchor
+        rate = self.plan.rate(self.name, self.size)
+        return self.size * max(rate, anchor.rate if anchor else 0.0)
+
     def open_ledger(self) -> Ledger | None:
         """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
         return None if self.ledger is None else Ledger(self.ledger, self.name, hypothetical=True)
@@ -43,8 +55,7 @@ class VirtualSite:
         """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
         records = Records(self.records.x.to(device), self.records.y.to(device))
-        size = terms.size if terms else float(len(records.y))
-        seed, private = plan.seed, plan.private
+        size, seed, private = self.size, plan.seed, plan.private
 
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
             draws = SeededDraws(seed, self.name, task.round)
