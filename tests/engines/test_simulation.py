@@ -323,6 +323,24 @@ def test_a_run_goes_on_with_other_workers(tmp_path):
     assert simulate(more, tmp_path / "run").summary["status"] == "finished"
 
 
+@pytest.mark.parametrize("begun", [None, 1, 3])
+def test_a_run_of_other_draws_is_finished_by_nobody_else(tmp_path, begun):
+    """A round carried out again would be another release under the first one's charge."""
+    out = tmp_path / "run"
+    simulate(plan(), out, stop=iter([False, False, True]).__next__)
+    written = json.loads((out / "environment.json").read_text())
+    own = written.pop("draws")
+    changed = written if begun is None else {**written, "draws": begun}
+    (out / "environment.json").write_text(json.dumps(changed))
+    with pytest.raises(PlanError, match="other draws"):
+        simulate(plan(), out)
+    (out / "environment.json").write_text(json.dumps({**written, "draws": own}))
+    assert simulate(plan(), out).summary["status"] == "finished"
+    # What is finished draws nothing any more.
+    (out / "environment.json").write_text(json.dumps(changed))
+    assert simulate(plan(), out).summary["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("asked", "model", "rate", "expected"),
     [

@@ -23,17 +23,19 @@ from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
+from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
 from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
-from fedpact.errors import InputError, LedgerError, PlanError
+from fedpact.errors import InputError, PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.noise import DRAWS
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds, Transport
@@ -42,8 +44,6 @@ from fedpact.theory.accounting import History
 OnRound = Callable[[RoundRecord], None]
 
 ENGINES = ("local", "ray")
-
-_FIRST = "plan.json"
 
 # Of parameters times records: a shorter step is mostly Python, of which one thread runs at a time.
 # A round of a hundred sites of half of it took 52 ms by two workers and 37 by one.
@@ -84,11 +84,12 @@ def simulate(
     _check_engine(engine, plan)
     keep_freed_memory()
     folder = Folder(out)
-    known = _is_known(folder, plan)
+    known = is_known(folder, plan)
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known:
         _write_setting(folder, scene)
-    run = folder.read_json("environment.json")["run"]
+    environment = folder.read_json("environment.json")
+    run = environment["run"]
     with ExitStack() as stack:
         sites = _sites(scene, folder, run)
         ledgers = _open_ledgers(sites, stack)
@@ -104,7 +105,9 @@ def simulate(
             transport = secured(transport, plan, scene.sizes)
         evaluator = Evaluator(scene, charged)
         at, records = _start(folder, scene, evaluator)
-        _check_complete(at, run, ledgers)
+        check_complete(at, run, ledgers)
+        if at.round < plan.rounds:
+            check_draws(folder, environment)
         for record in records:
             on_round(record)
         rounds = Rounds(plan, run, transport, evaluator, stop)
@@ -186,24 +189,6 @@ def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
     return ledgers[site].spent(run)
 
 
-def _is_known(folder: Folder, plan: Plan) -> bool:
-    # A start that was cut off within its first file left a part of that, and no run.
-    if not folder.path.exists() or {p.name for p in folder.path.iterdir()} <= {_FIRST + ".partial"}:
-        return False
-    found = folder.read_json(_FIRST)
-    before = Plan.parse(found)
-    # How it is carried out may change from session to session, what is trained may not: the noise
-    # is another card's, and rounding that of other stacks, in a round that is carried out again.
-    kept = {name: getattr(before.run, name) for name in ("device", "stacked")}
-    if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
-        raise PlanError(
-            f"{folder.path} holds a run of another configuration: choose another folder with "
-            "--out, or remove that one"
-        )
-    # Without a state it ended before round 0 was written: nothing was released, so begin again.
-    return (folder.path / "state.safetensors").exists()
-
-
 def _write_setting(folder: Folder, scene: Scene) -> None:
     packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
     environment = {
@@ -211,11 +196,12 @@ def _write_setting(folder: Folder, scene: Scene) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": available_cores(),
+        "draws": DRAWS,
         **{name: version(name) for name in packages},
     }
     folder.path.mkdir(parents=True, exist_ok=True)
     # The plan comes first: it says whose folder this is, should nothing else be written.
-    folder.write_json(_FIRST, scene.plan.model_dump(mode="json"))
+    folder.write_json(FIRST, scene.plan.model_dump(mode="json"))
     scene.partition.save(folder.partition)
     folder.write_json("environment.json", environment)
 
@@ -234,18 +220,6 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger
     return ledgers
-
-
-def _check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
-    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
-    for name, ledger in ledgers.items():
-        included, charged = at.included.get(name, -1), ledger.last_round(run)
-        if charged < included:
-            raise LedgerError(
-                f"ledger {ledger.path} has no charge after round {charged}, and its site took part "
-                f"in round {included}: the machine went down before the disk had the last entries. "
-                "The simulation can no longer tell what it spent: start it anew in another folder"
-            )
 
 
 def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fedpact.privacy.keystream import KeyStream, from_numpy, normals, poisson
 
+DRAWS: Final = 2
+"""Counts up when equal seeds come to give other draws; no run goes on across such a change."""
+
 
 class Draws(Protocol):
     """The randomness of one site in one round.

@@ -1,0 +1,62 @@
+"""Whether a folder's run can go on: what it is of, whether its ledgers tell all, and its draws."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedpact.errors import LedgerError, PlanError
+from fedpact.folder import Checkpoint, Folder
+from fedpact.plan import Plan
+from fedpact.privacy.ledger import Ledger
+from fedpact.privacy.noise import DRAWS
+
+FIRST = "plan.json"
+"""What is written first: it says whose folder it is."""
+
+
+def is_known(folder: Folder, plan: Plan) -> bool:
+    """Whether the folder holds a run of this plan that was begun.
+
+    Raises PlanError: a run of another plan. DataError: its plan cannot be read.
+    """
+    # A start that was cut off within its first file left a part of that, and no run.
+    if not folder.path.exists() or {p.name for p in folder.path.iterdir()} <= {FIRST + ".partial"}:
+        return False
+    found = folder.read_json(FIRST)
+    before = Plan.parse(found)
+    # How it is carried out may change from session to session, what is trained may not: the noise
+    # is another card's, and rounding that of other stacks, in a round that is carried out again.
+    kept = {name: getattr(before.run, name) for name in ("device", "stacked")}
+    if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
+        raise PlanError(
+            f"{folder.path} holds a run of another configuration: choose another folder with "
+            "--out, or remove that one"
+        )
+    # Without a state it ended before round 0 was written: nothing was released, so begin again.
+    return (folder.path / "state.safetensors").exists()
+
+
+def check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
+    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
+    for name, ledger in ledgers.items():
+        included, charged = at.included.get(name, -1), ledger.last_round(run)
+        if charged < included:
+            raise LedgerError(
+                f"ledger {ledger.path} has no charge after round {charged}, and its site took part "
+                f"in round {included}: the machine went down before the disk had the last entries. "
+                "The simulation can no longer tell what it spent: start it anew in another folder"
+            )
+
+
+def check_draws(folder: Folder, environment: Mapping[str, Any]) -> None:
+    """Raise PlanError: the run was begun where equal seeds gave other draws than here.
+
+    A round that is carried out again would be another release under the first one's charge.
+    """
+    # Runs of before draws had a number had those of number 1.
+    begun = environment.get("draws", 1)
+    if begun != DRAWS:
+        raise PlanError(
+            f"{folder.path} holds a run that was begun by a version of fedpact whose seeds give "
+            f"other draws (number {begun}, here {DRAWS}): finish it with that version, or start it "
+            "anew in another folder with --out"
+        )
