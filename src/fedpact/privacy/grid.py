@@ -73,9 +73,9 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     like = torch.empty(0, dtype=torch.float64)
 
     def add(starts: Sequence[int]) -> list[float]:
-        room, firsts = np.empty(min(CHUNK, len(source))), list[float]()
+        room, firsts = np.empty(size), list[float]()
         for start in starts:
-            part = slice(start, start + CHUNK)
+            part = slice(start, start + size)
             whole = room[: len(source[part])]
             noise = gaussian(len(whole), like).numpy()
             firsts.append(float(noise[0]))
@@ -88,17 +88,25 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
             np.copyto(target[part], whole, casting="same_kind")
         return firsts
 
-    starts = range(0, len(source), CHUNK)
-    threads = min(torch.get_num_threads(), len(starts))
-    shares = [starts[i::threads] for i in range(threads)]
-    found = _pool(threads).map(add, shares) if threads > 1 else map(add, shares)
-    firsts = [first for some in found for first in some]
+    size, shares = _shares(len(source))
+    # The caller takes a share itself: of two threads that wake at once, the system often puts both
+    # on one core.
+    others = [_pool(len(shares) - 1).submit(add, share) for share in shares[1:]]
+    firsts = add(shares[0]) + [first for other in others for first in other.result()]
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
             f"the noise for {total.numel()} coordinates repeats itself: expected draws that are "
             "new at every call, as privacy.secure.SecureDraws are; a simulation's need no grid"
         )
     return release.to(total.device)
+
+
+def _shares(length: int) -> tuple[int, list[range]]:
+    """Return the size of a part, and where each thread's parts begin: as many for each of them."""
+    least = max(1, math.ceil(length / CHUNK))
+    threads = min(torch.get_num_threads(), least)
+    size = max(1, math.ceil(length / (threads * math.ceil(least / threads))))
+    return size, [range(0, length, size)[i::threads] for i in range(threads)]
 
 
 @cache
