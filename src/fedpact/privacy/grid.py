@@ -80,7 +80,8 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
             noise = gaussian(len(whole), like).numpy()
             firsts.append(float(noise[0]))
             # Powers of 2 scale without error, and whole numbers below 2^53 add without one.
-            np.multiply(source[part], 1 / step, out=whole, dtype=np.float64)
+            np.copyto(whole, source[part])
+            whole *= 1 / step
             np.rint(whole, out=whole)
             noise *= scale
             whole += np.rint(noise, out=noise)
