@@ -1,5 +1,7 @@
 """Sites of a small model, stacked, beside one after another."""
 
+from functools import partial
+
 import torch
 
 from benchmarks import steps
@@ -7,12 +9,13 @@ from benchmarks.problems import PROBLEMS, RATE
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Work, by_turns, milliseconds
+from fedpact.engines.inprocess import Bench
 from fedpact.engines.lockstep import Lockstep
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.stacked import Ask, Request, Seat, Stack
+from fedpact.privacy.seats import Ask, Seat, SeatDraws, Sum
+from fedpact.privacy.stacked import Stack
 
 TITLE = "Stacked sites"
 ABOUT = (
@@ -55,23 +58,24 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
     terms = steps.terms_of(batch)
     weights = [form.vector.clone() for _ in records]
 
-    def step(i: int, kernel: steps.PerSampleKernel) -> None:
-        draws = SeededDraws(0, f"site-{i}", 1)
-        oracle = PrivateOracle(Records(*records[i]), kernel, terms, draws, lambda *_: None)
+    def step(i: int, bench: Bench) -> None:
+        draws = bench.draws(0, f"site-{i}", 1)
+        oracle = PrivateOracle(Records(*records[i]), bench.private, terms, draws, lambda *_: None)
         for one in oracle.batches(1, "gradient"):
             weights[i].add_(one.gradient(weights[i]), alpha=-RATE)
 
     def alone() -> None:
         for i in range(sites):
-            step(i, kernel)
+            step(i, Bench(kernel))
 
-    def seat(ask: Ask) -> Seat:
-        return Seat(FlatModel(problem.module()), cross_entropy, ask)
+    def seat(ask: Ask) -> Bench:
+        kernel = Seat(FlatModel(problem.module()), cross_entropy, ask)
+        return Bench(kernel, partial(SeatDraws, ask))
 
-    table = Lockstep(sites, seat, stack.sums)
+    table = Lockstep(sites, seat, stack.answers)
     jobs = [lambda own, i=i: step(i, own) for i in range(sites)]
     plain = [steps.plain(problem, batch) for _ in records]
-    asked = [Request(form.vector, x, y, steps.CLIP, None) for x, y in records]
+    asked = [Sum(form.vector, x, y, steps.CLIP, None) for x, y in records]
     return {
         "plain": lambda: [one() for one in plain],
         "alone": alone,

@@ -10,7 +10,10 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.privacy.stacked import PlainSeat, Request, Seat, Stack
+from fedpact.privacy.keystream import CHUNK
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.seats import Noise, PlainSeat, Seat, SeatDraws, Sum
+from fedpact.privacy.stacked import Stack
 
 
 def chain(*layers):
@@ -39,7 +42,7 @@ def requests(model, dtype, clip=math.inf, weights=None, sizes=SIZES):
         w = 0.2 * torch.randn(model.size, generator=generator, dtype=dtype)
         x = torch.randn(size, 3, 4, generator=generator, dtype=dtype)
         y = torch.randint(3, (size,), generator=generator)
-        found.append(Request(w, x, y, clip, weights))
+        found.append(Sum(w, x, y, clip, weights))
     return found
 
 
@@ -138,3 +141,52 @@ def test_other_models_are_not_stacked(module):
 
 def test_other_losses_are_not_stacked():
     assert Stack.of(FlatModel(MODELS["logistic"]()), squared_error) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stacked_noise_is_each_sites_own_bit_for_bit(dtype):
+    """Sites and channels of several lengths, more of them than there is room for at a time."""
+    stack = Stack.of(FlatModel(MODELS["logistic"]().to(dtype)), cross_entropy)
+    sizes = [7, 8, 1, 7, *[CHUNK // 3] * 4, 7]
+    draws = [SeededDraws(5, f"site-{i}", 2) for i in range(len(sizes))]
+    totals = [torch.arange(size, dtype=dtype) for size in sizes]
+    alone = [
+        own.add_noise(total.clone(), 1.5, 0.2, 3, "gradient")
+        for own, total in zip(draws, totals, strict=True)
+    ]
+    asked = [
+        Noise(total, 1.5 * 0.2, own.noise_key(3, "gradient"))
+        for own, total in zip(draws, totals, strict=True)
+    ]
+    for expected, found, total in zip(alone, stack.answers(asked), totals, strict=True):
+        assert found is total
+        assert torch.equal(found, expected)
+
+
+def test_sums_and_noise_are_answered_in_one_turn():
+    model = FlatModel(MODELS["logistic"]().double())
+    stack = Stack.of(model, cross_entropy)
+    first, second = requests(model, torch.float64, 0.5, sizes=(4, 5))
+    noise = Noise(torch.zeros(3), 1.0, bytes(32))
+    found = stack.answers([first, noise, second])
+    assert found[1] is noise.total
+    for answer, total in zip(found[::2], stack.sums([first, second]), strict=True):
+        assert torch.equal(answer, total)
+
+
+def test_a_seats_draws_are_its_own_where_nobody_answers():
+    """And where nothing would be saved: beside a vector so long there is no room for another."""
+    asked = []
+
+    def nobody(question):
+        asked.append(question)
+
+    seat, own = SeatDraws(nobody, 5, "a", 2), SeededDraws(5, "a", 2)
+    for size, questions in ((7, 1), (CHUNK, 1), (CHUNK + 1, 0)):
+        asked.clear()
+        found, expected = (
+            each.add_noise(torch.zeros(size), 1.0, 0.5, 3, "loss") for each in (seat, own)
+        )
+        assert torch.equal(found, expected)
+        assert len(asked) == questions
+    assert seat.batch(100, 0.3, 4).tolist() == own.batch(100, 0.3, 4).tolist()

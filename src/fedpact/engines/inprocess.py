@@ -21,13 +21,18 @@ from fedpact.engines.process import one_thread
 from fedpact.messages import Refusal, Reply, Task
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.noise import SeededDraws
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a worker computes with: a kernel over a model of its own, of the kind the run needs."""
+    """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
+
+    draws: makes a simulated site's draws from seed, site and round.
+    """
 
     kernel: PerSampleKernel | BatchClippedKernel | PlainKernel
+    draws: Callable[[int, str, int], SeededDraws] = SeededDraws
 
     @property
     def private(self) -> PerSampleKernel | BatchClippedKernel:

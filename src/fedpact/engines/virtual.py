@@ -13,7 +13,6 @@ from fedpact.messages import State, Task
 from fedpact.plan import Plan
 from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
@@ -58,7 +57,7 @@ class VirtualSite:
         size, seed, private = self.size, plan.seed, plan.private
 
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
-            draws = SeededDraws(seed, self.name, task.round)
+            draws = bench.draws(seed, self.name, task.round)
             if terms is None or ledger is None:
                 anchor = plan.method.anchor
                 rates = plan.rate(self.name, size), anchor.rate if anchor else 1.0

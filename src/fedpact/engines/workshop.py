@@ -1,6 +1,7 @@
 """What a party computes with: the plan's model and kernel, from the public form of a record."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
-from fedpact.privacy.stacked import Ask, PlainSeat, Seat, Stack
+from fedpact.privacy.seats import Ask, PlainSeat, Seat, SeatDraws
+from fedpact.privacy.stacked import Stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class Workshop:
                 "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
                 "mlp are; use run.stacked = 1, which larger models lose nothing by"
             )
-        return Lockstep(seats, self._seat, stack.sums)
+        return Lockstep(seats, self._seat, stack.answers)
 
     def _model(self) -> FlatModel:
         return FlatModel(self.module().to(self.device))
@@ -73,10 +75,11 @@ class Workshop:
         model = self._model()
         mode = self.plan.privacy.mode
         if mode == "per_sample":
-            return Bench(Seat(model, cross_entropy, ask))
+            return Bench(Seat(model, cross_entropy, ask), partial(SeatDraws, ask))
         plain = PlainSeat(model, cross_entropy, ask)
         batch_clipped = mode == "batch_clipped"
-        return Bench(BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain)
+        kernel = BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain
+        return Bench(kernel, partial(SeatDraws, ask))
 
     def made_up(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""

@@ -20,7 +20,7 @@ course, and its absence would cost part of δ. So float32 is for simulations, in
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, cast
 
 import numpy as np
@@ -38,7 +38,7 @@ LONGEST: Final = 2 * (2**32 - 2)
 _ZEROS: Final = memoryview(bytes(8 * CHUNK))
 # The upper 12 bits of a float64 in [1, 2); the others are then uniform there.
 _ONE: Final = np.uint64(0x3FF0_0000_0000_0000)
-_NOT_NEGATIVE: Final = np.uint32(0x7FFF_FFFF)
+_NOT_NEGATIVE: Final = np.int32(0x7FFF_FFFF)
 # numpy's own logarithm and tangent are all vectorised with AVX-512 only, torch's always.
 _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -66,7 +66,7 @@ class _Room(threading.local):
         # The cipher wants room for one more block than it writes.
         self.bytes = bytearray(8 * CHUNK + 16)
         self.words = np.frombuffer(self.bytes, dtype=np.uint64, count=CHUNK)
-        self.between = np.empty((2, CHUNK // 2))
+        self.between = np.empty(CHUNK)
 
 
 _room = _Room()
@@ -83,10 +83,10 @@ class KeyStream:
         # A key is used once, so any fixed nonce will do.
         self._encryptor = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
 
-    def words(self, count: int) -> Words:
-        """See Source. A view, which the thread's next call writes over, whatever its key."""
-        self._encryptor.update_into(_ZEROS[: 8 * count], _room.bytes)
-        return _room.words[:count]
+    def words(self, count: int, at: int = 0) -> Words:
+        """See Source. A view of the thread's room from `at` on: later calls write over it."""
+        self._encryptor.update_into(_ZEROS[: 8 * count], memoryview(_room.bytes)[8 * at :])
+        return _room.words[at : at + count]
 
 
 def poisson(source: Source, records: int, rate: float) -> Tensor:
@@ -109,54 +109,70 @@ def normals(source: Source, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
     most = CHUNK if double else 2 * CHUNK
     for start in range(0, size, most):
         count = min(most, size - start)
-        if double:
-            z = _of_52_bits(source.words(count + count % 2), _room.between)
-        else:
-            words = source.words((count + 1) // 2).view(np.uint32)
-            z = _of_31_bits(words, _room.between.view(np.float32))
-        yield from_numpy(z[:count])
+        yield from_numpy(_paired(source.words(_words_for(count, dtype)), dtype)[:count])
 
 
-def _of_52_bits(words: Words, between: Floats) -> Floats:
-    """Return standard normal numbers [n] in the place of uniform words [n], n even.
+def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:
+    """Return [k, size]: of each key the numbers that `normals` gives, in less time than one by one.
 
-    between: float64 [2, n / 2] or more, whose content does not matter.
+    A view, which the thread's next call writes over. See `together` for how many keys.
     """
+    count = _words_for(size, dtype)
+    for i, key in enumerate(keys):
+        KeyStream(key).words(count, i * count)
+    words = _room.words[: len(keys) * count].reshape(len(keys), count)
+    return from_numpy(_paired(words, dtype)[:, :size])
+
+
+def together(size: int, dtype: torch.dtype) -> int:
+    """Return how many keys' numbers there is room for; 0: not even for those of one."""
+    return CHUNK // max(1, _words_for(size, dtype))
+
+
+def _words_for(size: int, dtype: torch.dtype) -> int:
+    return size + size % 2 if dtype == torch.float64 else (size + 1) // 2
+
+
+def _paired(words: Words, dtype: torch.dtype) -> Floats:
+    """Return standard normal numbers [..., n] in the place of uniform words, of 32 bits or of 64.
+
+    The first half of a row's words are the lengths of its pairs, the second half their angles.
+    """
+    if dtype != torch.float64:
+        return _of_31_bits(words.view(np.uint32))
     np.right_shift(words, 12, out=words)
     np.bitwise_or(words, _ONE, out=words)
     z = words.view(np.float64)
-    half = len(z) // 2
-    first, second = z[:half], z[half:]
-    r, twice = between[:, :half]
+    first, second = _halves(z)
     first -= 1 - 2.0**-53
     _log(first)
     first *= -2
+    r, twice = _between(first)
     np.sqrt(first, out=r)
     second -= 1.5
     second *= math.pi
     return _turned(z, r, twice)
 
 
-def _of_31_bits(words: NDArray[np.uint32], between: Floats) -> Floats:
-    """The same in float32, of words of 32 bits."""
-    z, whole = words.view(np.float32), words.view(np.int32)
-    half = len(z) // 2
-    r, twice = between[:, :half]
-    np.bitwise_and(words[:half], _NOT_NEGATIVE, out=words[:half])
-    np.copyto(r, whole[:half], casting="unsafe")
-    np.copyto(z[half:], whole[half:], casting="unsafe")
+def _of_31_bits(words: NDArray[np.uint32]) -> Floats:
+    z, (first, second) = words.view(np.float32), _halves(words.view(np.int32))
+    lengths, angles = _halves(z)
+    r, twice = _between(lengths)
+    np.bitwise_and(first, _NOT_NEGATIVE, out=first)
+    np.copyto(r, first, casting="unsafe")
+    np.copyto(angles, second, casting="unsafe")
     r += np.float32(0.5)
     r *= np.float32(2.0**-31)
     _log(r)
     r *= np.float32(-2)
     np.sqrt(r, out=r)
-    z[half:] *= np.float32(math.pi * 2.0**-32)
+    angles *= np.float32(math.pi * 2.0**-32)
     return _turned(z, r, twice)
 
 
 def _turned(z: Floats, r: Floats, twice: Floats) -> Floats:
     """Write r cos Θ and r sin Θ to the two halves of z, whose second half holds Θ/2."""
-    first, second = z[: len(r)], z[len(r) :]
+    first, second = _halves(z)
     _tan(second)
     np.multiply(second, second, out=twice)
     twice += 1
@@ -165,6 +181,16 @@ def _turned(z: Floats, r: Floats, twice: Floats) -> Floats:
     second *= twice
     np.subtract(twice, r, out=first)
     return z
+
+
+def _halves(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    half = rows.shape[-1] // 2
+    return rows[..., :half], rows[..., half:]
+
+
+def _between(like: Floats) -> Floats:
+    """Return two arrays like this one in the thread's room; their content does not matter."""
+    return _room.between.view(like.dtype)[: 2 * like.size].reshape(2, *like.shape)
 
 
 def _log(x: Floats) -> None:

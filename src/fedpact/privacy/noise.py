@@ -98,7 +98,11 @@ class SeededDraws:
         """See Draws. Rate 1 takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
-        return poisson(self._words(step, "batch"), records, rate)
+        return poisson(KeyStream(self._key_of(step, "batch")), records, rate)
+
+    def noise_key(self, step: int, purpose: str) -> bytes:
+        """Return the key of the noise's KeyStream on a CPU."""
+        return self._key_of(step, "noise", purpose)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
@@ -124,12 +128,13 @@ class SeededDraws:
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the vector [d] part by part, each with as many normal numbers."""
         start = 0
-        for z in normals(self._words(step, "noise", purpose), vector.numel(), vector.dtype):
+        words = KeyStream(self.noise_key(step, purpose))
+        for z in normals(words, vector.numel(), vector.dtype):
             yield vector[start : start + len(z)], z
             start += len(z)
 
-    def _words(self, *key: str | int) -> KeyStream:
-        return KeyStream(_digest((*self._key, *key), 32))
+    def _key_of(self, *key: str | int) -> bytes:
+        return _digest((*self._key, *key), 32)
 
     def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
         """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""

@@ -47,12 +47,12 @@ class FreshStream(KeyStream):
         self.rekey(secrets.token_bytes(32))
         self._left, self._process = _KEY_LASTS, (os.getpid(), _forks)
 
-    def words(self, count: int) -> Words:
-        """See Source."""
+    def words(self, count: int, at: int = 0) -> Words:
+        """See KeyStream."""
         if count > self._left or self._process != (os.getpid(), _forks):
             self._renew()
         self._left -= count
-        return super().words(count)
+        return super().words(count, at)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key stream is never copied: its copy would draw the same noise again")

@@ -1,5 +1,5 @@
 """Clipped sums of several sites at once: small models, each at its own weights, by products of
-batches of matrices.
+batches of matrices. And their noise.
 
 A step of a small model is a dozen calls of torch, each of them short. Stacked, k sites share them:
 weights [k, O, K], records [k, K, B], B the largest of their batches. No site's numbers enter
@@ -10,9 +10,7 @@ For a chain of nn.Linear, ReLU, Tanh and Sigmoid, with layers without weights in
 and cross_entropy; it is the kernel's ghost norm, ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖ a layer.
 """
 
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
 from fedpact.privacy.compiled import chain_of
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, Weights, weights_of
+from fedpact.privacy.kernel import weights_of
+from fedpact.privacy.keystream import normals_of, together
 from fedpact.privacy.parts import square_sums
+from fedpact.privacy.seats import Noise, Sum
 
 # How much larger than another site's batch one may be, to share a product with it.
 _UNEVEN = 1.5
@@ -35,24 +35,6 @@ _ACTIVATIONS: dict[type[nn.Module], tuple[_Curve, _Curve]] = {
     nn.Tanh: (torch.tanh, lambda y: 1 - y * y),
     nn.Sigmoid: (torch.sigmoid, lambda y: y * (1 - y)),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One site's question: Σ_j c_j g_j at w [d] over x, y [B, ...], see PerSampleKernel.
-
-    clip: infinity for c_j = w_j.
-    """
-
-    w: Tensor
-    x: Tensor
-    y: Tensor
-    clip: float
-    weights: Weights | None
-
-
-Ask = Callable[[Request], Tensor | None]
-"""A question to whoever stacks; None: the site's own kernel has to answer it."""
 
 
 class Stack:
@@ -85,7 +67,18 @@ class Stack:
         fits = linear and fitting and plain and trained and len(set(map(id, linear))) == len(linear)
         return Stack(model, before, layers) if fits else None
 
-    def sums(self, requests: Sequence[Request]) -> list[Tensor | None]:
+    def answers(self, questions: Sequence[Sum | Noise]) -> list[Tensor | None]:
+        """Return each question's answer; None where a site has to answer it itself."""
+        found: list[Tensor | None] = [None] * len(questions)
+        sums = {i: one for i, one in enumerate(questions) if isinstance(one, Sum)}
+        noise = {i: one for i, one in enumerate(questions) if isinstance(one, Noise)}
+        for i, answer in zip(sums, self.sums(list(sums.values())), strict=True):
+            found[i] = answer
+        for i, answer in zip(noise, _with_noise(list(noise.values())), strict=True):
+            found[i] = answer
+        return found
+
+    def sums(self, requests: Sequence[Sum]) -> list[Tensor | None]:
         """Return each request's sum [d]; None where a site has to compute its own.
 
         That is where a loss, a norm or a weight is not finite, and for what has another form.
@@ -98,7 +91,7 @@ class Stack:
                     answers[i] = answer
         return answers
 
-    def _sums(self, requests: list[Request]) -> Sequence[Tensor | None]:
+    def _sums(self, requests: list[Sum]) -> Sequence[Tensor | None]:
         inputs = self._inputs(requests)
         if inputs is None:
             return [None] * len(requests)
@@ -148,7 +141,7 @@ class Stack:
             for own, (start, shape) in self._places[layer].items()
         }
 
-    def _inputs(self, requests: list[Request]) -> tuple[list[Tensor], Tensor, Tensor] | None:
+    def _inputs(self, requests: list[Sum]) -> tuple[list[Tensor], Tensor, Tensor] | None:
         """Return each site's x [n, K], y [k, B], and in [k, B] 1 for a record and 0 for none."""
         kinds = {(r.x.shape[1:], r.x.dtype, r.y.dtype, r.y.dim(), r.w.dtype) for r in requests}
         first = requests[0]
@@ -181,42 +174,22 @@ class Stack:
         return found
 
 
-class Seat(PerSampleKernel):
-    """A site's kernel whose sums are asked for together with other sites'."""
-
-    def __init__(self, model: FlatModel, loss: Loss, ask: Ask) -> None:
-        super().__init__(model, loss)
-        self._ask = ask
-
-    def clipped_sum(
-        self, x: Tensor, y: Tensor, clip: float, weights: Weights | None = None
-    ) -> Tensor:
-        """See PerSampleKernel."""
-        # What is to be refused, and an empty batch, is for the site's own kernel.
-        if len(x) and clip > 0:
-            total = self._ask(Request(self.model.vector, x.detach(), y, clip, weights))
-            if total is not None:
-                return total
-        return super().clipped_sum(x, y, clip, weights)
+def _with_noise(requests: Sequence[Noise]) -> list[Tensor]:
+    """Return each request's total [d], with its noise."""
+    kinds = {(one.total.numel(), one.total.dtype): list[Noise]() for one in requests}
+    for one in requests:
+        kinds[one.total.numel(), one.total.dtype].append(one)
+    for (size, dtype), alike in kinds.items():
+        some = together(size, dtype)
+        for start in range(0, len(alike), some):
+            now = alike[start : start + some]
+            numbers = normals_of([one.key for one in now], size, dtype)
+            for one, z in zip(now, numbers, strict=True):
+                one.total.add_(z, alpha=one.scale)
+    return [one.total for one in requests]
 
 
-class PlainSeat(PlainKernel):
-    """The same of a run without privacy."""
-
-    def __init__(self, model: FlatModel, loss: Loss, ask: Ask) -> None:
-        super().__init__(model, loss)
-        self._ask = ask
-
-    def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
-        """See PlainKernel."""
-        if len(x):
-            total = self._ask(Request(self.model.vector, x.detach(), y, math.inf, weights))
-            if total is not None:
-                return total
-        return super().weighted_sum(x, y, weights)
-
-
-def _alike(requests: Sequence[Request]) -> Iterator[list[int]]:
+def _alike(requests: Sequence[Sum]) -> Iterator[list[int]]:
     """Yield the places of requests with batches of about one size."""
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].y))
     group: list[int] = []
@@ -257,7 +230,7 @@ def _lengths(records: list[Tensor], real: Tensor) -> Tensor:
 
 
 def _coefficients(
-    requests: list[Request], losses: Tensor, norms: Tensor, real: Tensor
+    requests: list[Sum], losses: Tensor, norms: Tensor, real: Tensor
 ) -> tuple[Tensor, list[bool]]:
     """Return c [k, B], 0 where there is no record, and of which sites all is finite."""
     known = losses + norms
