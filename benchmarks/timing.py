@@ -2,8 +2,8 @@
 
 Machines drift; a ratio is taken within one turn, and its median and quartiles over all turns. A
 turn in which other processes took more than a tenth of a core is not counted. Where most turns are
-so disturbed, all count, and what runs on one thread is compared by its processor time. What takes less
-than ten milliseconds runs several times in a turn, after once unmeasured.
+so disturbed, all count, and what runs on one thread is compared by its processor time. What takes
+less than ten milliseconds runs several times in a turn, after once unmeasured.
 """
 
 import os
