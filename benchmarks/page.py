@@ -17,8 +17,9 @@ ratio is taken within a turn, and a row shows the median and the quartiles over 
 which other processes used more than a tenth of a core are not counted. A table for which too few
 turns were quiet says so: there all turns count, and what runs on one thread is compared by its
 processor time. What takes less than ten milliseconds runs several times in a turn, after once
-unmeasured, so that it finds its code and records in the caches. All methods have the C library keep freed memory, as a run of fedpact does, but not
-where memory is measured. Ratios from different tables are not to be compared.
+unmeasured, so that it finds its code and records in the caches. All methods have the C library keep
+freed memory, as a run of fedpact does, but not where memory is measured. Ratios from different
+tables are not to be compared.
 
 `goal` and `stretch` are what was set before the work began; an arrow shows the better direction. A
 row that misses its stretch says why, or nobody knows yet.
