@@ -37,3 +37,21 @@ class _Tied(nn.Module):
 
 def tied(shape, classes):
     return _Tied(math.prod(shape), classes)
+
+
+class _Shifted(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.last = nn.Linear(width, classes)
+
+    def forward(self, x):
+        x -= 1
+        return self.last(x.flatten(1))
+
+
+def shifted(shape, classes):
+    return _Shifted(math.prod(shape), classes)
+
+
+def elu_in_place(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.ELU(inplace=True), nn.Linear(math.prod(shape), classes))

@@ -204,6 +204,16 @@ def test_a_model_that_mixes_records_is_refused(tmp_path, monkeypatch):
         simulate(plan(model="models_of_users:centred"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("mode", ["none", "per_sample", "batch_clipped"])
+@pytest.mark.parametrize("model", ["shifted", "elu_in_place"])
+def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, model, mode):
+    """Sites would train on other records at every pass, and be tested on others."""
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match="writes over its input"):
+        simulate(plan(model=f"models_of_users:{model}", privacy={"mode": mode}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
     """The engine hands update all replies: Σ p_i w_i with p_i = N_i / Σ N, by hand."""
     seen = {}

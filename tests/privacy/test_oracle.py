@@ -292,6 +292,16 @@ def test_all_steps_are_charged_before_the_first_batch_is_drawn() -> None:
     assert log == [charges[0], ("batch", 0), ("batch", 1), charges[1], ("batch", 2)]
 
 
+def test_records_are_those_of_the_indices() -> None:
+    """Of all indices the records themselves: at a sampling rate of 1 a copy would be as large."""
+    records = Records(torch.arange(12.0).view(4, 3), torch.arange(4))
+    x, y = records.at(torch.tensor([1, 3]))
+    assert (x.tolist(), y.tolist()) == ([[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]], [1, 3])
+    assert [len(part) for part in records.at(torch.tensor([], dtype=torch.int64))] == [0, 0]
+    x, y = records.at(torch.arange(4))
+    assert (x is records.x, y is records.y) == (True, True)
+
+
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, math.nan])
 def test_a_count_that_is_none_is_refused_before_the_charge(count: Any) -> None:
     for oracle in (private(records(), charge=Refusing()), plain(records())):  # type: ignore[arg-type]

@@ -60,6 +60,19 @@ class Mixers:
                 )
 
 
+def check_input_is_kept(module: nn.Module, x: Tensor) -> None:
+    """Raise ModelError where a forward pass writes over the records x [B, ...] that it is given."""
+    given = x.clone()
+    with torch.no_grad(), _still(module):
+        module(given)
+    if not torch.equal(given, x):
+        raise ModelError(
+            f"model {type(module).__name__} writes over its input: the records of a site, and of "
+            "the test set, would be others after every pass; build its first layers without "
+            "inplace=True, and write x = x - 1 for x -= 1 in its forward"
+        )
+
+
 def check_separation(
     module: nn.Module,
     contributions: Callable[[Tensor, Tensor, float], Tensor],
