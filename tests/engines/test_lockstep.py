@@ -1,6 +1,9 @@
 """Jobs in lockstep: what is asked together, who runs when, and what happens when one fails."""
 
+import gc
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,3 +93,48 @@ def test_what_fails_in_answering_fails_in_every_job_that_asked():
     with pytest.raises(ZeroDivisionError):
         at.serve([job, job])
     assert told == ["nobody knows"] * 2
+
+
+def test_threads_may_take_turns_at_a_table():
+    at = table(2, lambda questions: [10 * q for q in questions])
+    jobs = [lambda ask: ask(1) + ask(2), lambda ask: ask(threading.get_ident())]
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread in (one, other, one, other):
+            total, own = thread.submit(at.serve, jobs).result()
+            assert (total, own) == (30, 10 * thread.submit(threading.get_ident).result())
+
+
+def test_a_seat_holds_neither_the_last_job_nor_its_result():
+    class Large:
+        pass
+
+    def job(ask):
+        ask(1)
+        return Large()
+
+    at = table(1, lambda questions: questions)
+    (result,) = at.serve([job])
+    held = [weakref.ref(result), weakref.ref(job)]
+    del result, job
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert at.serve([lambda ask: ask(2)]) == [2]
+
+
+def test_a_turn_that_breaks_off_spoils_none_after_it():
+    """Too few answers leave jobs that wait for theirs: they end, and others sit down."""
+    ended = []
+
+    def job(ask):
+        try:
+            return ask(1)
+        finally:
+            ended.append(True)
+
+    answered = [[1], [1, 2]]
+    at = table(2, lambda questions: answered.pop(0))
+    with pytest.raises(ValueError, match="zip"):
+        at.serve([job, job])
+    assert at.serve([job, job]) == [1, 2]
+    gc.collect()
+    assert len(ended) == 4

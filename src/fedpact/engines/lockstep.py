@@ -5,11 +5,13 @@ in: it hands over within the worker's thread, which costs a fiftieth of waking a
 order of everything is fixed.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -31,6 +33,7 @@ class Lockstep(Generic[Question, Answer, Seat]):
     ) -> None:
         self._answers = answers
         self._seats = [seat(_ask) for _ in range(seats)]
+        self._own = _OfThread()
 
     @property
     def size(self) -> int:
@@ -43,13 +46,16 @@ class Lockstep(Generic[Question, Answer, Seat]):
         A job's exception is raised when all jobs have ended, that of the first one. What `answers`
         raises is raised in every job that asked.
         """
-        sitting = [greenlet(_carried_out) for _ in jobs]
-        seats = self._seats[: len(jobs)]
-        said = [one.switch(job, seat) for one, job, seat in zip(sitting, jobs, seats, strict=True)]
-        while asking := [i for i, one in enumerate(sitting) if not one.dead]:
+        # Where a turn is broken off, nobody knows where its greenlets stand: no further turn does.
+        sitting, self._own.sitting = self._own.sitting, None
+        sitting = sitting or [greenlet(partial(_sit, seat)) for seat in self._seats]
+        # A list, which is emptied: who waits for a job does not hold the last one.
+        said = [one.switch([job]) for one, job in zip(sitting, jobs, strict=False)]
+        while asking := [i for i, what in enumerate(said) if not isinstance(what, _Outcome)]:
             told = self._told([said[i] for i in asking])
             for i, answer in zip(asking, told, strict=True):
                 said[i] = sitting[i].switch(answer)
+        self._own.sitting = sitting
         return [result.taken() for result in said]
 
     def _told(self, questions: list[Question]) -> Sequence[Any]:
@@ -57,6 +63,14 @@ class Lockstep(Generic[Question, Answer, Seat]):
             return [_Outcome(answer) for answer in self._answers(questions)]
         except BaseException as error:
             return [_Outcome(None, error)] * len(questions)
+
+
+class _OfThread(threading.local):
+    """The thread's greenlets, one a seat, that wait for jobs; a new one costs as much as a switch
+    does ten times.
+    """
+
+    sitting: list[greenlet] | None = None
 
 
 class _Outcome:
@@ -68,18 +82,32 @@ class _Outcome:
     def taken(self) -> Any:
         if self._error is not None:
             raise self._error
-        return self._value
+        # A greenlet that waits still has the outcome that it handed over on its stack.
+        value, self._value = self._value, None
+        return value
+
+
+def _sit(seat: Any, given: list[Callable[[Any], Any]]) -> None:
+    """Carry out one job after another, each from a list of its own, until nobody has any more."""
+    parent = cast(greenlet, getcurrent().parent)
+    while True:
+        given = parent.switch(_carried_out(given.pop(), seat))
 
 
 def _carried_out(job: Callable[[Any], Any], seat: Any) -> _Outcome:
     try:
         return _Outcome(job(seat))
+    except GreenletExit:
+        raise
     except BaseException as error:
         return _Outcome(None, error)
 
 
 def _ask(question: Any) -> Any:
+    parent = cast(greenlet, getcurrent().parent)
+    if torch.is_grad_enabled():
+        return parent.switch(question).taken()
     # Whether gradients are recorded is the thread's, and the others' while this one waits.
     with torch.enable_grad():
-        outcome: _Outcome = cast(greenlet, getcurrent().parent).switch(question)
+        outcome: _Outcome = parent.switch(question)
     return outcome.taken()

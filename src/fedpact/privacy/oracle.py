@@ -103,7 +103,7 @@ class Records:
 
     def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return the records of these indices, which ascend: where they are all, no copies."""
-        if len(chosen) == len(self.y):
+        if chosen.shape == self.y.shape[:1]:
             return self.x, self.y
         chosen = chosen.to(self.x.device)
         # A quarter of the time of x[chosen].

@@ -29,6 +29,11 @@ class Sum:
     clip: float
     weights: Weights | None
 
+    @property
+    def size(self) -> int:
+        """B. Not len(y), which costs torch three times as much."""
+        return self.y.shape[0]
+
 
 @dataclass(frozen=True, eq=False)
 class Noise:
@@ -58,7 +63,7 @@ class Seat(PerSampleKernel):
     ) -> Tensor:
         """See PerSampleKernel."""
         # What is to be refused, and an empty batch, is for the site's own kernel.
-        if len(x) and clip > 0:
+        if x.shape[0] and clip > 0:
             total = self._ask(Sum(self.model.vector, x.detach(), y, clip, weights))
             if total is not None:
                 return total
@@ -74,7 +79,7 @@ class PlainSeat(PlainKernel):
 
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """See PlainKernel."""
-        if len(x):
+        if x.shape[0]:
             total = self._ask(Sum(self.model.vector, x.detach(), y, math.inf, weights))
             if total is not None:
                 return total

@@ -119,7 +119,7 @@ class Stack:
                 own["weight"].copy_(torch.bmm(g, values[i - 1].transpose(1, 2)))
                 continue
             for weight, each, x in zip(own["weight"], g, records, strict=True):
-                torch.mm(each[:, : len(x)], x, out=weight)
+                torch.mm(each[:, : x.shape[0]], x, out=weight)
         return [total if fine else None for total, fine in zip(totals, good, strict=True)]
 
     def _first(self, records: list[Tensor], w: Tensor, real: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Stack:
         own = self._views(w, 0)
         y = w.new_zeros(len(records), own["weight"].shape[1], real.shape[1])
         for place, weight, x in zip(y, own["weight"], records, strict=True):
-            torch.mm(weight, x.t(), out=place[:, : len(x)])
+            torch.mm(weight, x.t(), out=place[:, : x.shape[0]])
         return y.add_(own["bias"][:, :, None]) if "bias" in own else y
 
     def _views(self, vectors: Tensor, layer: int) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Stack:
         y = pad_sequence([request.y for request in requests], batch_first=True)
         real = torch.zeros_like(y, dtype=first.w.dtype)
         for place, request in zip(real, requests, strict=True):
-            place[: len(request.y)] = 1
+            place[: request.size] = 1
         return records, y, real
 
     def _prepared(self, x: Tensor) -> Tensor:
@@ -191,10 +191,10 @@ def _with_noise(requests: Sequence[Noise]) -> list[Tensor]:
 
 def _alike(requests: Sequence[Sum]) -> Iterator[list[int]]:
     """Yield the places of requests with batches of about one size."""
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].y))
+    order = sorted(range(len(requests)), key=lambda i: requests[i].size)
     group: list[int] = []
     for i in order:
-        if group and len(requests[i].y) > _UNEVEN * len(requests[group[0]].y):
+        if group and requests[i].size > _UNEVEN * requests[group[0]].size:
             yield group
             group = []
         group.append(i)
@@ -225,7 +225,7 @@ def _lengths(records: list[Tensor], real: Tensor) -> Tensor:
     """Return ‖x_j‖² [k, B] of each site's records x [n, K], 0 where there is no record."""
     found = torch.zeros_like(real)
     for place, x in zip(found, records, strict=True):
-        place[: len(x)] = square_sums(x)
+        place[: x.shape[0]] = square_sums(x)
     return found
 
 
@@ -237,7 +237,7 @@ def _coefficients(
     w = torch.ones_like(norms)
     for i, request in enumerate(requests):
         if request.weights is not None:
-            size = len(request.y)
+            size = request.size
             w[i, :size] = weights_of(request.weights, losses[i, :size]).clamp_min(0)
             known[i, :size] += w[i, :size]
     clips = norms.new_tensor([[request.clip] for request in requests])
