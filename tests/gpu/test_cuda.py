@@ -14,7 +14,8 @@ from fedpact.plan import Plan
 from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.stacked import Request, Stack
+from fedpact.privacy.seats import Sum
+from fedpact.privacy.stacked import Stack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,9 +45,9 @@ def test_stacked_sums_are_those_of_the_cpu():
     w = 0.2 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).double()
     x, y = torch.ones(6, 3, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
     stack = Stack.of(model, cross_entropy)
-    (here,) = stack.sums([Request(w, x, y, 0.5, None)])
+    (here,) = stack.sums([Sum(w, x, y, 0.5, None)])
     there = Stack.of(FlatModel(model.module.to(CARD)), cross_entropy)
-    (found,) = there.sums([Request(w.to(CARD), x.to(CARD), y.to(CARD), 0.5, None)])
+    (found,) = there.sums([Sum(w.to(CARD), x.to(CARD), y.to(CARD), 0.5, None)])
     assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
 
 
