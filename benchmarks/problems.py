@@ -14,23 +14,28 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and the shape of its records; the model's weights are the same at every call."""
+    """A model and the shape of its records; the model's weights are the same at every call.
+
+    device: where model and records are.
+    """
 
     name: str
     shape: tuple[int, ...]
     factory: Callable[[tuple[int, ...], int], nn.Module]
+    device: str = "cpu"
 
     def module(self) -> nn.Module:
         """Return the model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.factory(self.shape, CLASSES)
+            return self.factory(self.shape, CLASSES).to(self.device)
 
     def records(self, count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
         """Return made-up records x [count, ...] in [0, 1) and labels y [count]."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(count, *self.shape, generator=generator)
-        return x, torch.randint(0, CLASSES, (count,), generator=generator)
+        y = torch.randint(0, CLASSES, (count,), generator=generator)
+        return x.to(self.device), y.to(self.device)
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.results import Row, Table, shown
 from benchmarks.scale import TINY
-from benchmarks.tables import memory, modules
+from benchmarks.tables import card, memory, modules
 from benchmarks.timing import Spread, by_turns
 
 from benchmarks import __main__ as command
@@ -48,6 +48,16 @@ def test_every_table_runs_and_can_be_shown(name, tmp_path):
     found.save(tmp_path)
     assert Table.load(tmp_path / f"{name}.json") == found
     assert all(row.name in page.text(tmp_path) for row in found.rows)
+
+
+def test_a_cards_steps_are_waited_for():
+    """On the CPU, which stands in for a card that is not there."""
+    waits = []
+    rows, _ = card.rows("cpu", lambda: waits.append(1), TINY)
+    assert [row.name.split(",")[0] for row in rows] == ["plain", "fedpact", "Opacus", "Opacus"]
+    assert all(row.value > 0 for row in rows)
+    # Every one of the four methods runs twice to be tried, and at least once in a turn.
+    assert len(waits) >= 4 * 3
 
 
 def test_table_names_are_distinct_and_their_modules_complete():
