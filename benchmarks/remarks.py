@@ -4,16 +4,17 @@ _TORCH_IS_FASTER = (
     "torch.randn draws a number in 2.4 ns on this processor, half of what it took where the goals "
     "were set, and so does this on one thread: AES, logarithm, root and tangent in float64. A "
     "simulation's float32 from 32 bits takes half of that, but ends at 6.7 standard deviations and "
-    "is too coarse for the grid; two threads are the row below."
+    "is too coarse for the grid; two threads are a row of their own."
 )
 _TWO_THREADS = (
     "Two threads that take turns with the interpreter at every operation gain 1.5 to 1.7 times; a "
     "short vector leaves them little to share."
 )
 _SMALL_STEPS = (
-    "A client of pfl's is a plain step and a sum, 0.35 ms. A site of ours samples, clips, draws "
-    "noise, writes its ledger, and sends a message that is checked: a step's stacked products are "
-    "0.07 ms of its 0.30, and the rest is Python, which two workers cannot share."
+    "A client of pfl's is a plain step and a sum. A site of ours samples, clips, draws noise, "
+    "writes its ledger, and sends a message that is checked: of a site's 0.53 ms alone and 0.30 "
+    "stacked its sums are 0.13 and 0.07, and most of the rest is Python, which two workers cannot "
+    "share."
 )
 
 REMARKS: dict[tuple[str, str], str] = {
@@ -52,8 +53,8 @@ REMARKS: dict[tuple[str, str], str] = {
     ("noise", "secure on the grid, two threads / randn and addition, d = 582,026"): _TWO_THREADS,
     ("noise", "secure on the grid, two threads / randn and addition, d = 1,663,370"): _TWO_THREADS,
     ("round-B", "Flower with Opacus, ghost"): (
-        "A step by ghost norms takes 2.8 times ours, and Flower's own share of a round, as its "
-        "idle clients show, adds little to that."
+        "A step by ghost norms takes 2.8 times ours, and Flower adds no more than a tenth to a "
+        "plain loop over such steps."
     ),
     ("round-B", "pfl, no privacy in the clients"): (
         "pfl's clients clip nothing and add no noise, and it writes nothing to the disk; ours "

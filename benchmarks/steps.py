@@ -60,11 +60,20 @@ def terms_of(batch: int, rate: float = 1.0, sigma: float = SIGMA) -> Terms:
     return Terms("site", batch / rate, rate, CLIP, noise, 10**9, Budget(1.0, 1e-5), "best")
 
 
+class AtHand(Records):
+    """A batch that lies there, as every peer's does; a run has to gather it first."""
+
+    def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """See Records. All of them."""
+        del chosen
+        return self.x, self.y
+
+
 def _private(
     problem: Problem, batch: int, draws: Draws, kernel: PerSampleKernel | None = None
 ) -> Work:
     kernel = kernel or kernel_of(problem)
-    records = Records(*problem.records(batch))
+    records = AtHand(*problem.records(batch))
     oracle = PrivateOracle(records, kernel, terms_of(batch), draws, lambda *_: None)
     w = kernel.model.vector.clone()
 

@@ -58,6 +58,18 @@ def test_images_are_evaluated_as_the_model_computes_them(shape: tuple[int, ...])
         assert torch.equal(parameter, value)
 
 
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_model_that_writes_over_what_it_is_tested_on_is_refused(rows: int) -> None:
+    """Even where nothing changes, in one batch out of several; a later layer may write."""
+    x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
+    for first in (nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)):
+        module = nn.Sequential(nn.Flatten(), first, nn.Linear(2, 2))
+        with pytest.raises(InputError, match="Sequential writes over its input"):
+            evaluate(module, cross_entropy, x, y, batch=rows)
+    later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    assert evaluate(later, cross_entropy, x, y, batch=rows).records == 3
+
+
 def test_uniform_scores_lose_log_k() -> None:
     found = evaluate(Scores(), cross_entropy, torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
     assert found.loss == pytest.approx(math.log(5), rel=1e-6)

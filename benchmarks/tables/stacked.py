@@ -13,7 +13,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.lockstep import Lockstep
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.oracle import PrivateOracle
 from fedpact.privacy.seats import Ask, Seat, SeatDraws, Sum
 from fedpact.privacy.stacked import Stack
 
@@ -21,7 +21,7 @@ TITLE = "Stacked sites"
 ABOUT = (
     "Logistic regression 784→10 (A), a hidden layer of 128 (mlp), batch 75, 16 sites with weights "
     "of their own: one step of each, all through their oracles, in lockstep on one core "
-    "(`run.stacked = 16`) and one after another. Ratios to 16 plain steps."
+    "(`run.stacked = 16`) and one after another. Batches are at hand. Ratios to 16 plain steps."
 )
 NAMES = ("stacked",)
 _SITES = 16
@@ -60,7 +60,9 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
 
     def step(i: int, bench: Bench) -> None:
         draws = bench.draws(0, f"site-{i}", 1)
-        oracle = PrivateOracle(Records(*records[i]), bench.private, terms, draws, lambda *_: None)
+        oracle = PrivateOracle(
+            steps.AtHand(*records[i]), bench.private, terms, draws, lambda *_: None
+        )
         for one in oracle.batches(1, "gradient"):
             weights[i].add_(one.gradient(weights[i]), alpha=-RATE)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.check import count
-from fedpact.errors import InputError
+from fedpact.errors import InputError, ModelError
 from fedpact.losses import Loss
 from fedpact.messages import SiteScore
 
@@ -41,14 +41,16 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
     right positions; a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
     Sums are float64, so batches only change rounding inside the model. A diverged model has a
     non-finite loss, which is returned as it is. Training modes and weights are left as found.
-    Raises InputError: no records, or x and y of different lengths.
+    Raises InputError: no records, or x and y of different lengths. ModelError: the model writes
+    over x.
     """
     if not (len(x) == len(y) > 0):
         raise InputError(
             f"x has {len(x)} records and y has {len(y)}: expected equally many and at least one; "
             "leave a site without held-out records out of the evaluation"
         )
-    right, total = 0.0, 0.0
+    # torch counts how often a tensor was written to, by whatever view of it.
+    right, total, version = 0.0, 0.0, x._version
     with _evaluating(module):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
             # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
@@ -56,6 +58,12 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
             total += float(loss(outputs, ys).double().sum())
             right += _right(outputs, ys)
+    if x._version != version:
+        raise ModelError(
+            f"model {type(module).__name__} writes over its input, so the records that it is "
+            "tested on are others now: build its first layers without inplace=True, and write "
+            "x = x - 1 for x -= 1"
+        )
     return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
 
 

@@ -37,19 +37,6 @@ def transport(sites, workers=2):
     return InProcess(sites, workers, lambda: OneByOne("bench"))
 
 
-def test_replies_are_taken_on_one_thread():
-    """Torch's own threads would wait for the workers, which have all cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with transport({name: Site() for name in NAMES}) as sites:
-            found = [(*answer, torch.get_num_threads()) for answer in sites.exchange(tasks())]
-        assert found == [(place, "bench", 1) for place in range(len(NAMES))]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("length", "ahead"), [(1, 32), (50_000, 20), (300_000, 4)])
 def test_few_replies_wait_and_fewer_long_ones(length, ahead):
     """Of 2 workers: twice 8 each, or as many as are a MiB long together, or one."""

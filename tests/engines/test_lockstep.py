@@ -104,20 +104,34 @@ def test_threads_may_take_turns_at_a_table():
             assert (total, own) == (30, 10 * thread.submit(threading.get_ident).result())
 
 
-def test_a_seat_holds_neither_the_last_job_nor_its_result():
+def test_a_seat_holds_nothing_of_the_last_job():
+    """Neither the job nor what came of it, be it an error and what that one's frames held."""
+
     class Large:
         pass
 
-    def job(ask):
-        ask(1)
-        return Large()
+    held = []
 
-    at = table(1, lambda questions: questions)
-    (result,) = at.serve([job])
-    held = [weakref.ref(result), weakref.ref(job)]
-    del result, job
+    def job(ask):
+        large = Large()
+        held.append(weakref.ref(large))
+        ask(1)
+        return large
+
+    def failing(ask):
+        large = Large()
+        held.append(weakref.ref(large))
+        ask(1)
+        raise ZeroDivisionError
+
+    at = table(2, lambda questions: questions)
+    assert len(at.serve([job, job])) == 2
+    with pytest.raises(ZeroDivisionError):
+        at.serve([failing, failing])
+    held += [weakref.ref(job), weakref.ref(failing)]
+    del job, failing
     gc.collect()
-    assert [ref() for ref in held] == [None, None]
+    assert [ref() for ref in held] == [None] * 6
     assert at.serve([lambda ask: ask(2)]) == [2]
 
 

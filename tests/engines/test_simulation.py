@@ -1,5 +1,6 @@
 """Whole runs in this process, on the embedded data: what they spend, write, refuse and repeat."""
 
+import gc
 import json
 
 import dp_accounting
@@ -204,14 +205,38 @@ def test_a_model_that_mixes_records_is_refused(tmp_path, monkeypatch):
         simulate(plan(model="models_of_users:centred"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("mode", ["none", "per_sample", "batch_clipped"])
-@pytest.mark.parametrize("model", ["shifted", "elu_in_place"])
-def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, model, mode):
-    """Sites would train on other records at every pass, and be tested on others."""
+@pytest.mark.parametrize("model", ["shifted", "bounded_in_place"])
+def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, model):
+    """Even where it leaves made-up records as they are. Private runs: before anything is written.
+
+    A plain run ends where the model is first tested; what it trains on are copies.
+    """
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
-    with pytest.raises(InputError, match="writes over its input"):
-        simulate(plan(model=f"models_of_users:{model}", privacy={"mode": mode}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
+    for mode in ("none", "per_sample", "batch_clipped"):
+        asked = plan(model=f"models_of_users:{model}", privacy={"mode": mode})
+        with pytest.raises(InputError, match="writes over its input"):
+            simulate(asked, tmp_path / mode, data=data)
+        assert mode == "none" or not (tmp_path / mode).exists()
+
+
+def test_torch_has_its_threads_again_after_a_failure(tmp_path, monkeypatch):
+    """Whatever fails, in the midst of replies too: who catches it goes on with all of them."""
+
+    def failing(state, replies, settings):
+        next(iter(replies))
+        raise ZeroDivisionError("at the server")
+
+    monkeypatch.setattr(fedavg, "update", failing)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError, match="at the server"):
+            simulate(plan(), tmp_path / "run")
+        gc.collect()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):

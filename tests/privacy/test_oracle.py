@@ -292,14 +292,17 @@ def test_all_steps_are_charged_before_the_first_batch_is_drawn() -> None:
     assert log == [charges[0], ("batch", 0), ("batch", 1), charges[1], ("batch", 2)]
 
 
-def test_records_are_those_of_the_indices() -> None:
-    """Of all indices the records themselves: at a sampling rate of 1 a copy would be as large."""
-    records = Records(torch.arange(12.0).view(4, 3), torch.arange(4))
-    x, y = records.at(torch.tensor([1, 3]))
-    assert (x.tolist(), y.tolist()) == ([[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]], [1, 3])
-    assert [len(part) for part in records.at(torch.tensor([], dtype=torch.int64))] == [0, 0]
-    x, y = records.at(torch.arange(4))
-    assert (x is records.x, y is records.y) == (True, True)
+@pytest.mark.parametrize("chosen", [[1, 3], [], [0, 1, 2, 3]])
+def test_records_are_copies_of_those_of_the_indices(chosen: list[int]) -> None:
+    """Whoever writes over them, a model or a loss, leaves the site's own as they are."""
+    rows = torch.arange(12.0).view(4, 3)
+    records = Records(rows.clone(), torch.arange(4))
+    x, y = records.at(torch.tensor(chosen, dtype=torch.int64))
+    assert (x.tolist(), y.tolist()) == (rows[chosen].tolist(), chosen)
+    x.zero_()
+    y.zero_()
+    assert torch.equal(records.x, rows)
+    assert records.y.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, math.nan])

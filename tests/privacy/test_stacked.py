@@ -87,6 +87,22 @@ def test_what_is_not_finite_at_one_site_disturbs_no_other():
     assert stack.sums(asked)[0] is None
 
 
+def test_what_overflows_where_there_is_no_record_is_the_sites_own_to_answer():
+    """x = 0 stands for records that only another site has: here it alone goes beyond float32."""
+    model = FlatModel(chain(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)))
+    w = torch.zeros(model.size)
+    parts = dict(model.views(w))
+    parts["1.weight"].fill_(-3e20)
+    parts["1.bias"].fill_(3e20)
+    parts["3.weight"].fill_(1e20)
+    few, many = (Sum(w, torch.ones(n, 1), torch.zeros(n).long(), 1.0, None) for n in (2, 3))
+    stack = Stack.of(model, cross_entropy)
+    found = stack.sums([few, many])
+    assert found[0] is None
+    assert torch.equal(found[1], stack.sums([many])[0])
+    assert found[1].isfinite().all()
+
+
 def test_a_seat_falls_back_on_its_own_kernel(reference):
     """Where the others cannot answer, and for what is summed alone anyway."""
     model = FlatModel(MODELS["logistic"]().double())

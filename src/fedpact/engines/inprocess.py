@@ -17,7 +17,6 @@ from typing import Final, Protocol, Self
 import torch
 
 from fedpact.client import Client
-from fedpact.engines.process import one_thread
 from fedpact.messages import Refusal, Reply, Task
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -112,11 +111,6 @@ class InProcess:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See Transport."""
-        # Whoever takes the replies works beside the workers.
-        with one_thread():
-            yield from self._exchange(tasks)
-
-    def _exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         waiting = deque[Future[list[Reply | Refusal]]]()
         names, size = list(self._clients), self._together
         longest = max((task.wire_bytes for task in tasks.values()), default=1)

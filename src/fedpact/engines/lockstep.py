@@ -56,13 +56,13 @@ class Lockstep(Generic[Question, Answer, Seat]):
             for i, answer in zip(asking, told, strict=True):
                 said[i] = sitting[i].switch(answer)
         self._own.sitting = sitting
-        return [result.taken() for result in said]
+        return _taken(said)
 
     def _told(self, questions: list[Question]) -> Sequence[Any]:
         try:
             return [_Outcome(answer) for answer in self._answers(questions)]
         except BaseException as error:
-            return [_Outcome(None, error)] * len(questions)
+            return [_Outcome(None, error) for _ in questions]
 
 
 class _OfThread(threading.local):
@@ -79,12 +79,19 @@ class _Outcome:
     def __init__(self, value: Any, error: BaseException | None = None) -> None:
         self._value, self._error = value, error
 
-    def taken(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        # A greenlet that waits still has the outcome that it handed over on its stack.
-        value, self._value = self._value, None
-        return value
+    def emptied(self) -> tuple[Any, BaseException | None]:
+        """Return both; a greenlet that waits has the outcome that it handed over on its stack."""
+        found = self._value, self._error
+        self._value = self._error = None
+        return found
+
+
+def _taken(outcomes: Sequence[_Outcome]) -> list[Any]:
+    found = [outcome.emptied() for outcome in outcomes]
+    for _, error in found:
+        if error is not None:
+            raise error
+    return [value for value, _ in found]
 
 
 def _sit(seat: Any, given: list[Callable[[Any], Any]]) -> None:
@@ -106,8 +113,8 @@ def _carried_out(job: Callable[[Any], Any], seat: Any) -> _Outcome:
 def _ask(question: Any) -> Any:
     parent = cast(greenlet, getcurrent().parent)
     if torch.is_grad_enabled():
-        return parent.switch(question).taken()
+        return _taken([parent.switch(question)])[0]
     # Whether gradients are recorded is the thread's, and the others' while this one waits.
     with torch.enable_grad():
         outcome: _Outcome = parent.switch(question)
-    return outcome.taken()
+    return _taken([outcome])[0]

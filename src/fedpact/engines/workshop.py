@@ -17,14 +17,7 @@ from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
 from fedpact.privacy.seats import Ask, PlainSeat, Seat, SeatDraws
-from fedpact.privacy.separation import check_input_is_kept
 from fedpact.privacy.stacked import Stack
-
-_KERNELS = {
-    "none": PlainKernel,
-    "per_sample": PerSampleKernel,
-    "batch_clipped": BatchClippedKernel,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +42,13 @@ class Workshop:
         Raises ModelError: a model that mixes records, or that cannot be trained as asked.
         """
         model = self._model()
-        kind = _KERNELS[self.plan.privacy.mode]
+        mode = self.plan.privacy.mode
+        if mode == "none":
+            return Bench(PlainKernel(model, cross_entropy))
+        kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
         kernel = kind(model, cross_entropy)
         if check:
-            x, y = (v.to(self.device) for v in self.made_up())
-            check_input_is_kept(model.module, x)
-            if not isinstance(kernel, PlainKernel):
-                kernel.verify(x, y)
+            kernel.verify(*(v.to(self.device) for v in self.made_up()))
         return Bench(kernel)
 
     def table(self) -> Table:

@@ -102,9 +102,9 @@ class Records:
     y: Tensor
 
     def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the records of these indices, which ascend: where they are all, no copies."""
+        """Return copies of the records of these indices, which ascend."""
         if chosen.shape == self.y.shape[:1]:
-            return self.x, self.y
+            return self.x.clone(), self.y.clone()
         chosen = chosen.to(self.x.device)
         # A quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)

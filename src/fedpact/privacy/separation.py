@@ -60,19 +60,6 @@ class Mixers:
                 )
 
 
-def check_input_is_kept(module: nn.Module, x: Tensor) -> None:
-    """Raise ModelError where a forward pass writes over the records x [B, ...] that it is given."""
-    given = x.clone()
-    with torch.no_grad(), _still(module):
-        module(given)
-    if not torch.equal(given, x):
-        raise ModelError(
-            f"model {type(module).__name__} writes over its input: the records of a site, and of "
-            "the test set, would be others after every pass; build its first layers without "
-            "inplace=True, and write x = x - 1 for x -= 1 in its forward"
-        )
-
-
 def check_separation(
     module: nn.Module,
     contributions: Callable[[Tensor, Tensor, float], Tensor],
@@ -82,17 +69,24 @@ def check_separation(
 ) -> None:
     """Raise ModelError unless contributions(x, y, C) are alone(x, y) [B, d], clipped to C.
 
-    Two batch sizes, as one alone may equal another dimension by accident.
+    Two batch sizes, as one alone may equal another dimension by accident. Nor may the model write
+    over the records, not even with what they are.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
-    sizes = (len(x) - 1, len(x))
+    sizes, x = (len(x) - 1, len(x)), x.clone()
     with _still(module):
-        before = _state(module)
+        before, version = _state(module), x._version
         for n in sizes:
             contributions(x[:n], y[:n], math.inf)
         _check_state(module, before)
         rows = alone(x, y)
+        if x._version != version:
+            raise ModelError(
+                f"model {type(module).__name__} writes over its input, so the records would be "
+                "others after every pass: build its first layers without inplace=True, and write "
+                "x = x - 1 for x -= 1"
+            )
         if not rows.isfinite().all():
             raise InputError("verify was given records whose gradient is not finite: use others")
         if not (_norms(rows - alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():

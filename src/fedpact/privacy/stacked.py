@@ -242,5 +242,6 @@ def _coefficients(
             known[i, :size] += w[i, :size]
     clips = norms.new_tensor([[request.clip] for request in requests])
     c = torch.where(real > 0, torch.minimum(w, clips / norms), real)
-    good = (known.isfinite() | (real == 0)).all(1) & c.isfinite().all(1)
+    # Where there is no record, too: 0 times infinity would be in the sum.
+    good = known.isfinite().all(1) & c.isfinite().all(1)
     return c, [bool(fine) for fine in good]

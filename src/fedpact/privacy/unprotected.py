@@ -15,7 +15,8 @@ def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[flo
     kernel.model.load(w)
     loss, gradient = 0.0, w.new_zeros(len(w))
     for rows in (slice(i, i + _SLICE) for i in range(0, len(y), _SLICE)):
-        loss += float(kernel.losses(x[rows], y[rows]).double().sum())
-        gradient += kernel.weighted_sum(x[rows], y[rows])
+        # Copies, as in every batch: a model may write over its input.
+        loss += float(kernel.losses(x[rows].clone(), y[rows]).double().sum())
+        gradient += kernel.weighted_sum(x[rows].clone(), y[rows])
     count = max(len(y), 1)
     return loss / count, gradient / count

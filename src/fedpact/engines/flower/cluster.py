@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from fedpact.engines.flower import ray_address
 from fedpact.engines.flower.actor import Kit, open_app, opened, task_for
-from fedpact.engines.process import available_cores, one_thread
+from fedpact.engines.process import available_cores
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import FedpactError
@@ -93,11 +93,6 @@ class RayTransport:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See Transport. Raises FedpactError: a site failed, or its actor ended."""
-        # Whoever takes the replies works beside the actors.
-        with one_thread():
-            yield from self._exchange(tasks)
-
-    def _exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         waiting = deque[Future[Reply | Refusal]]()
         for site in self.sites:
             if len(waiting) >= 2 * self._backend.num_workers:
