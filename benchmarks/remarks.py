@@ -12,16 +12,15 @@ _TWO_THREADS = (
 )
 _SMALL_STEPS = (
     "A client of pfl's is a plain step and a sum. A site of ours samples, clips, draws noise, "
-    "writes its ledger, and sends a message that is checked: of a site's 0.53 ms alone and 0.30 "
-    "stacked its sums are 0.13 and 0.07, and most of the rest is Python, which two workers cannot "
-    "share."
+    "writes its ledger, and sends a message that is checked: its clipped sum is a quarter of its "
+    "time, alone or stacked, and most of the rest is Python, which two workers cannot share."
 )
 
 REMARKS: dict[tuple[str, str], str] = {
     ("step-A", "fedpact, batch 75"): (
-        "The clipped sum alone takes the plain step's time; noise, batch and the oracle's checks "
-        "are 0.15 ms more, half of it because each finds the code of the one before it in the "
-        "processor's caches. Sixteen sites in lockstep share that and reach 1.0: see Stacked sites."
+        "The clipped sum alone takes the plain step's time; noise, its key and the oracle's checks "
+        "are 0.15 ms more, half of it because each drives the other's code from the processor's "
+        "caches. Sixteen sites in lockstep share that and reach 1.0: see Stacked sites."
     ),
     ("stacked", "A: stacked"): (
         "The two products over the records are 0.3 of the plain step, the rest of the sums 0.25, "
