@@ -35,7 +35,7 @@ REMARKS: dict[tuple[str, str], str] = {
     ),
     ("step-B", "Opacus, ghost / fedpact, batch 75"): (
         "Ghost norms cost Opacus two backward passes and little more; at a batch of 300, where "
-        "noise counts less, it is 3.5 times."
+        "noise counts less, it is 3.4 times."
     ),
     ("workers", "2 workers / 1"): (
         "Folding replies, committing the round and the interpreter's lock are shared by all "
