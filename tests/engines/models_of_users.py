@@ -58,3 +58,18 @@ def bounded_in_place(shape, classes):
     return nn.Sequential(
         nn.Flatten(), nn.Hardtanh(-100, 100, inplace=True), nn.Linear(math.prod(shape), classes)
     )
+
+
+class _Pixels(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.last = nn.Linear(width, classes)
+
+    def forward(self, x):
+        if (x < 0).any():
+            raise ValueError("pixels are 0 to 1")
+        return self.last(x.flatten(1))
+
+
+def pixels(shape, classes):
+    return _Pixels(math.prod(shape), classes)

@@ -16,7 +16,7 @@ from fedpact.engines import simulation
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.simulation import simulate
-from fedpact.errors import InputError, LedgerError, PlanError
+from fedpact.errors import InputError, LedgerError, ModelError, PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.receipt import receipt
@@ -218,6 +218,17 @@ def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, 
         with pytest.raises(InputError, match="writes over its input"):
             simulate(asked, tmp_path / mode, data=data)
         assert mode == "none" or not (tmp_path / mode).exists()
+
+
+def test_a_model_that_takes_no_made_up_records_is_told_of_them(tmp_path, monkeypatch):
+    """Private runs try it on such records. A plain run does not, and trains it."""
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    told = r"'models_of_users:pixels' failed on four made-up records.*ValueError: pixels are 0 to 1"
+    with pytest.raises(ModelError, match=told):
+        simulate(plan(model="models_of_users:pixels"), tmp_path / "private")
+    assert not (tmp_path / "private").exists()
+    asked = plan(model="models_of_users:pixels", privacy={"mode": "none"})
+    assert simulate(asked, tmp_path / "plain").summary["status"] == "finished"
 
 
 def test_torch_has_its_threads_again_after_a_failure(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedpact.engines.inprocess import Bench, OneByOne, Table
 from fedpact.engines.lockstep import Lockstep
-from fedpact.errors import PlanError
+from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.params import FlatModel
@@ -39,7 +39,8 @@ class Workshop:
     def bench(self, *, check: bool = False) -> Bench:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
 
-        Raises ModelError: a model that mixes records, or that cannot be trained as asked.
+        Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
+        fails on those records.
         """
         model = self._model()
         mode = self.plan.privacy.mode
@@ -48,8 +49,22 @@ class Workshop:
         kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
         kernel = kind(model, cross_entropy)
         if check:
-            kernel.verify(*(v.to(self.device) for v in self.made_up()))
+            self._verify(kernel)
         return Bench(kernel)
+
+    def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
+        try:
+            kernel.verify(*(v.to(self.device) for v in self.made_up()))
+        except FedpactError:
+            raise
+        except Exception as error:
+            kind = "normal numbers" if self.example.is_floating_point() else "zeros and ones"
+            raise ModelError(
+                f"model {self.plan.model!r} failed on four made-up records, {kind} of shape "
+                f"{tuple(self.example.shape)}: {type(error).__name__}: {error}. A private run "
+                "tries on such records whether the model keeps those of a batch apart, so let it "
+                "take them"
+            ) from error
 
     def table(self) -> Table:
         """Return where one worker trains sites: one by one, or as many together as the plan says.
