@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.check import count
-from fedpact.errors import InputError, ModelError
+from fedpact.errors import InputError
 from fedpact.losses import Loss
 from fedpact.messages import SiteScore
+from fedpact.params import check_unwritten
 
 
 class Fairness(TypedDict):
@@ -49,7 +50,6 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
             f"x has {len(x)} records and y has {len(y)}: expected equally many and at least one; "
             "leave a site without held-out records out of the evaluation"
         )
-    # torch counts how often a tensor was written to, by whatever view of it.
     right, total, version = 0.0, 0.0, x._version
     with _evaluating(module):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
@@ -58,12 +58,7 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
             total += float(loss(outputs, ys).double().sum())
             right += _right(outputs, ys)
-    if x._version != version:
-        raise ModelError(
-            f"model {type(module).__name__} writes over its input, so the records that it is "
-            "tested on are others now: build its first layers without inplace=True, and write "
-            "x = x - 1 for x -= 1"
-        )
+    check_unwritten(module, x, version)
     return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
 
 

@@ -25,6 +25,19 @@ def all_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
+def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:
+    """Raise ModelError where the module wrote over x, of which `version` was x._version before.
+
+    torch counts how often a tensor is written to, by whatever view and even with what it holds.
+    """
+    if x._version != version:
+        raise ModelError(
+            f"model {type(module).__name__} writes over its input, so the records would be others "
+            "after every pass: build its first layers without inplace=True, and write x = x - 1 "
+            "for x -= 1"
+        )
+
+
 class FlatModel:
     """A module whose trainable parameters are views of one vector.
 

@@ -12,6 +12,7 @@ from torch.nn.modules.instancenorm import (
 )
 
 from fedpact.errors import InputError, ModelError
+from fedpact.params import check_unwritten
 from fedpact.privacy.parts import square_sums
 from fedpact.privacy.tape import named_modules
 
@@ -81,12 +82,7 @@ def check_separation(
             contributions(x[:n], y[:n], math.inf)
         _check_state(module, before)
         rows = alone(x, y)
-        if x._version != version:
-            raise ModelError(
-                f"model {type(module).__name__} writes over its input, so the records would be "
-                "others after every pass: build its first layers without inplace=True, and write "
-                "x = x - 1 for x -= 1"
-            )
+        check_unwritten(module, x, version)
         if not rows.isfinite().all():
             raise InputError("verify was given records whose gradient is not finite: use others")
         if not (_norms(rows - alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
