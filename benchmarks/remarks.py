@@ -6,9 +6,13 @@ _TORCH_IS_FASTER = (
     "simulation's float32 from 32 bits takes half of that, but ends at 6.7 standard deviations and "
     "is too coarse for the grid; two threads are a row of their own."
 )
+_GRID = (
+    "Besides the draw, the sum is read, rounded, added to and written: what it replaces is "
+    "torch.randn and an addition, the row above."
+)
 _TWO_THREADS = (
-    "Two threads that take turns with the interpreter at every operation gain 1.5 to 1.7 times; a "
-    "short vector leaves them little to share."
+    "The sum is read, rounded, added to and written as well; and two threads that take turns with "
+    "the interpreter at every operation gain 1.4 to 1.8 times, unevenly from run to run."
 )
 _SMALL_STEPS = (
     "A client of pfl's is a plain step and a sum. A site of ours samples, clips, draws noise, "
@@ -49,8 +53,12 @@ REMARKS: dict[tuple[str, str], str] = {
     ("noise", "secure, d = 13,000,000"): (
         "At this length both wait for memory; the arithmetic in float64 is what is left."
     ),
-    ("noise", "secure on the grid, two threads / randn and addition, d = 582,026"): _TWO_THREADS,
-    ("noise", "secure on the grid, two threads / randn and addition, d = 1,663,370"): _TWO_THREADS,
+    ("noise", "secure on the grid, one thread / randn alone, d = 582,026"): _GRID,
+    ("noise", "secure on the grid, one thread / randn alone, d = 1,663,370"): _GRID,
+    ("noise", "secure on the grid, one thread / randn alone, d = 13,000,000"): _GRID,
+    ("noise", "secure on the grid, two threads / randn alone, d = 582,026"): _TWO_THREADS,
+    ("noise", "secure on the grid, two threads / randn alone, d = 1,663,370"): _TWO_THREADS,
+    ("noise", "secure on the grid, two threads / randn alone, d = 13,000,000"): _TWO_THREADS,
     ("round-B", "Flower with Opacus, ghost"): (
         "A step by ghost norms takes 2.8 times ours, and Flower adds no more than a tenth to a "
         "plain loop over such steps."

@@ -64,8 +64,7 @@ def _rows(d: int, scale: Scale) -> tuple[list[Row], bool]:
         turns.row(f"secure, {where}", "secure", "randn", **marks),
     ]
     for title, name in (("one thread", "grid"), ("two threads", "grid on two")):
-        given = marks if name == "grid on two" else {}
         start = f"secure on the grid, {title}"
-        rows.append(turns.row(f"{start} / randn and addition, {where}", name, "added", **given))
-        rows.append(turns.row(f"{start} / randn alone, {where}", name, "randn"))
+        rows.append(turns.row(f"{start} / randn and addition, {where}", name, "added"))
+        rows.append(turns.row(f"{start} / randn alone, {where}", name, "randn", **marks))
     return rows, turns.busy
