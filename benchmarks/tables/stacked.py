@@ -13,8 +13,9 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.lockstep import Lockstep
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.privacy.dense import Sum
 from fedpact.privacy.oracle import PrivateOracle
-from fedpact.privacy.seats import Ask, Seat, SeatDraws, Sum
+from fedpact.privacy.seats import Ask, Seat, SeatDraws
 from fedpact.privacy.stacked import Stack
 
 TITLE = "Stacked sites"
@@ -77,11 +78,11 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
     table = Lockstep(sites, seat, stack.answers)
     jobs = [lambda own, i=i: step(i, own) for i in range(sites)]
     plain = [steps.plain(problem, batch) for _ in records]
-    asked = [Sum(form.vector, x, y, steps.CLIP, None) for x, y in records]
+    asked = [Sum(form, x, y, steps.CLIP, None) for x, y in records]
     return {
         "plain": lambda: [one() for one in plain],
         "alone": alone,
         "stacked": lambda: table.serve(jobs),
         "sums_alone": lambda: [kernel.clipped_sum(x, y, steps.CLIP) for x, y in records],
-        "sums_stacked": lambda: stack.sums(asked),
+        "sums_stacked": lambda: stack.answers(asked),
     }

@@ -43,6 +43,7 @@ class FlatModel:
 
     vector: w [d], contiguous, in the order of `module.named_parameters()`; writing to it changes
     the model, and `load` is the way to set it. A parameter shared by two modules stands in it once.
+    own: the trainable parameters by name, as views of the vector.
     Raises ModelError: no trainable parameter, or trainable parameters of several types or devices.
     """
 
@@ -69,7 +70,8 @@ class FlatModel:
         }
         with torch.no_grad():
             self.vector = torch.cat([p.detach().reshape(-1) for p in trainable.values()])
-            for name, view in self.views(self.vector):
+            self.own = dict(self.views(self.vector))
+            for name, view in self.own.items():
                 trainable[name].data = view
 
     @property

@@ -11,10 +11,10 @@ from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.dense import Sum
 from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.seats import Sum
 from fedpact.privacy.stacked import Stack
 
 pytestmark = [
@@ -43,12 +43,13 @@ def test_the_kernels_sums_are_those_of_the_cpu(name):
 def test_stacked_sums_are_those_of_the_cpu():
     model = FlatModel(papers.mlp((3, 4), 3).double())
     w = 0.2 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).double()
+    model.load(w)
     x, y = torch.ones(6, 3, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
-    stack = Stack.of(model, cross_entropy)
-    (here,) = stack.sums([Sum(w, x, y, 0.5, None)])
-    there = Stack.of(FlatModel(model.module.to(CARD)), cross_entropy)
-    (found,) = there.sums([Sum(w.to(CARD), x.to(CARD), y.to(CARD), 0.5, None)])
-    assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
+    (here,) = Stack.of(model, cross_entropy).answers([Sum(model, x, y, 0.5, None)])
+    there = FlatModel(model.module.to(CARD))
+    both = [Sum(there, x.to(CARD), y.to(CARD), 0.5, None)] * 2
+    for found in Stack.of(there, cross_entropy).answers(both):
+        assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
 
 
 def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():

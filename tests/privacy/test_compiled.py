@@ -1,4 +1,4 @@
-"""The kernel's two levels, by plan and by tape, against vmap(grad) or ordinary autograd.
+"""The kernel's levels, in one go, by plan and by tape, against vmap(grad) or ordinary autograd.
 
 Random chains of layers in float64 to about 1e-14, and the papers' models in float32.
 """
@@ -26,19 +26,21 @@ SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
 asymmetric = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 
-def both_levels(module, loss):
-    """Kernels of two copies of the model: one by its plan, one by the tape."""
-    planned, taped = (PerSampleKernel(FlatModel(copy.deepcopy(module)), loss) for _ in range(2))
+def levels(module, loss):
+    """Kernels of copies of the model: by its plan, by the tape, in one go where it can be."""
+    planned, taped, dense = (
+        PerSampleKernel(FlatModel(copy.deepcopy(module)), loss) for _ in range(3)
+    )
     assert planned._level.plan is not None
-    taped._level.plan = None
-    return planned, taped
+    planned._level.dense = taped._level.dense = taped._level.plan = None
+    return [planned, taped, *([dense] if dense._level.dense else [])]
 
 
 def check(reference, module, loss, x, y, tolerance=1e-13, rows=None):
     rows = reference.per_sample_loop(module, loss, x, y) if rows is None else rows
     middle = float(rows.norm(dim=1).median()) or 1.0
     w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
-    for kernel in both_levels(module, loss):
+    for kernel in levels(module, loss):
         had_plan = kernel._level.plan is not None
         for clip, weights in ((math.inf, None), (middle, None), (1e-3 * middle, w)):
             given_weights = None if weights is None else (lambda ell: w.to(ell.dtype))
@@ -156,7 +158,7 @@ def test_float32_norms_are_good_enough_to_clip_by(reference, make, shape):
     torch.manual_seed(1)
     model = make(shape, 10)
     x, y = torch.rand(4, *shape), torch.arange(4)
-    for kernel in both_levels(model, cross_entropy):
+    for kernel in levels(model, cross_entropy):
         for j in range(4):
             one = slice(j, j + 1)
             found = kernel.clipped_sum(x[one], y[one], 0.01, lambda ell: 1e6 + 0 * ell)
@@ -172,7 +174,7 @@ def test_records_that_are_not_finite_spoil_no_other_in_float32(shape, bad):
     model = papers.cnn_padded(shape, 10)
     x, y = torch.rand(19, *shape), torch.arange(19) % 10
     others = torch.tensor([j for j in range(19) if j not in (2, 7, 18)])
-    for kernel in both_levels(model, cross_entropy):
+    for kernel in levels(model, cross_entropy):
         expected = kernel.clipped_sum(x[others], y[others], 0.1)
         spoilt = x.clone()
         spoilt[2], spoilt[7, 0, 3, 4], spoilt[18] = bad, bad, -bad
@@ -186,7 +188,7 @@ def test_batches_of_every_size_in_turn(reference):
     torch.manual_seed(0)
     model = papers.cnn((1, 28, 28), 10)
     x, y = torch.rand(17, 1, 28, 28), torch.arange(17) % 10
-    planned, taped = both_levels(model, cross_entropy)
+    planned, taped = levels(model, cross_entropy)
     for n in (3, 17, 0, 1, 16, 2):
         a, b = (k.clipped_sum(x[:n], y[:n], 0.1) for k in (planned, taped))
         assert torch.allclose(a, b, rtol=0, atol=1e-6 * max(n, 1) * 0.1)
@@ -213,7 +215,7 @@ def test_ignored_and_wrong_targets_are_those_of_cross_entropy(reference):
     model = nn.Sequential(nn.Linear(4, 3)).double()
     x, y = reference.data(5, 4), torch.tensor([0, -100, 2, 1, -100])
     check(reference, model, cross_entropy, x, y)
-    for kernel in both_levels(model, cross_entropy):
+    for kernel in levels(model, cross_entropy):
         with pytest.raises(IndexError):
             kernel.clipped_sum(x, torch.full((5,), 3), 1.0)
 
@@ -307,7 +309,7 @@ def test_batchnorm_at_frozen_statistics_and_dropout_off_are_layers_like_others(r
     ).double().eval()  # fmt: skip
     model[1].running_mean.normal_()
     check(reference, model, cross_entropy, reference.data(4, 2, 6, 6), torch.tensor([0, 1, 1, 0]))
-    kernel = both_levels(model, cross_entropy)[0]
+    kernel = levels(model, cross_entropy)[0]
     assert sum(isinstance(stage, Other) for stage in kernel._level.plan._stages) == 2
 
 
@@ -316,7 +318,7 @@ def test_a_plan_in_training_draws_dropout_once_for_forward_and_backward(referenc
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(30, 1, bias=False)).double()
     with torch.no_grad():
         model[1].weight.fill_(1)
-    kernel = both_levels(model, lambda out, y: out[:, 0])[0]
+    kernel = levels(model, lambda out, y: out[:, 0])[0]
     seen: list[torch.Tensor] = []
 
     def weights(losses):

@@ -1,5 +1,6 @@
 """Stacked sums against each site's own: float64 to 1e-12 of what was summed, float32 to 1e-5."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
+from fedpact.privacy import dense
+from fedpact.privacy.dense import Sum
 from fedpact.privacy.keystream import CHUNK
 from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.seats import Noise, PlainSeat, Seat, SeatDraws, Sum
+from fedpact.privacy.seats import Noise, PlainSeat, Seat, SeatDraws
 from fedpact.privacy.stacked import Stack
 
 
@@ -39,17 +42,17 @@ def requests(model, dtype, clip=math.inf, weights=None, sizes=SIZES):
     found = []
     for size in sizes:
         # Not so large that all is decided: what float32 then leaves of a gradient is rounding.
-        w = 0.2 * torch.randn(model.size, generator=generator, dtype=dtype)
+        own = FlatModel(copy.deepcopy(model.module))
+        own.load(0.2 * torch.randn(model.size, generator=generator, dtype=dtype))
         x = torch.randn(size, 3, 4, generator=generator, dtype=dtype)
         y = torch.randint(3, (size,), generator=generator)
-        found.append(Sum(w, x, y, clip, weights))
+        found.append(Sum(own, x, y, clip, weights))
     return found
 
 
-def own(reference, module, request, w):
+def contributions(reference, request, w):
     """What the records of one site contribute, as rows [B, d], by torch.func."""
-    model = FlatModel(module)
-    model.load(request.w)
+    module = request.model.module
     rows = reference.per_sample(module, cross_entropy, request.x, request.y)
     losses = cross_entropy(module(request.x), request.y).detach()
     return reference.clipped(rows, request.clip, None if w is None else w(losses))
@@ -64,43 +67,76 @@ def test_every_site_gets_the_sum_of_its_own_records(reference, name, dtype, tole
     assert stack is not None
     for clip, weights in ((math.inf, None), (0.5, None), (0.5, lambda losses: losses - 1)):
         asked = requests(model, dtype, clip, weights)
-        for request, total in zip(asked, stack.sums(asked), strict=True):
+        for request, total in zip(asked, stack.answers(asked), strict=True):
             assert total is not None
-            rows = own(reference, module, request, weights)
+            rows = contributions(reference, request, weights)
             assert reference.error(total, rows) < tolerance
             # No record beyond C: of a batch of one the sum is the record's part.
             if len(request.y) == 1 and clip < math.inf:
                 assert float(total.norm()) <= clip * (1 + 1e-5)
 
 
-def test_what_is_not_finite_at_one_site_disturbs_no_other():
+def test_what_is_not_finite_is_left_out_and_disturbs_no_other():
     model = FlatModel(MODELS["two layers"]().double())
     stack = Stack.of(model, cross_entropy)
     asked = requests(model, torch.float64, 0.5)
-    before = stack.sums(asked)
+    before = stack.answers(asked)
     asked[2].x[3] = math.nan
-    after = stack.sums(asked)
-    assert after[2] is None
+    others = [0, 1, 2, 4, 5, 6, 7, 8]
+    (expected,) = stack.answers([replace(asked[2], x=asked[2].x[others], y=asked[2].y[others])])
+    after = stack.answers(asked)
+    assert torch.equal(after[2], expected)
     for i in (0, 1, 3, 4):
         assert torch.equal(before[i], after[i])
-    asked[0].w[1] = math.inf
-    assert stack.sums(asked)[0] is None
+    asked[0].model.vector[1] = math.nan
+    assert not stack.answers(asked)[0].any()
 
 
-def test_what_overflows_where_there_is_no_record_is_the_sites_own_to_answer():
-    """x = 0 stands for records that only another site has: here it alone goes beyond float32."""
-    model = FlatModel(chain(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)))
-    w = torch.zeros(model.size)
-    parts = dict(model.views(w))
-    parts["1.weight"].fill_(-3e20)
-    parts["1.bias"].fill_(3e20)
-    parts["3.weight"].fill_(1e20)
-    few, many = (Sum(w, torch.ones(n, 1), torch.zeros(n).long(), 1.0, None) for n in (2, 3))
+def test_a_weight_that_is_not_finite_is_none():
+    model = FlatModel(MODELS["logistic"]().double())
     stack = Stack.of(model, cross_entropy)
-    found = stack.sums([few, many])
-    assert found[0] is None
-    assert torch.equal(found[1], stack.sums([many])[0])
-    assert found[1].isfinite().all()
+    (asked,) = requests(model, torch.float64, 0.5, sizes=(4,))
+    some, left = ([1, 3], [0, 2])
+    for bad in (math.nan, math.inf):
+        w = torch.ones(4).double()
+        w[left] = bad
+        (found,) = stack.answers([replace(asked, weights=lambda _, w=w: w)])
+        (expected,) = stack.answers([replace(asked, x=asked.x[some], y=asked.y[some])])
+        assert torch.equal(found, expected)
+
+
+def test_sums_that_the_site_has_to_compute_itself():
+    """Without a clip what is not finite is for a plain kernel to spread; and what fits nobody."""
+    model = FlatModel(MODELS["logistic"]().double())
+    stack = Stack.of(model, cross_entropy)
+    (good,) = requests(model, torch.float64, 0.5, sizes=(4,))
+    spoilt = good.x.clone()
+    spoilt[1] = math.inf
+    many = dense.MOST // 3 + 1
+    for one in (
+        replace(good, x=spoilt, clip=math.inf),
+        replace(good, x=good.x.float()),
+        replace(good, y=good.y.float()),
+        replace(good, y=torch.eye(4)[:, :3].double()),
+        replace(good, x=good.x[:0], y=good.y[:0]),
+        replace(good, x=good.x[:1].expand(many, 3, 4), y=good.y[:1].expand(many)),
+        replace(good, y=torch.tensor([0, 1, 2, -100])),
+        replace(good, y=torch.tensor([0, 1, 2, 3])),
+    ):
+        assert stack.answers([one]) == [None]
+    # Of several, those that fit are answered.
+    found = stack.answers([good, replace(good, x=good.x.float()), good])
+    assert [answer is None for answer in found] == [False, True, False]
+
+
+def test_no_more_records_than_are_fast_are_in_one_pass(monkeypatch):
+    model = FlatModel(MODELS["logistic"]().double())
+    stack = Stack.of(model, cross_entropy)
+    asked = requests(model, torch.float64, 0.5)
+    together = stack.answers(asked)
+    monkeypatch.setattr(dense, "MOST", 3 * 40)
+    for one, other in zip(together, stack.answers(asked), strict=True):
+        assert (one - other).norm() <= 1e-12 * one.norm()
 
 
 def test_a_seat_falls_back_on_its_own_kernel(reference):
@@ -117,9 +153,9 @@ def test_a_seat_falls_back_on_its_own_kernel(reference):
         (PlainSeat(model, cross_entropy, nobody), lambda s: s.weighted_sum(request.x, request.y)),
     ):
         asked.clear()
-        model.load(request.w)
+        model.load(request.model.vector)
         clip = 0.5 if isinstance(seat, Seat) else math.inf
-        rows = own(reference, model.module, replace(request, clip=clip), None)
+        rows = contributions(reference, replace(request, clip=clip), None)
         assert reference.error(total(seat), rows) < 1e-12
         assert len(asked) == 1
         assert asked[0].clip == clip
@@ -186,7 +222,7 @@ def test_sums_and_noise_are_answered_in_one_turn():
     noise = Noise(torch.zeros(3), 1.0, bytes(32))
     found = stack.answers([first, noise, second])
     assert found[1] is noise.total
-    for answer, total in zip(found[::2], stack.sums([first, second]), strict=True):
+    for answer, total in zip(found[::2], stack.answers([first, second]), strict=True):
         assert torch.equal(answer, total)
 
 

@@ -3,6 +3,7 @@
 One forward and one backward pass of the activations record every layer's input and output gradient:
 by a plan where the model is a chain of layers (compiled), else by autograd (tape). The layers'
 rules turn them into norms and sums (cover, layers), and what has no rule is replayed (fallback).
+A short step of a small chain of dense layers is summed in one go (dense).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from fedpact.params import FlatModel
 from fedpact.privacy import parts
 from fedpact.privacy.compiled import Plan
 from fedpact.privacy.cover import Cover, NotAUnit, Owner
+from fedpact.privacy.dense import Dense, Sum
 from fedpact.privacy.difference import difference, held
 from fedpact.privacy.fallback import Random, Whole
 from fedpact.privacy.layers import Layer
@@ -54,13 +56,21 @@ class BookKeeping:
         self._model, self._loss = model, loss
         self.cover = Cover(model)
         self.plan = Plan.of(model, self.cover.owners)
+        # On a card nothing is gained.
+        self.dense = Dense.of(model, loss) if model.vector.device.type == "cpu" else None
         self._whole = Whole(model, loss)
         self._random = False
         self._trainable = trainable(model)
-        self._places = dict(model.views(model.vector))
+        self._places = model.own
         convolutions = [m for m in model.module.modules() if isinstance(m, nn.Conv2d)]
         self._channels_last = bool(convolutions)
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
+
+    def at_once(self, asked: Sum) -> Tensor | None:
+        """Return what is asked for [d], None where it takes the passes that the others make."""
+        if self.dense is None or self.plan is None or not self.plan.holds:
+            return None
+        return self.dense.sums([asked])[0]
 
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""

@@ -24,14 +24,16 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy.bookkeeping import BookKeeping, Measured, one_each, trainable
+from fedpact.privacy.dense import Sum
 from fedpact.privacy.separation import Mixers, check_separation
 from fedpact.privacy.tape import gradients, requiring_grad
-
-Weights = Callable[[Tensor], Tensor]
-"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
+from fedpact.privacy.weighting import Weights, weights_of
 
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
+
+# Of records x, y [B, ...], a clip and weights: their sum [d].
+_Way = Callable[[Tensor, Tensor, float, _Weigh], Tensor]
 
 # What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
@@ -69,8 +71,11 @@ class PerSampleKernel:
         """
         if clip != math.inf:
             check.positive(clip=clip)
-        weigh = None if weights is None else partial(_asked, weights)
-        return self._sum(self._level.gradients, x.detach(), y, clip, weigh)
+        x = x.detach()
+        total = self._level.at_once(Sum(self.model, x, y, clip, weights))
+        if total is not None:
+            return total
+        return self._by_passes(x, y, clip, None if weights is None else partial(_asked, weights))
 
     def clipped_difference(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, bound: float
@@ -102,13 +107,23 @@ class PerSampleKernel:
         where a forward pass changes the model's buffers. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        check_separation(self.model.module, self._contributions, self._alone, x.detach(), y)
+        ways: list[_Way] = [self._by_passes, *([self._at_once] if self._level.dense else [])]
+        for way in ways:
+            rows = partial(self._contributions, way)
+            check_separation(self.model.module, rows, self._alone, x.detach(), y)
 
-    def _contributions(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
+    def _contributions(self, way: _Way, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
         one = torch.eye(len(x), dtype=self.model.vector.dtype, device=x.device)
-        rows = [self._sum(self._level.gradients, x, y, clip, partial(_fixed, row)) for row in one]
-        return torch.stack(rows)
+        return torch.stack([way(x, y, clip, partial(_fixed, row)) for row in one])
+
+    def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
+        return self._sum(self._level.gradients, x, y, clip, weigh)
+
+    def _at_once(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
+        asked = Sum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
+        total = self._level.at_once(asked)
+        return self._by_passes(x, y, clip, weigh) if total is None else total
 
     def _alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
@@ -214,18 +229,6 @@ def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
     return weights_of(weights, losses)
-
-
-def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
-    """Return the weights [n] of the losses [n], ones without any. Raises ModelError."""
-    if weights is None:
-        return torch.ones_like(losses)
-    w = weights(losses).detach()
-    if w.shape != losses.shape:
-        raise ModelError(
-            f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
-        )
-    return w.to(losses.dtype)
 
 
 def _losses(model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LARGE = 2**19
+_LARGE = 2**21
 """From so many multiplications on it pays to ask oneDNN."""
 
 _Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]

@@ -11,28 +11,11 @@ from torch import Tensor
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, Weights
+from fedpact.privacy.dense import Sum
+from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.keystream import together
 from fedpact.privacy.noise import SeededDraws
-
-
-@dataclass(frozen=True, eq=False)
-class Sum:
-    """One site's question: Σ_j c_j g_j at w [d] over x, y [B, ...], see PerSampleKernel.
-
-    clip: infinity for c_j = w_j.
-    """
-
-    w: Tensor
-    x: Tensor
-    y: Tensor
-    clip: float
-    weights: Weights | None
-
-    @property
-    def size(self) -> int:
-        """B. Not len(y), which costs torch three times as much."""
-        return self.y.shape[0]
+from fedpact.privacy.weighting import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +47,7 @@ class Seat(PerSampleKernel):
         """See PerSampleKernel."""
         # What is to be refused, and an empty batch, is for the site's own kernel.
         if x.shape[0] and clip > 0:
-            total = self._ask(Sum(self.model.vector, x.detach(), y, clip, weights))
+            total = self._ask(Sum(self.model, x.detach(), y, clip, weights))
             if total is not None:
                 return total
         return super().clipped_sum(x, y, clip, weights)
@@ -80,7 +63,7 @@ class PlainSeat(PlainKernel):
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """See PlainKernel."""
         if x.shape[0]:
-            total = self._ask(Sum(self.model.vector, x.detach(), y, math.inf, weights))
+            total = self._ask(Sum(self.model, x.detach(), y, math.inf, weights))
             if total is not None:
                 return total
         return super().weighted_sum(x, y, weights)

@@ -1,11 +1,28 @@
 """How an algorithm weights the records of a batch: by each one's own loss, in a closed family."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedpact.check import finite, non_negative
+from fedpact.errors import ModelError
+
+Weights = Callable[[Tensor], Tensor]
+"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
+
+
+def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
+    """Return the weights [n] of the losses [n], ones without any. Raises ModelError."""
+    if weights is None:
+        return torch.ones_like(losses)
+    w = weights(losses).detach()
+    if w.shape != losses.shape:
+        raise ModelError(
+            f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
+        )
+    return w.to(losses.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,313 @@
+"""Clipped sums of small chains of dense layers, of one site or of several at once.
+
+A step of a small model is a few products of matrices and many operations on short vectors, which
+torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest;
+on a card torch does both. The records of all sites stand side by side, as the columns of z [O, N]:
+each site's columns are multiplied by its own weights, and all else is done for everybody in one go.
+No column enters another's numbers, so what is summed for a site is what its records alone give.
+
+For a chain of nn.Linear, ReLU, Tanh and Sigmoid behind at most a Flatten, with cross_entropy. Norms
+are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpact.losses import Loss, cross_entropy
+from fedpact.params import FlatModel
+from fedpact.privacy.compiled import chain_of
+from fedpact.privacy.keystream import from_numpy
+from fedpact.privacy.parts import square_sums
+from fedpact.privacy.products import linear
+from fedpact.privacy.weighting import Weights, weights_of
+
+MOST: Final = 2**20
+"""Of records times the layers' outputs: what is larger gains nothing here."""
+
+# What numpy or torch computes with: the two agree in every function that is used of them here.
+_Array = Any
+_Curve = Callable[[_Array], _Array]
+
+# The function in numpy and in torch, and the derivative from the function's value.
+_ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
+    nn.ReLU: (lambda z: np.maximum(z, 0), torch.relu, lambda y: y > 0),
+    nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
+    nn.Sigmoid: (lambda z: 0.5 * np.tanh(0.5 * z) + 0.5, torch.sigmoid, lambda y: y * (1 - y)),
+}
+
+
+@dataclass(eq=False, slots=True)
+class Sum:
+    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
+
+    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel.
+    """
+
+    model: FlatModel
+    x: Tensor
+    y: Tensor
+    clip: float
+    weights: Weights | None
+
+
+class Dense:
+    """Answers questions about models like `model`, which it only takes the form of."""
+
+    def __init__(self, model: FlatModel, layers: list[nn.Module]) -> None:
+        named = {id(p): name for name, p in model.module.named_parameters()}
+        linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
+        self._kinds = [type(m) for m in layers]
+        self._weight = {i: named[id(m.weight)] for i, m in linears}
+        biases = {i: named.get(id(m.bias)) for i, m in linears}
+        self._bias = {i: name for i, name in biases.items() if name is not None}
+        # The model's parameters in order: of which layer, and whether a weight.
+        places = {name: (i, False) for i, name in self._bias.items()}
+        places |= {name: (i, True) for i, name in self._weight.items()}
+        self._order = [places[name] for name in model.own]
+        self._width = sum(m.out_features for _, m in linears)
+        self._classes = linears[-1][1].out_features
+        self._dtype, self._device = model.vector.dtype, model.vector.device
+
+    @staticmethod
+    def of(model: FlatModel, loss: Loss) -> "Dense | None":
+        """Return what answers for such models, None where the model is no such chain."""
+        chain = chain_of(model.module)
+        if chain is None or loss is not cross_entropy:
+            return None
+        layers = chain[1:] if chain and _flattens(chain[0]) else chain
+        if not layers or type(layers[0]) is not nn.Linear:
+            return None
+        linears = [m for m in layers if type(m) is nn.Linear]
+        fitting = all(type(m) is nn.Linear or type(m) in _ACTIVATIONS for m in layers)
+        held = sum(p.numel() for m in linears for p in m.parameters())
+        trained = held == model.size and all(p.requires_grad for p in model.module.parameters())
+        once = len(set(map(id, linears))) == len(linears)
+        return Dense(model, layers) if fitting and trained and once else None
+
+    def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
+        """Return each question's sum [d]; None where a site has to compute its own.
+
+        That is where there is no record or so many that nothing is gained, and where records or
+        labels are none of the model's. A record whose loss, norm or weight is not finite is left
+        out; without a clip that, too, is the site's to decide.
+        """
+        found: list[Tensor | None] = [None] * len(asked)
+        for some in self._groups(asked):
+            answers = self._sums([asked[i] for i in some])
+            for i, answer in zip(some, answers, strict=True):
+                found[i] = answer
+        return found
+
+    def _groups(self, asked: Sequence[Sum]) -> Iterator[list[int]]:
+        """Yield the places of questions that can be answered, together no more than MOST."""
+        group: list[int] = []
+        size = 0
+        for i, one in enumerate(asked):
+            x, y = one.x, one.y
+            own = y.shape[0] * self._width
+            fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
+            if not (fits and y.dim() == 1 and x.dim() > 1 and 0 < own <= MOST):
+                continue
+            if size + own > MOST:
+                yield group
+                group, size = [], 0
+            group.append(i)
+            size += own
+        if group:
+            yield group
+
+    def _sums(self, asked: list[Sum]) -> list[Tensor | None]:
+        labels = _side_by_side([_array(one.y) for one in asked])
+        if labels.min() < 0 or labels.max() >= self._classes:
+            # Somebody's: each is asked anew, by the kernel that knows what to say of it.
+            return [None] * len(asked)
+        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
+        weights = [one.model.own for one in asked]
+        bounds = list(pairwise(accumulate((x.shape[0] for x in xs), initial=0)))
+        with np.errstate(all="ignore"):
+            values = self._forward(xs, weights, bounds)
+            losses, g = _cross_entropy(values[-1], labels)
+            grads = self._backward(g, values, weights, bounds)
+            squares = self._squares(grads, values, xs)
+            norms = squares**0.5
+            w = _weights(asked, losses, bounds)
+            c = _coefficients(asked, w, norms, bounds)
+            totals = self._weighted(_like(g, c), grads, values, xs, bounds)
+        known = losses + norms + w
+        # A sum is finite only if its terms are.
+        if math.isfinite(known.sum()):
+            return list(totals)
+        each = zip(asked, totals, bounds, strict=True)
+        return [self._without_bad(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
+
+    def _without_bad(self, one: Sum, total: Tensor, w: _Array, known: _Array) -> Tensor | None:
+        """Return the total, or that of the records [n] with finite numbers alone."""
+        good, fixed = _tensor(known).isfinite(), _tensor(w)
+        if good.all():
+            return total
+        if one.clip == math.inf:
+            return None
+        if not good.any():
+            return torch.zeros_like(total)
+        some = Sum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
+        return self.sums([some])[0]
+
+    def _forward(
+        self, xs: list[Tensor], weights: list[dict[str, Tensor]], bounds: list[tuple[int, int]]
+    ) -> list[_Array]:
+        """Return what each layer reads, [K, N] but for the first, then the last one's output."""
+        values: list[_Array] = [None]
+        for i, kind in enumerate(self._kinds):
+            x = values[-1]
+            if kind is not nn.Linear:
+                by_numpy, by_torch, _ = _ACTIVATIONS[kind]
+                values.append(by_torch(x) if isinstance(x, Tensor) else by_numpy(x))
+                continue
+            rows = [part.t() for part in _cut(x, bounds)] if i else xs
+            made: list[_Array] = []
+            for own, x in zip(weights, rows, strict=True):
+                z = _array(linear(own[self._weight[i]], x))
+                if i in self._bias:
+                    z += _array(own[self._bias[i]])[:, None]
+                made.append(z)
+            values.append(_side_by_side(made))
+        return values
+
+    def _backward(
+        self,
+        g: _Array,
+        values: list[_Array],
+        weights: list[dict[str, Tensor]],
+        bounds: list[tuple[int, int]],
+    ) -> dict[int, _Array]:
+        """Return ∂ℓ_j/∂output [O, N] of every linear layer, by its place."""
+        found: dict[int, _Array] = {}
+        for i in reversed(range(len(self._kinds))):
+            kind = self._kinds[i]
+            if kind is not nn.Linear:
+                g *= _ACTIVATIONS[kind][2](values[i + 1])
+                continue
+            found[i] = g
+            if i:
+                pairs = zip(weights, _cut(g, bounds), strict=True)
+                made = [_array(linear(own[self._weight[i]].t(), part.t())) for own, part in pairs]
+                g = _side_by_side(made)
+        return found
+
+    def _squares(self, grads: dict[int, _Array], values: list[_Array], xs: list[Tensor]) -> _Array:
+        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
+        total: _Array = 0
+        for i, g in grads.items():
+            lengths = _squares(values[i]) if i else _side_by_side([_lengths(x) for x in xs])
+            total = total + _squares(g) * (lengths + 1 if i in self._bias else lengths)
+        return total
+
+    def _weighted(
+        self,
+        c: _Array,
+        grads: dict[int, _Array],
+        values: list[_Array],
+        xs: list[Tensor],
+        bounds: list[tuple[int, int]],
+    ) -> list[Tensor]:
+        """Return each site's Σ_j c_j g_j [d]."""
+        for g in grads.values():
+            g *= c
+        found: list[Tensor] = []
+        for x, (start, end) in zip(xs, bounds, strict=True):
+            parts: list[_Array] = []
+            for i, weight in self._order:
+                own = grads[i][:, start:end]
+                if not weight:
+                    parts.append(own.sum(1))
+                    continue
+                read = _tensor(values[i][:, start:end]) if i else x.t()
+                parts.append(_array(linear(_tensor(own), read)).reshape(-1))
+            found.append(_tensor(_side_by_side(parts)))
+        return found
+
+
+def _weights(asked: list[Sum], losses: _Array, bounds: list[tuple[int, int]]) -> _Array:
+    """Return w [N]."""
+    w = (torch if isinstance(losses, Tensor) else np).ones_like(losses)
+    for one, (start, end) in zip(asked, bounds, strict=True):
+        if one.weights is not None:
+            found = weights_of(one.weights, _tensor(losses[start:end])).clamp_min(0)
+            w[start:end] = _array(found)
+    return w
+
+
+def _coefficients(
+    asked: list[Sum], w: _Array, norms: _Array, bounds: list[tuple[int, int]]
+) -> _Array:
+    """Return c = min(w, C/‖g‖) [N]."""
+    xp: Any = torch if isinstance(norms, Tensor) else np
+    limits = _side_by_side(
+        [one.clip / norms[start:end] for one, (start, end) in zip(asked, bounds, strict=True)]
+    )
+    return xp.minimum(w, limits)
+
+
+def _cross_entropy(z: _Array, y: _Array) -> tuple[_Array, _Array]:
+    """Return the losses [N] of outputs z [K, N], which are written over, and their gradient."""
+    xp: Any = torch if isinstance(z, Tensor) else np
+    columns = xp.arange(y.shape[0])
+    z -= xp.amax(z, 0)
+    g = xp.exp(z)
+    total = g.sum(0)
+    losses = xp.log(total) - z[y, columns]
+    g /= total
+    g[y, columns] -= 1
+    return losses, g
+
+
+def _squares(v: _Array) -> _Array:
+    """Return Σ v² [N] of each column of v [K, N], in float64."""
+    return (v * v).sum(0, dtype=torch.float64 if isinstance(v, Tensor) else np.float64)
+
+
+def _lengths(x: Tensor) -> _Array:
+    """Return ‖x_j‖² [n] of records x [n, K]."""
+    if x.device.type != "cpu" or x.shape[1] > 1024:
+        return _array(square_sums(x))
+    rows = x.numpy()
+    return np.vecdot(rows, rows)
+
+
+def _like(z: _Array, v: _Array) -> _Array:
+    """Return v as numbers of z's type."""
+    return v.to(z.dtype) if isinstance(v, Tensor) else v.astype(z.dtype)
+
+
+def _flattens(module: nn.Module) -> bool:
+    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def _array(tensor: Tensor) -> _Array:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _tensor(array: _Array) -> Tensor:
+    return array if isinstance(array, Tensor) else from_numpy(array)
+
+
+def _cut(array: _Array, bounds: list[tuple[int, int]]) -> list[Tensor]:
+    """Return each site's columns of [..., N]."""
+    if len(bounds) == 1:
+        return [_tensor(array)]
+    return [_tensor(array[..., start:end]) for start, end in bounds]
+
+
+def _side_by_side(parts: Sequence[_Array]) -> _Array:
+    """Return parts [..., n], numpy's or torch's, as one array [..., N]."""
+    if len(parts) > 1:
+        xp: Any = torch if isinstance(parts[0], Tensor) else np
+        return xp.concatenate(parts, -1)
+    return parts[0]
