@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,18 +22,16 @@ from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
+from fedpact.privacy import columns
+from fedpact.privacy.columns import Array, Bounds
 from fedpact.privacy.compiled import chain_of
-from fedpact.privacy.keystream import from_numpy
-from fedpact.privacy.parts import square_sums
 from fedpact.privacy.products import linear
 from fedpact.privacy.weighting import Weights, weights_of
 
 MOST: Final = 2**20
 """Of records times the layers' outputs: what is larger gains nothing here."""
 
-# What numpy or torch computes with: the two agree in every function that is used of them here.
-_Array = Any
-_Curve = Callable[[_Array], _Array]
+_Curve = Callable[[Array], Array]
 
 # The function in numpy and in torch, and the derivative from the function's value.
 _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
@@ -60,9 +58,10 @@ class Sum:
 class Dense:
     """Answers questions about models like `model`, which it only takes the form of."""
 
-    def __init__(self, model: FlatModel, layers: list[nn.Module]) -> None:
+    def __init__(self, model: FlatModel, layers: list[nn.Module], flattens: bool) -> None:
         named = {id(p): name for name, p in model.module.named_parameters()}
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
+        self._flattens = flattens
         self._kinds = [type(m) for m in layers]
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
@@ -81,7 +80,8 @@ class Dense:
         chain = chain_of(model.module)
         if chain is None or loss is not cross_entropy:
             return None
-        layers = chain[1:] if chain and _flattens(chain[0]) else chain
+        flattens = bool(chain) and _flattens(chain[0])
+        layers = chain[1:] if flattens else chain
         if not layers or type(layers[0]) is not nn.Linear:
             return None
         linears = [m for m in layers if type(m) is nn.Linear]
@@ -89,7 +89,7 @@ class Dense:
         held = sum(p.numel() for m in linears for p in m.parameters())
         trained = held == model.size and all(p.requires_grad for p in model.module.parameters())
         once = len(set(map(id, linears))) == len(linears)
-        return Dense(model, layers) if fitting and trained and once else None
+        return Dense(model, layers, flattens) if fitting and trained and once else None
 
     def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
@@ -113,7 +113,8 @@ class Dense:
             x, y = one.x, one.y
             own = y.shape[0] * self._width
             fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
-            if not (fits and y.dim() == 1 and x.dim() > 1 and 0 < own <= MOST):
+            rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
+            if not (fits and rows and y.dim() == 1 and 0 < own <= MOST):
                 continue
             if size + own > MOST:
                 yield group
@@ -124,7 +125,7 @@ class Dense:
             yield group
 
     def _sums(self, asked: list[Sum]) -> list[Tensor | None]:
-        labels = _side_by_side([_array(one.y) for one in asked])
+        labels = columns.side_by_side([columns.array(one.y) for one in asked])
         if labels.min() < 0 or labels.max() >= self._classes:
             # Somebody's: each is asked anew, by the kernel that knows what to say of it.
             return [None] * len(asked)
@@ -139,17 +140,18 @@ class Dense:
             norms = squares**0.5
             w = _weights(asked, losses, bounds)
             c = _coefficients(asked, w, norms, bounds)
-            totals = self._weighted(_like(g, c), grads, values, xs, bounds)
-        known = losses + norms + w
+            totals = self._weighted(columns.like(g, c), grads, values, xs, bounds)
+        known = losses + norms if w is None else losses + norms + w
         # A sum is finite only if its terms are.
         if math.isfinite(known.sum()):
             return list(totals)
         each = zip(asked, totals, bounds, strict=True)
+        w = columns.module(norms).ones_like(norms) if w is None else w
         return [self._without_bad(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
 
-    def _without_bad(self, one: Sum, total: Tensor, w: _Array, known: _Array) -> Tensor | None:
+    def _without_bad(self, one: Sum, total: Tensor, w: Array, known: Array) -> Tensor | None:
         """Return the total, or that of the records [n] with finite numbers alone."""
-        good, fixed = _tensor(known).isfinite(), _tensor(w)
+        good, fixed = columns.tensor(known).isfinite(), columns.tensor(w)
         if good.all():
             return total
         if one.clip == math.inf:
@@ -160,35 +162,35 @@ class Dense:
         return self.sums([some])[0]
 
     def _forward(
-        self, xs: list[Tensor], weights: list[dict[str, Tensor]], bounds: list[tuple[int, int]]
-    ) -> list[_Array]:
+        self, xs: list[Tensor], weights: list[dict[str, Tensor]], bounds: Bounds
+    ) -> list[Array]:
         """Return what each layer reads, [K, N] but for the first, then the last one's output."""
-        values: list[_Array] = [None]
+        values: list[Array] = [None]
         for i, kind in enumerate(self._kinds):
             x = values[-1]
             if kind is not nn.Linear:
                 by_numpy, by_torch, _ = _ACTIVATIONS[kind]
                 values.append(by_torch(x) if isinstance(x, Tensor) else by_numpy(x))
                 continue
-            rows = [part.t() for part in _cut(x, bounds)] if i else xs
-            made: list[_Array] = []
+            rows = [part.t() for part in columns.cut(x, bounds)] if i else xs
+            made: list[Array] = []
             for own, x in zip(weights, rows, strict=True):
-                z = _array(linear(own[self._weight[i]], x))
+                z = columns.array(linear(own[self._weight[i]], x))
                 if i in self._bias:
-                    z += _array(own[self._bias[i]])[:, None]
+                    z += columns.array(own[self._bias[i]])[:, None]
                 made.append(z)
-            values.append(_side_by_side(made))
+            values.append(columns.side_by_side(made))
         return values
 
     def _backward(
         self,
-        g: _Array,
-        values: list[_Array],
+        g: Array,
+        values: list[Array],
         weights: list[dict[str, Tensor]],
-        bounds: list[tuple[int, int]],
-    ) -> dict[int, _Array]:
+        bounds: Bounds,
+    ) -> dict[int, Array]:
         """Return ∂ℓ_j/∂output [O, N] of every linear layer, by its place."""
-        found: dict[int, _Array] = {}
+        found: dict[int, Array] = {}
         for i in reversed(range(len(self._kinds))):
             kind = self._kinds[i]
             if kind is not nn.Linear:
@@ -196,118 +198,76 @@ class Dense:
                 continue
             found[i] = g
             if i:
-                pairs = zip(weights, _cut(g, bounds), strict=True)
-                made = [_array(linear(own[self._weight[i]].t(), part.t())) for own, part in pairs]
-                g = _side_by_side(made)
+                pairs = zip(weights, columns.cut(g, bounds), strict=True)
+                made = [linear(own[self._weight[i]].t(), part.t()) for own, part in pairs]
+                g = columns.side_by_side([columns.array(one) for one in made])
         return found
 
-    def _squares(self, grads: dict[int, _Array], values: list[_Array], xs: list[Tensor]) -> _Array:
+    def _squares(self, grads: dict[int, Array], values: list[Array], xs: list[Tensor]) -> Array:
         """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
-        total: _Array = 0
+        total: Array = 0
         for i, g in grads.items():
-            lengths = _squares(values[i]) if i else _side_by_side([_lengths(x) for x in xs])
-            total = total + _squares(g) * (lengths + 1 if i in self._bias else lengths)
+            each = [columns.lengths(x) for x in xs] if i == 0 else [columns.squares(values[i])]
+            lengths = columns.side_by_side(each)
+            total = total + columns.squares(g) * (lengths + 1 if i in self._bias else lengths)
         return total
 
     def _weighted(
         self,
-        c: _Array,
-        grads: dict[int, _Array],
-        values: list[_Array],
+        c: Array,
+        grads: dict[int, Array],
+        values: list[Array],
         xs: list[Tensor],
-        bounds: list[tuple[int, int]],
+        bounds: Bounds,
     ) -> list[Tensor]:
         """Return each site's Σ_j c_j g_j [d]."""
         for g in grads.values():
             g *= c
         found: list[Tensor] = []
         for x, (start, end) in zip(xs, bounds, strict=True):
-            parts: list[_Array] = []
+            parts: list[Array] = []
             for i, weight in self._order:
                 own = grads[i][:, start:end]
                 if not weight:
                     parts.append(own.sum(1))
                     continue
-                read = _tensor(values[i][:, start:end]) if i else x.t()
-                parts.append(_array(linear(_tensor(own), read)).reshape(-1))
-            found.append(_tensor(_side_by_side(parts)))
+                read = columns.tensor(values[i][:, start:end]) if i else x.t()
+                parts.append(columns.array(linear(columns.tensor(own), read)).reshape(-1))
+            found.append(columns.tensor(columns.side_by_side(parts)))
         return found
 
 
-def _weights(asked: list[Sum], losses: _Array, bounds: list[tuple[int, int]]) -> _Array:
-    """Return w [N]."""
-    w = (torch if isinstance(losses, Tensor) else np).ones_like(losses)
+def _weights(asked: list[Sum], losses: Array, bounds: Bounds) -> Array | None:
+    """Return w [N], None where all are 1."""
+    if all(one.weights is None for one in asked):
+        return None
+    w = columns.module(losses).ones_like(losses)
     for one, (start, end) in zip(asked, bounds, strict=True):
         if one.weights is not None:
-            found = weights_of(one.weights, _tensor(losses[start:end])).clamp_min(0)
-            w[start:end] = _array(found)
+            found = weights_of(one.weights, columns.tensor(losses[start:end])).clamp_min(0)
+            w[start:end] = columns.array(found)
     return w
 
 
-def _coefficients(
-    asked: list[Sum], w: _Array, norms: _Array, bounds: list[tuple[int, int]]
-) -> _Array:
+def _coefficients(asked: list[Sum], w: Array | None, norms: Array, bounds: Bounds) -> Array:
     """Return c = min(w, C/‖g‖) [N]."""
-    xp: Any = torch if isinstance(norms, Tensor) else np
-    limits = _side_by_side(
-        [one.clip / norms[start:end] for one, (start, end) in zip(asked, bounds, strict=True)]
-    )
-    return xp.minimum(w, limits)
+    each = zip(asked, bounds, strict=True)
+    limits = columns.side_by_side([one.clip / norms[start:end] for one, (start, end) in each])
+    return limits.clip(max=1) if w is None else columns.module(norms).minimum(w, limits)
 
 
-def _cross_entropy(z: _Array, y: _Array) -> tuple[_Array, _Array]:
+def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
     """Return the losses [N] of outputs z [K, N], which are written over, and their gradient."""
-    xp: Any = torch if isinstance(z, Tensor) else np
-    columns = xp.arange(y.shape[0])
+    xp = columns.module(z)
+    places = xp.arange(y.shape[0])
     z -= xp.amax(z, 0)
     g = xp.exp(z)
     total = g.sum(0)
-    losses = xp.log(total) - z[y, columns]
+    losses = xp.log(total) - z[y, places]
     g /= total
-    g[y, columns] -= 1
+    g[y, places] -= 1
     return losses, g
-
-
-def _squares(v: _Array) -> _Array:
-    """Return Σ v² [N] of each column of v [K, N], in float64."""
-    return (v * v).sum(0, dtype=torch.float64 if isinstance(v, Tensor) else np.float64)
-
-
-def _lengths(x: Tensor) -> _Array:
-    """Return ‖x_j‖² [n] of records x [n, K]."""
-    if x.device.type != "cpu" or x.shape[1] > 1024:
-        return _array(square_sums(x))
-    rows = x.numpy()
-    return np.vecdot(rows, rows)
-
-
-def _like(z: _Array, v: _Array) -> _Array:
-    """Return v as numbers of z's type."""
-    return v.to(z.dtype) if isinstance(v, Tensor) else v.astype(z.dtype)
 
 
 def _flattens(module: nn.Module) -> bool:
     return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
-
-
-def _array(tensor: Tensor) -> _Array:
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def _tensor(array: _Array) -> Tensor:
-    return array if isinstance(array, Tensor) else from_numpy(array)
-
-
-def _cut(array: _Array, bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """Return each site's columns of [..., N]."""
-    if len(bounds) == 1:
-        return [_tensor(array)]
-    return [_tensor(array[..., start:end]) for start, end in bounds]
-
-
-def _side_by_side(parts: Sequence[_Array]) -> _Array:
-    """Return parts [..., n], numpy's or torch's, as one array [..., N]."""
-    if len(parts) > 1:
-        xp: Any = torch if isinstance(parts[0], Tensor) else np
-        return xp.concatenate(parts, -1)
-    return parts[0]

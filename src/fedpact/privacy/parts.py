@@ -21,7 +21,8 @@ Longer batches are measured in slices: larger tensors are slower to get than to 
 CHUNK_BYTES = 2 * 2**20
 """About what is worked on at a time, so that it stays in the cache."""
 
-_BLOCK = 1024
+BLOCK = 1024
+"""So many squares torch may add one after another."""
 
 _norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
 
@@ -46,10 +47,10 @@ def square_sums(rows: Tensor) -> Tensor:
     it errs by 4e-5. So blocks of a row are summed by it, and the blocks, or odd lengths, pairwise.
     """
     flat = rows if rows.dim() == 2 else flattened(rows)
-    if flat.shape[1] <= _BLOCK:
+    if flat.shape[1] <= BLOCK:
         return _norms(flat, dim=1).square_()
-    if flat.shape[1] % _BLOCK == 0 and flat.is_contiguous():
-        blocks = _norms(flat.view(len(flat), -1, _BLOCK), dim=2)
+    if flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
+        blocks = _norms(flat.view(len(flat), -1, BLOCK), dim=2)
         return blocks.square_().sum(1)
     return (flat * flat).sum(1)
 

@@ -1,0 +1,65 @@
+"""Numbers of several sites side by side: columns [..., N], numpy's on a CPU and torch's on a card.
+
+numpy begins an operation on a short vector in a third of the time that torch takes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpact.privacy.keystream import from_numpy
+from fedpact.privacy.parts import BLOCK, square_sums
+
+# numpy's or torch's: the two agree in every function that is used of them.
+Array = Any
+
+Bounds = Sequence[tuple[int, int]]
+"""Where each site's columns begin and end."""
+
+
+def array(tensor: Tensor) -> Array:
+    """Return the same numbers, as numpy's on a CPU."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def tensor(array: Array) -> Tensor:
+    """Return the same numbers as torch's."""
+    return array if isinstance(array, Tensor) else from_numpy(array)
+
+
+def module(array: Array) -> Any:
+    """Return what computes with them, numpy or torch."""
+    return torch if isinstance(array, Tensor) else np
+
+
+def like(z: Array, v: Array) -> Array:
+    """Return v as numbers of z's type."""
+    return v.to(z.dtype) if isinstance(v, Tensor) else v.astype(z.dtype)
+
+
+def cut(array: Array, bounds: Bounds) -> list[Tensor]:
+    """Return each site's columns."""
+    if len(bounds) == 1:
+        return [tensor(array)]
+    return [tensor(array[..., start:end]) for start, end in bounds]
+
+
+def side_by_side(parts: Sequence[Array]) -> Array:
+    """Return parts [..., n] as one [..., N]."""
+    return parts[0] if len(parts) == 1 else module(parts[0]).concatenate(parts, -1)
+
+
+def squares(v: Array) -> Array:
+    """Return Σ v² [N] of each column of v [K, N], in float64."""
+    return (v * v).sum(0, dtype=module(v).float64)
+
+
+def lengths(x: Tensor) -> Array:
+    """Return ‖x_j‖² [n] of records x [n, K]."""
+    if x.device.type != "cpu" or x.shape[1] > BLOCK:
+        return array(square_sums(x))
+    rows = x.numpy()
+    return np.vecdot(rows, rows)
