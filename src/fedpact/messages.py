@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, cast
 
 import torch
@@ -290,20 +290,22 @@ def _header(message: Message) -> tuple[bytes, list[Tensor]]:
     _check_fields(kind, fields)
     _check_types(kind, vectors)
     names = sorted(vectors, key=lambda name: (_PLACES[vectors[name].dtype], name))
-    head = _FIELDS({"kind": kind.__name__, **fields})
-    layout: dict[str, object] = {"__metadata__": {"fedpact": head}}
-    end = 0
-    for name in names:
-        vector = vectors[name]
-        start, end = end, end + vector.nbytes
-        layout[name] = {
-            "dtype": _TYPES[vector.dtype],
-            "shape": tuple(vector.shape),
-            "data_offsets": (start, end),
-        }
-    text = _LAYOUT(layout).encode()
+    head = _LAYOUT(_FIELDS({"kind": kind.__name__, **fields}))
+    layout = _layout(tuple((name, vectors[name].dtype, vectors[name].shape) for name in names))
+    text = f'{{"__metadata__":{{"fedpact":{head}}}{layout}}}'.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [vectors[name] for name in names]
+
+
+@lru_cache(maxsize=64)
+def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
+    """Return where vectors of these names, types and shapes lie, as what follows the metadata."""
+    found: dict[str, object] = {}
+    end = 0
+    for name, dtype, shape in forms:
+        start, end = end, end + shape.numel() * dtype.itemsize
+        found[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": (start, end)}
+    return "," + _LAYOUT(found)[1:-1] if found else ""
 
 
 def _memory(vector: Tensor) -> memoryview:

@@ -93,11 +93,15 @@ def poisson(source: Source, records: int, rate: float) -> Tensor:
     """Return the indices of a Poisson batch of 0, ..., records - 1, in order, for rate < 1."""
     # 2^53 rate is exact, and so is comparing it with whole numbers up to 2^53.
     limit = np.uint64(math.floor(math.ldexp(rate, 53)))
-    chosen = [np.empty(0, dtype=np.int64)]
-    for start in range(0, records, CHUNK):
-        words = source.words(min(CHUNK, records - start))
-        chosen.append(np.flatnonzero(np.right_shift(words, 11, out=words) < limit) + start)
-    return from_numpy(np.concatenate(chosen))
+    parts = [
+        _below(source.words(min(CHUNK, records - start)), limit) + start
+        for start in range(0, max(records, 1), CHUNK)
+    ]
+    return from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
+
+
+def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
+    return (np.right_shift(words, 11, out=words) < limit).nonzero()[0]
 
 
 def normals(source: Source, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
