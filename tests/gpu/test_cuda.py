@@ -11,11 +11,15 @@ from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.dense import Sum
 from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.questions import Sum
+from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.stacked import Stack
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +68,45 @@ def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():
     for sigma, good in ((6.0, True), (6.06, False), (5.94, False)):
         ratio = float(noise.double().square().mean()) / sigma**2
         assert (abs(ratio - 1) < 4.9 * math.sqrt(2 / len(total))) == good
+
+
+@pytest.fixture
+def nobody_waits():
+    """Whoever waits for the card gets an exception."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_step_waits_for_nothing(name, secure, request):
+    shape = (1, 28, 28)
+    model = FlatModel(getattr(papers, name)(shape, 10).to(CARD))
+    records = Records(torch.rand(40, *shape, device=CARD), torch.arange(40, device=CARD) % 10)
+    terms = Terms("site", 20.0, 0.5, 0.5, {"gradient": 1.0}, 10**6, Budget(1.0, 1e-5), "best")
+    draws = SecureDraws() if secure else SeededDraws(0, "site", 1)
+    kernel = PerSampleKernel(model, cross_entropy)
+    oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None)
+    w = model.vector.clone()
+    # What is made once may wait.
+    for batch in oracle.batches(1, "gradient"):
+        w -= 0.1 * batch.gradient(w)
+    request.getfixturevalue("nobody_waits")
+    for batch in oracle.batches(2, "gradient"):
+        w -= 0.1 * batch.gradient(w)
+
+
+def test_records_that_are_not_finite_add_nothing():
+    shape = (1, 28, 28)
+    kernel = PerSampleKernel(FlatModel(papers.cnn(shape, 10).to(CARD)), cross_entropy)
+    x, y = torch.rand(9, *shape, device=CARD), torch.arange(9, device=CARD)
+    others = torch.tensor([0, 2, 3, 5, 6, 7], device=CARD)
+    expected = kernel.clipped_sum(x[others], y[others], 0.5)
+    x[1], x[4, 0, 3, 3], x[8] = math.nan, math.inf, 1e30
+    found = kernel.clipped_sum(x, y, 0.5)
+    assert float((found - expected).norm()) <= 1e-4 * 0.5 * 6
 
 
 @pytest.mark.parametrize("mode", ["none", "per_sample"])

@@ -1,14 +1,18 @@
 """The reference of the kernel's tests: per-sample gradients by torch.func, clipped as written."""
 
 import copy
+import importlib
 import math
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedpact import privacy
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel
@@ -131,5 +135,52 @@ def reference():
         units=units,
         data=data,
         Apply=Apply,
+        Looked=Looked,
         Shift=Shift,
     )
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """No number is at hand: what is done otherwise on a card is done here."""
+    for found in pkgutil.iter_modules(privacy.__path__):
+        module = importlib.import_module(f"{privacy.__name__}.{found.name}")
+        if "at_hand" in vars(module):
+            monkeypatch.setattr(module, "at_hand", lambda _: False)
+
+
+class Looked(Exception):
+    """Somebody asked for a number."""
+
+
+class _Nobody(TorchDispatchMode):
+    """Raises where an operation's result, or the form of it, depends on numbers."""
+
+    LOOKING = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if by_mask or any(word in name for word in self.LOOKING):
+            raise Looked(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_operation_looks():
+    """A context in which whoever asks torch what a number is gets an exception."""
+    return _Nobody()
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch):
+    """The same, and no tensor gives its numbers away for the whole of the test."""
+
+    def refused(self, *args, **kwargs):
+        raise Looked
+
+    for name in ("numpy", "tolist", "cpu", "item", "__array__"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    return _Nobody()

@@ -6,8 +6,6 @@ whatever the model does; `terms.sensitivity` has it. The batch's realised size l
 the clipped mean.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -47,11 +45,9 @@ class BatchClippedKernel:
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
         mean = self._plain.weighted_sum(x, y) / len(x)
-        norm = float(mean.double().square().sum().sqrt())
-        if not math.isfinite(norm):
-            return torch.zeros_like(mean)
-        clip = clip * (1 - _SLACK)
-        return mean if norm <= clip else mean * (clip / norm)
+        norm = mean.double().square().sum().sqrt()
+        scale = (clip * (1 - _SLACK) / norm).clamp_max(1).to(mean.dtype)
+        return torch.where(norm.isfinite(), mean * scale, 0)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""

@@ -158,14 +158,16 @@ class NoisyBatch(Channels, Generic[K]):
         """See Batch."""
         self.use("loss")
         positive(bound=bound)
-        total = self._losses(w).clamp(0, bound).sum().reshape(1)
+        losses, finite = self._losses(w)
+        total = torch.where(finite, losses.clamp(0, bound), 0).sum().reshape(1)
         return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
 
     def below(self, w: Tensor, bound: float) -> float:
         """See Batch."""
         self.use("below")
-        votes = (self._losses(w) <= positive(bound=bound)).double() - 0.5
-        total = self.noisy(votes.sum().reshape(1), "below", 0.5)
+        losses, finite = self._losses(w)
+        votes = (losses <= positive(bound=bound)).double() - 0.5
+        total = self.noisy(torch.where(finite, votes, 0).sum().reshape(1), "below", 0.5)
         return float(total) / self._terms.batch_size + 0.5
 
     def noisy(self, total: Tensor, channel: str, bound: float) -> Tensor:
@@ -175,10 +177,11 @@ class NoisyBatch(Channels, Generic[K]):
             return total
         return self._add_noise(total, sigma, bound, channel)
 
-    def _losses(self, w: Tensor) -> Tensor:
+    def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses [B] at w, and which of them are finite."""
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y).double()
-        return losses[torch.isfinite(losses)]
+        return losses, losses.isfinite()
 
 
 class PerSampleBatch(NoisyBatch[PerSampleKernel]):

@@ -18,13 +18,15 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy import parts
+from fedpact.privacy.cards import at_hand, rows_without_bad, without_bad
 from fedpact.privacy.compiled import Plan
 from fedpact.privacy.cover import Cover, NotAUnit, Owner
-from fedpact.privacy.dense import Dense, Sum
+from fedpact.privacy.dense import Dense
 from fedpact.privacy.difference import difference, held
 from fedpact.privacy.fallback import Random, Whole
 from fedpact.privacy.layers import Layer
 from fedpact.privacy.parts import Part
+from fedpact.privacy.questions import Sum
 from fedpact.privacy.stages import Unfit
 from fedpact.privacy.tape import Call, Recorded, record, requiring_grad
 
@@ -57,7 +59,7 @@ class BookKeeping:
         self.cover = Cover(model)
         self.plan = Plan.of(model, self.cover.owners)
         # On a card nothing is gained.
-        self.dense = Dense.of(model, loss) if model.vector.device.type == "cpu" else None
+        self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._whole = Whole(model, loss)
         self._random = False
         self._trainable = trainable(model)
@@ -85,7 +87,7 @@ class BookKeeping:
                 except Random:
                     self._random = True
             for inner in slices(rows, self._whole.step):
-                losses, found = self._whole.rows(x[inner], y[inner])
+                losses, found = self._rows(x[inner], y[inner])
                 yield inner, self._measured(losses, [self._whole.share(found)])
 
     def differences(
@@ -104,9 +106,9 @@ class BookKeeping:
         # with two sets of weights, so the model is differentiated as a whole instead.
         for rows in slices(slice(0, len(x)), self._whole.step):
             self._model.load(anchor)
-            below, before = self._whole.rows(x[rows], y[rows])
+            below, before = self._rows(x[rows], y[rows])
             self._model.load(w)
-            above, after = self._whole.rows(x[rows], y[rows])
+            above, after = self._rows(x[rows], y[rows])
             found = {name: after[name] - before[name] for name in after}
             yield rows, self._measured(_both(above, below), [self._whole.share(found)])
 
@@ -132,8 +134,16 @@ class BookKeeping:
         # A few records at a time would cost more than making their gradients twice.
         return slices(slice(0, batch), most if most >= _FEW else batch)
 
+    def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        found = self._whole.rows(x, y)
+        return found if at_hand(x) else rows_without_bad(*found)
+
     def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         """Losses [B], and each owner's calls with their output gradients."""
+        found = self._by_plan_or_tape(x, y)
+        return found if at_hand(x) else without_bad(*found)
+
+    def _by_plan_or_tape(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         if self.plan is not None and self.plan.holds:
             try:
                 by_pixel = _by_pixel(x) if self._images(x) else x

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.keystream import from_numpy
 from fedpact.privacy.parts import BLOCK, square_sums
 
@@ -22,7 +23,7 @@ Bounds = Sequence[tuple[int, int]]
 
 def array(tensor: Tensor) -> Array:
     """Return the same numbers, as numpy's on a CPU."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.numpy() if at_hand(tensor) else tensor
 
 
 def tensor(array: Array) -> Tensor:
@@ -59,7 +60,7 @@ def squares(v: Array) -> Array:
 
 def lengths(x: Tensor) -> Array:
     """Return ‖x_j‖² [n] of records x [n, K]."""
-    if x.device.type != "cpu" or x.shape[1] > BLOCK:
+    if not at_hand(x) or x.shape[1] > BLOCK:
         return array(square_sums(x))
     rows = x.numpy()
     return np.vecdot(rows, rows)

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
 from fedpact.privacy import columns
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.columns import Array, Bounds
 from fedpact.privacy.compiled import chain_of
 from fedpact.privacy.products import linear
-from fedpact.privacy.weighting import Weights, weights_of
+from fedpact.privacy.questions import Sum
+from fedpact.privacy.weighting import weights_of
 
 MOST: Final = 2**20
 """Of records times the layers' outputs: what is larger gains nothing here."""
@@ -39,20 +41,6 @@ _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
     nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
     nn.Sigmoid: (lambda z: 0.5 * np.tanh(0.5 * z) + 0.5, torch.sigmoid, lambda y: y * (1 - y)),
 }
-
-
-@dataclass(eq=False, slots=True)
-class Sum:
-    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
-
-    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel.
-    """
-
-    model: FlatModel
-    x: Tensor
-    y: Tensor
-    clip: float
-    weights: Weights | None
 
 
 class Dense:
@@ -73,6 +61,7 @@ class Dense:
         self._width = sum(m.out_features for _, m in linears)
         self._classes = linears[-1][1].out_features
         self._dtype, self._device = model.vector.dtype, model.vector.device
+        self._at_hand = at_hand(model.vector)
 
     @staticmethod
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
@@ -124,32 +113,32 @@ class Dense:
         if group:
             yield group
 
-    def _sums(self, asked: list[Sum]) -> list[Tensor | None]:
-        labels = columns.side_by_side([columns.array(one.y) for one in asked])
-        if labels.min() < 0 or labels.max() >= self._classes:
+    def _sums(self, asked: list[Sum]) -> Sequence[Tensor | None]:
+        y = columns.side_by_side([columns.array(one.y) for one in asked])
+        strange = (y < 0) | (y >= self._classes)
+        if self._at_hand and strange.any():
             # Somebody's: each is asked anew, by the kernel that knows what to say of it.
             return [None] * len(asked)
-        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
-        weights = [one.model.own for one in asked]
-        bounds = list(pairwise(accumulate((x.shape[0] for x in xs), initial=0)))
         with np.errstate(all="ignore"):
-            values = self._forward(xs, weights, bounds)
-            losses, g = _cross_entropy(values[-1], labels)
-            grads = self._backward(g, values, weights, bounds)
-            squares = self._squares(grads, values, xs)
-            norms = squares**0.5
-            w = _weights(asked, losses, bounds)
-            c = _coefficients(asked, w, norms, bounds)
-            totals = self._weighted(columns.like(g, c), grads, values, xs, bounds)
-        known = losses + norms if w is None else losses + norms + w
+            made = self._forward(asked)
+            y = y if self._at_hand else y.where(~strange, 0)
+            losses, g = _cross_entropy(made.values[-1], y)
+            made.grads = self._backward(g, made)
+            norms = self._squares(made) ** 0.5
+            w = _weights(asked, losses, made.bounds)
+            c = columns.like(g, _coefficients(asked, w, norms, made.bounds))
+            known = losses + norms if w is None else losses + norms + w
+            if not self._at_hand:
+                return _weighted(self._order, *_without_bad(asked, c, known, strange, made))
+            totals = _weighted(self._order, c, made)
         # A sum is finite only if its terms are.
         if math.isfinite(known.sum()):
-            return list(totals)
-        each = zip(asked, totals, bounds, strict=True)
-        w = columns.module(norms).ones_like(norms) if w is None else w
-        return [self._without_bad(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
+            return totals
+        each = zip(asked, totals, made.bounds, strict=True)
+        w = np.ones_like(norms) if w is None else w
+        return [self._of_good(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
 
-    def _without_bad(self, one: Sum, total: Tensor, w: Array, known: Array) -> Tensor | None:
+    def _of_good(self, one: Sum, total: Tensor, w: Array, known: Array) -> Tensor | None:
         """Return the total, or that of the records [n] with finite numbers alone."""
         good, fixed = columns.tensor(known).isfinite(), columns.tensor(w)
         if good.all():
@@ -161,10 +150,10 @@ class Dense:
         some = Sum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
         return self.sums([some])[0]
 
-    def _forward(
-        self, xs: list[Tensor], weights: list[dict[str, Tensor]], bounds: Bounds
-    ) -> list[Array]:
-        """Return what each layer reads, [K, N] but for the first, then the last one's output."""
+    def _forward(self, asked: list[Sum]) -> "_Pass":
+        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
+        weights = [one.model.own for one in asked]
+        bounds = list(pairwise(accumulate((x.shape[0] for x in xs), initial=0)))
         values: list[Array] = [None]
         for i, kind in enumerate(self._kinds):
             x = values[-1]
@@ -180,61 +169,87 @@ class Dense:
                     z += columns.array(own[self._bias[i]])[:, None]
                 made.append(z)
             values.append(columns.side_by_side(made))
-        return values
+        return _Pass(xs, weights, bounds, values, {})
 
-    def _backward(
-        self,
-        g: Array,
-        values: list[Array],
-        weights: list[dict[str, Tensor]],
-        bounds: Bounds,
-    ) -> dict[int, Array]:
-        """Return ∂ℓ_j/∂output [O, N] of every linear layer, by its place."""
+    def _backward(self, g: Array, made: "_Pass") -> dict[int, Array]:
         found: dict[int, Array] = {}
         for i in reversed(range(len(self._kinds))):
             kind = self._kinds[i]
             if kind is not nn.Linear:
-                g *= _ACTIVATIONS[kind][2](values[i + 1])
+                g *= _ACTIVATIONS[kind][2](made.values[i + 1])
                 continue
             found[i] = g
             if i:
-                pairs = zip(weights, columns.cut(g, bounds), strict=True)
-                made = [linear(own[self._weight[i]].t(), part.t()) for own, part in pairs]
-                g = columns.side_by_side([columns.array(one) for one in made])
+                pairs = zip(made.weights, columns.cut(g, made.bounds), strict=True)
+                below = [linear(own[self._weight[i]].t(), part.t()) for own, part in pairs]
+                g = columns.side_by_side([columns.array(one) for one in below])
         return found
 
-    def _squares(self, grads: dict[int, Array], values: list[Array], xs: list[Tensor]) -> Array:
+    def _squares(self, made: "_Pass") -> Array:
         """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
         total: Array = 0
-        for i, g in grads.items():
-            each = [columns.lengths(x) for x in xs] if i == 0 else [columns.squares(values[i])]
+        for i, g in made.grads.items():
+            read = made.values[i]
+            each = [columns.squares(read)] if i else [columns.lengths(x) for x in made.xs]
             lengths = columns.side_by_side(each)
             total = total + columns.squares(g) * (lengths + 1 if i in self._bias else lengths)
         return total
 
-    def _weighted(
-        self,
-        c: Array,
-        grads: dict[int, Array],
-        values: list[Array],
-        xs: list[Tensor],
-        bounds: Bounds,
-    ) -> list[Tensor]:
-        """Return each site's Σ_j c_j g_j [d]."""
-        for g in grads.values():
-            g *= c
-        found: list[Tensor] = []
-        for x, (start, end) in zip(xs, bounds, strict=True):
-            parts: list[Array] = []
-            for i, weight in self._order:
-                own = grads[i][:, start:end]
-                if not weight:
-                    parts.append(own.sum(1))
-                    continue
-                read = columns.tensor(values[i][:, start:end]) if i else x.t()
-                parts.append(columns.array(linear(columns.tensor(own), read)).reshape(-1))
-            found.append(columns.tensor(columns.side_by_side(parts)))
-        return found
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """Records x [n, K] and weights of each site, where its columns are, and what was found.
+
+    values: what each layer reads, [K, N] but for the first, and the last one's output. grads:
+    ∂ℓ_j/∂output [O, N] of every linear layer, by its place.
+    """
+
+    xs: list[Tensor]
+    weights: list[dict[str, Tensor]]
+    bounds: Bounds
+    values: list[Array]
+    grads: dict[int, Array]
+
+
+def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tensor]:
+    """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
+    for g in made.grads.values():
+        g *= c
+    found: list[Tensor] = []
+    for x, (start, end) in zip(made.xs, made.bounds, strict=True):
+        parts: list[Array] = []
+        for i, weight in order:
+            own = made.grads[i][:, start:end]
+            if not weight:
+                parts.append(own.sum(1))
+                continue
+            read = columns.tensor(made.values[i][:, start:end]) if i else x.t()
+            parts.append(columns.array(linear(columns.tensor(own), read)).reshape(-1))
+        found.append(columns.tensor(columns.side_by_side(parts)))
+    return found
+
+
+def _without_bad(
+    asked: list[Sum], c: Tensor, known: Tensor, strange: Tensor, made: _Pass
+) -> tuple[Tensor, _Pass]:
+    """Return c and the pass with zeros for records that are not finite, where there is a clip.
+
+    Whether or not there are any: the host would have to wait to know.
+    """
+    good = known.isfinite()
+    for one, (start, end) in zip(asked, made.bounds, strict=True):
+        if one.clip == math.inf:
+            good[start:end] = True
+    good &= ~strange
+    rows = zip(made.xs, made.bounds, strict=True)
+    clean = _Pass(
+        [x.where(good[start:end, None], 0) for x, (start, end) in rows],
+        made.weights,
+        made.bounds,
+        [None if v is None else v.where(good, 0) for v in made.values],
+        {i: g.where(good, 0) for i, g in made.grads.items()},
+    )
+    return c.where(good, 0), clean
 
 
 def _weights(asked: list[Sum], losses: Array, bounds: Bounds) -> Array | None:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fedpact.check import positive
 from fedpact.errors import PrivacyError
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.keystream import CHUNK
 from fedpact.privacy.noise import empty
 
@@ -67,7 +68,17 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     """
     step = spacing(sensitivity, total.numel())
     scale = positive(sigma=sigma) * (sensitivity + step * math.sqrt(total.numel())) / step
-    sums = total.detach().cpu()
+    sums = total.detach()
+    if at_hand(sums):
+        return _added(sums, step, scale, gaussian)
+    # The noise goes to a card, which need not be waited for.
+    noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
+    release = (sums.double() * (1 / step)).round_().mul_(step)
+    return release.add_(noise.to(sums.device, non_blocking=True)).to(sums.dtype)
+
+
+def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
+    """Return step (round(s / step) + round(scale z)) for sums s [d] on the CPU."""
     release = empty(len(sums), sums.dtype)
     source, target = sums.numpy(), release.numpy()
     like = torch.empty(0, dtype=torch.float64)
@@ -96,10 +107,10 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     firsts = add(shares[0]) + [first for other in others for first in other.result()]
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
-            f"the noise for {total.numel()} coordinates repeats itself: expected draws that are "
+            f"the noise for {len(sums)} coordinates repeats itself: expected draws that are "
             "new at every call, as privacy.secure.SecureDraws are; a simulation's need no grid"
         )
-    return release.to(total.device)
+    return release
 
 
 def _shares(length: int) -> tuple[int, list[range]]:

@@ -24,7 +24,8 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy.bookkeeping import BookKeeping, Measured, one_each, trainable
-from fedpact.privacy.dense import Sum
+from fedpact.privacy.cards import at_hand
+from fedpact.privacy.questions import Sum
 from fedpact.privacy.separation import Mixers, check_separation
 from fedpact.privacy.tape import gradients, requiring_grad
 from fedpact.privacy.weighting import Weights, weights_of
@@ -144,10 +145,9 @@ class PerSampleKernel:
         with torch.no_grad():
             for rows, measured in measure(x, y):
                 w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
-                good = _bad_left_out(measured, w)
+                good = _bad_left_out(measured, w) if at_hand(x) else None
                 if good is None:
-                    c = clip / measured.norms
-                    measured.add(c.clamp_max(1) if w is None else torch.minimum(w, c), total)
+                    measured.add(_coefficients(measured, w, clip), total)
                 else:
                     # 0 times infinity is no number, so the others are summed without the bad ones.
                     again = None if w is None else partial(_fixed, w[good])
@@ -225,6 +225,16 @@ def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
         return None
     good = torch.stack(known).isfinite().all(0)
     return None if good.all() else good
+
+
+def _coefficients(measured: Measured, w: Tensor | None, clip: float) -> Tensor:
+    """c [n]; on a card 0 for records that the pass has found not to be finite."""
+    c = clip / measured.norms
+    c = c.clamp_max(1) if w is None else torch.minimum(w, c)
+    if at_hand(c):
+        return c
+    known = measured.losses + measured.norms
+    return torch.where((known if w is None else known + w).isfinite(), c, 0)
 
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.convolution import Conv, Convolution
 from fedpact.privacy.parts import Outer, Part, Sizes, Views, joined, kept, square_sums, together
 from fedpact.privacy.pooled import PooledConvolution, applies
@@ -119,6 +120,8 @@ def embedding(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Pa
     batch = len(calls[0].input)
     index = torch.cat([c.input.reshape(batch, -1) for c in calls], 1).long()
     g = _positions([_grad(c) for c in calls])
+    if not at_hand(g):
+        return _by_pairs(index, g, table.padding_idx)
     sample = torch.arange(batch, device=index.device)[:, None].expand_as(index)
     real = torch.ones_like(index, dtype=torch.bool)
     if table.padding_idx is not None:
@@ -133,6 +136,26 @@ def embedding(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Pa
 
     def write(c: Tensor, views: Views) -> None:
         views["weight"].index_add_(0, entry, rows * c[owner, None])
+
+    return Part(squares, write)
+
+
+def _by_pairs(index: Tensor, g: Tensor, padding: int | None) -> Part:
+    """The same for index [B, T] and g [B, T, E] without asking which indices there are.
+
+    ‖G_j‖² sums g_jt·g_js over positions of one index, in float64 as the terms may cancel; never
+    below what rounding leaves, see Outer.
+    """
+    if padding is not None:
+        g = torch.where((index != padding)[:, :, None], g, 0)
+    exact = g.double()
+    same = index[:, :, None] == index[:, None, :]
+    least = torch.finfo(g.dtype).eps * exact.square().sum(2).sqrt().sum(1)
+    squares = torch.maximum((exact @ exact.mT * same).sum((1, 2)), least.square()).to(g.dtype)
+
+    def write(c: Tensor, views: Views) -> None:
+        scaled = (g * c[:, None, None]).flatten(0, 1)
+        views["weight"].index_add_(0, index.flatten(), scaled)
 
     return Part(squares, write)
 

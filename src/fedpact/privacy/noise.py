@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.keystream import KeyStream, from_numpy, normals, poisson
 
 DRAWS: Final = 2
@@ -106,7 +107,7 @@ class SeededDraws:
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
-        if like.device.type != "cpu":
+        if not at_hand(like):
             generator = self._on(like.device, step, purpose)
             return like.new_empty(size).normal_(generator=generator)
         noise = empty(size, like.dtype)
@@ -118,7 +119,7 @@ class SeededDraws:
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
-        if total.device.type != "cpu":
+        if not at_hand(total):
             noise = self.gaussian(total.numel(), total, step, purpose)
             return total.add_(noise, alpha=sigma * sensitivity)
         for part, z in self._parts(total, step, purpose):

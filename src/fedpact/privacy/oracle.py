@@ -105,7 +105,7 @@ class Records:
         """Return copies of the records of these indices, which ascend."""
         if chosen.shape == self.y.shape[:1]:
             return self.x.clone(), self.y.clone()
-        chosen = chosen.to(self.x.device)
+        chosen = chosen.to(self.x.device, non_blocking=True)
         # A quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.convolution import Conv, Geometry
 from fedpact.privacy.parts import Outer, Sizes, Views
 
@@ -26,7 +27,7 @@ def applies(conv: Conv, grad: Tensor, pooled: Pooled | None) -> bool:
 
     On CPUs, where embedding_bag is a routine of its own and faster than a product; untried on GPUs.
     """
-    if pooled is None or grad.device.type != "cpu":
+    if pooled is None or not at_hand(grad):
         return False
     geometry = Geometry.of(conv)
     simple = geometry.plain and geometry.stride == geometry.dilation == (1, 1)

@@ -5,30 +5,17 @@ Each has the numbers of the site that trains alone, sums up to rounding and nois
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.dense import Sum
+from fedpact.privacy.cards import at_hand
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.keystream import together
 from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.questions import Noise, Sum
 from fedpact.privacy.weighting import Weights
-
-
-@dataclass(frozen=True, eq=False)
-class Noise:
-    """One site's question: total [d] plus `scale` times the normal numbers of `key`.
-
-    Where it is answered, total is written over.
-    """
-
-    total: Tensor
-    scale: float
-    key: bytes
-
 
 Ask = Callable[[Sum | Noise], Tensor | None]
 """A question to whoever stacks; None: the site has to answer it itself."""
@@ -80,7 +67,7 @@ class SeatDraws(SeededDraws):
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See SeededDraws."""
-        if total.device.type == "cpu" and together(total.numel(), total.dtype) > 1:
+        if at_hand(total) and together(total.numel(), total.dtype) > 1:
             key = self.noise_key(step, purpose)
             answer = self._ask(Noise(total, sigma * sensitivity, key))
             if answer is not None:

@@ -91,7 +91,7 @@ class SecureDraws:
         for z in normals(self._own.stream, size, torch.float64):
             np.copyto(numbers[start : start + len(z)], z.numpy(), casting="same_kind")
             start += len(z)
-        return noise.to(like.device)
+        return noise.to(like.device, non_blocking=True)
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.dense import Dense, Sum
+from fedpact.privacy.dense import Dense
 from fedpact.privacy.keystream import normals_of, together
-from fedpact.privacy.seats import Noise
+from fedpact.privacy.questions import Noise, Sum
 
 
 class Stack:

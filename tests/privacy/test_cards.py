@@ -1,0 +1,291 @@
+"""What is done otherwise on a card, tried on a CPU whose numbers are said to be out of reach.
+
+The same sums as at hand, to rounding; nothing that is not finite gets into them; and no operation
+looks at a number, for which a card would have to be waited for. What a card itself does with it is
+for tests/gpu.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.losses import cross_entropy, squared_error
+from fedpact.models import papers
+from fedpact.params import FlatModel
+from fedpact.privacy import grid
+from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.questions import Sum
+from fedpact.privacy.seats import Seat, SeatDraws
+from fedpact.privacy.secure import SecureDraws
+from fedpact.privacy.stacked import Stack
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
+
+
+class Mixed(nn.Module):
+    """A layer with parameters of its own, which no rule knows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+MODELS = {
+    "logistic": (lambda: papers.logistic((1, 6, 6), 3), (1, 6, 6)),
+    "mlp": (lambda: papers.mlp((1, 6, 6), 3), (1, 6, 6)),
+    "cnn": (lambda: papers.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 4, 3, padding=1, padding_mode="reflect"),
+            nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
+            nn.Linear(32, 6), nn.LayerNorm(6), nn.Sigmoid(), nn.Linear(6, 3),
+        ),
+        (2, 8),
+    ),
+    "positions": (
+        lambda: nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Flatten(), nn.Linear(240, 3)),
+        (6, 5),
+    ),
+    "words": (
+        lambda: nn.Sequential(nn.Embedding(7, 5, 0), nn.Flatten(), nn.Linear(30, 3)), (6,),
+    ),
+    "a unit": (
+        lambda: nn.Sequential(nn.Linear(5, 4), Mixed(4), nn.Tanh(), nn.Linear(4, 3)),
+        (5,),
+    ),
+}  # fmt: skip
+
+
+def case(name, count=9, dtype=torch.float64):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    module = make().to(dtype)
+    x = torch.randn(count, *shape, dtype=dtype)
+    if name == "words":
+        x = torch.randint(7, (count, *shape))
+    return module, x, torch.arange(count) % 3
+
+
+@pytest.mark.parametrize("look", [
+    lambda v: float(v.sum()), lambda v: bool(v.any()), lambda v: v[v > 0], lambda v: v.nonzero(),
+    lambda v: v.equal(v), lambda v: v.numpy(), lambda v: v.tolist(), lambda v: v.unique(),
+    lambda v: v.cpu(), lambda v: v.masked_select(v > 0), lambda v: math.isfinite(v.sum()),
+])  # fmt: skip
+def test_who_looks_is_found(look, nobody_looks, reference):
+    with nobody_looks, pytest.raises(reference.Looked):
+        look(torch.arange(3.0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", ["plan", "tape"])
+def test_sums_are_those_of_numbers_at_hand_and_nobody_looks(
+    reference, name, level, card, nobody_looks
+):
+    module, x, y = case(name)
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    for clip, weights in ((math.inf, None), (0.5, None), (0.5, lambda ell: ell - 0.5)):
+        one = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy)
+        if level == "tape":
+            one._level.plan = None
+        with nobody_looks:
+            found = one.clipped_sum(x, y, clip, weights)
+        w = None if weights is None else weights(cross_entropy(module(x), y).detach())
+        assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-12
+
+
+SPOILT = {"nan": math.nan, "inf": math.inf, "overflow": 1e30}
+
+
+@pytest.mark.parametrize("bad", SPOILT)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", ["plan", "tape"])
+def test_records_that_are_not_finite_add_nothing(name, level, bad, card, nobody_looks):
+    """In float32, in which 1e30 is finite and what the layers make of it is not, or beyond 1e19."""
+    module, x, y = case(name, dtype=torch.float32)
+    if not x.is_floating_point():
+        # Words are what they are; weights are what may not be finite.
+        module[0].weight.data[1] = math.nan
+        assert (
+            not PerSampleKernel(FlatModel(module), cross_entropy)
+            .clipped_sum(x, y, 0.5)
+            .isnan()
+            .any()
+        )
+        return
+    others = torch.tensor([0, 2, 3, 5, 6, 7])
+    one = PerSampleKernel(FlatModel(module), cross_entropy)
+    if level == "tape":
+        one._level.plan = None
+    expected = one.clipped_sum(x[others], y[others], 0.5)
+    spoilt = x.clone()
+    spoilt[[1, 8]] = SPOILT[bad]
+    spoilt[4].view(-1)[3] = -SPOILT[bad]
+    with nobody_looks:
+        found = one.clipped_sum(spoilt, y, 0.5)
+    assert found.isfinite().all()
+    if bad == "overflow" and name == "norms":
+        # Normalisation makes 1e30 an ordinary number again, and another one than it was.
+        return
+    assert float((found - expected).norm()) <= 1e-5 * 0.5 * len(x)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_none(bad, card, nobody_looks):
+    module, x, y = case("cnn")
+    one = PerSampleKernel(FlatModel(module), cross_entropy)
+    w = torch.ones(9, dtype=torch.float64)
+    w[[2, 5]] = bad
+    others = torch.tensor([0, 1, 3, 4, 6, 7, 8])
+    expected = one.clipped_sum(x[others], y[others], 0.5)
+    with nobody_looks:
+        found = one.clipped_sum(x, y, 0.5, lambda _: w)
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_differences(name, spoilt, card, nobody_looks, monkeypatch):
+    module, x, y = case(name)
+    model = FlatModel(module)
+    w = model.vector.clone()
+    anchor = w + 0.1 * torch.randn(len(w), dtype=w.dtype)
+    one = PerSampleKernel(model, cross_entropy)
+    used = torch.arange(9)
+    if spoilt and x.is_floating_point():
+        x[4] = math.nan
+        used = used[used != 4]
+    with nobody_looks:
+        found = one.clipped_difference(x, y, w, anchor, 0.05)
+    monkeypatch.undo()
+    expected = one.clipped_difference(x[used], y[used], w, anchor, 0.05)
+    assert (found - expected).norm() <= 1e-10 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["logistic", "mlp"])
+def test_stacked_sums(reference, name, card, nobody_looks):
+    """Two sites, one of them with records and a label that cannot be; and one without a clip."""
+    module, x, y = case(name)
+    model = FlatModel(module)
+    other = FlatModel(copy.deepcopy(module))
+    other.load(model.vector * 0.5)
+    bad_x, bad_y = x.clone(), y.clone()
+    bad_x[3, 0, 2, 2], bad_y[6] = math.inf, 3
+    used = torch.tensor([0, 1, 2, 4, 5, 7, 8])
+    stack = Stack.of(model, cross_entropy)
+    asked = [
+        Sum(model, x, y, 0.5, None),
+        Sum(other, bad_x, bad_y, 0.5, lambda ell: ell + 1),
+        Sum(model, x, y, math.inf, None),
+    ]
+    with nobody_looks:
+        found = stack.answers(asked)
+    for total, own, rows, clip, weigh in zip(
+        found, (model, other, model), (torch.arange(9), used, torch.arange(9)),
+        (0.5, 0.5, math.inf), (None, lambda ell: ell + 1, None), strict=True,
+    ):  # fmt: skip
+        each = reference.per_sample(own.module, cross_entropy, x[rows], y[rows])
+        w = None if weigh is None else weigh(cross_entropy(own.module(x[rows]), y[rows]).detach())
+        assert reference.error(total, reference.clipped(each, clip, w)) < 1e-12
+    # Without a clip nothing is left out, as a plain kernel leaves nothing out.
+    (spread,) = stack.answers([Sum(model, bad_x, y, math.inf, None)])
+    assert spread.isnan().any()
+
+
+def terms(**sigmas):
+    return Terms("site", 18.0, 0.5, 0.5, sigmas, 10**6, Budget(1.0, 1e-5), "best")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_step_looks_at_no_number(stacked, card, no_operation_looks):
+    """From sampling to the new weights: batch, sum, a simulation's noise, step."""
+    module, x, y = case("mlp", 18, torch.float32)
+    model = FlatModel(module)
+    stack = Stack.of(model, cross_entropy)
+
+    def ask(question):
+        return stack.answers([question])[0]
+
+    seat = Seat(model, cross_entropy, ask) if stacked else PerSampleKernel(model, cross_entropy)
+    draws = SeatDraws(ask, 0, "site", 1) if stacked else SeededDraws(0, "site", 1)
+    oracle = PrivateOracle(Records(x, y), seat, terms(gradient=1.0), draws, lambda *_: None)
+    w = model.vector.clone()
+    before = w.clone()
+    with no_operation_looks:
+        for batch in oracle.batches(2, "gradient"):
+            w -= 0.1 * batch.gradient(w)
+    assert w.isfinite().all()
+    assert not torch.equal(w, before)
+
+
+def test_losses_that_are_not_finite_are_left_out_of_what_is_released(card):
+    module, x, y = case("logistic", 18)
+    x[3] = math.nan
+    draws = SeededDraws(0, "site", 1)
+    silent = terms(loss=0.0, below=0.0)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    oracle = PrivateOracle(Records(x, y), kernel, silent, draws, lambda *_: None)
+    w = kernel.model.vector.clone()
+    chosen = [int(j) for j in draws.batch(18, 0.5, 0) if j != 3]
+    losses = cross_entropy(module(x[chosen]), y[chosen]).detach()
+    batch = next(oracle.batches(1, "loss", "below"))
+    assert math.isclose(batch.loss(w, 1.0), float(losses.clamp(0, 1).sum()) / 9)
+    share = float(((losses <= 1.1).double() - 0.5).sum()) / 9 + 0.5
+    assert math.isclose(batch.below(w, 1.1), share)
+
+
+def test_a_batch_clipped_mean_looks_at_no_number(card, nobody_looks):
+    module, x, y = case("cnn")
+    one = BatchClippedKernel(FlatModel(module), cross_entropy)
+    with nobody_looks:
+        free, short = (one.clipped_mean(x, y, clip) for clip in (math.inf, 1e-3))
+    assert 0.99999e-3 < float(short.norm()) <= 1e-3
+    assert (short / short.norm() - free / free.norm()).norm() < 1e-12
+    x[0] = math.nan
+    assert not one.clipped_mean(x, y, 1.0).any()
+
+
+def test_noise_on_the_grid_goes_to_the_card(monkeypatch, no_operation_looks):
+    """The release is the one that is made at hand, bit for bit, from the same normal numbers."""
+    total = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def gaussian(size, like):
+        return z.clone()
+
+    here = grid.noisy(total, 1.5, 0.3, gaussian)
+    monkeypatch.setattr(grid, "at_hand", lambda _: False)
+    with no_operation_looks:
+        there = grid.noisy(total, 1.5, 0.3, gaussian)
+    assert there.dtype == total.dtype
+    assert torch.equal(here, there)
+    assert not torch.equal(SecureDraws().add_noise(total.clone(), 1.5, 0.3, 0, "gradient"), there)
+
+
+def test_other_losses_by_the_whole_model(card, nobody_looks, reference):
+    """Dropout in a unit: the model is differentiated as a whole, and rows are cleaned there."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x * self.weight)
+
+    module = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 2)).double()
+    one = PerSampleKernel(FlatModel(module), squared_error)
+    x, y = reference.data(6, 4), reference.data(6, 2, seed=1)
+    x[2] = math.inf
+    found = one.clipped_sum(x, y, 0.5)
+    assert found.isfinite().all()
+    assert 0 < float(found.norm()) <= 5 * 0.5
