@@ -87,8 +87,7 @@ class FlatModel:
                 "check that the vector comes from the same model"
             )
         if w is not self.vector:
-            with torch.no_grad():
-                self.vector.copy_(w)
+            self.vector.copy_(w.detach())
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view) of any vector [d] laid out as this model's."""

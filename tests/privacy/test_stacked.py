@@ -129,7 +129,7 @@ def test_sums_that_the_site_has_to_compute_itself():
     assert [answer is None for answer in found] == [False, True, False]
 
 
-def test_no_more_records_than_are_fast_are_in_one_pass(monkeypatch):
+def test_too_many_records_for_one_pass_take_several(monkeypatch):
     model = FlatModel(MODELS["logistic"]().double())
     stack = Stack.of(model, cross_entropy)
     asked = requests(model, torch.float64, 0.5)

@@ -31,7 +31,7 @@ from fedpact.privacy.questions import Sum
 from fedpact.privacy.weighting import weights_of
 
 MOST: Final = 2**20
-"""Of records times the layers' outputs: what is larger gains nothing here."""
+"""Of records times the layers' outputs in one pass, which holds a few numbers for each."""
 
 _Curve = Callable[[Array], Array]
 
@@ -83,8 +83,8 @@ class Dense:
     def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
 
-        That is where there is no record or so many that nothing is gained, and where records or
-        labels are none of the model's. A record whose loss, norm or weight is not finite is left
+        That is where there is no record or too many for a pass, and where records or labels are
+        none of the model's. A record whose loss, norm or weight is not finite is left
         out; without a clip that, too, is the site's to decide.
         """
         found: list[Tensor | None] = [None] * len(asked)
