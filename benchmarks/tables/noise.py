@@ -12,8 +12,10 @@ from fedpact.privacy.secure import SecureDraws
 
 TITLE = "Noise"
 ABOUT = (
-    "Seconds beside torch.randn(d), float32, which uses one thread. Secure noise is AES-256 in "
-    "counter mode and Box and Muller in float64 with 52 bits each for radius and angle. On the "
+    "Seconds beside torch.randn(d), float32, which uses one thread. All of ours is AES-256 in "
+    "counter mode and Box and Muller: a simulation's in float32 from 32 bits a number, as in the "
+    "prototype behind the goal; what a deployment draws, called secure here, in float64 with 52 "
+    "bits each for radius and angle. On the "
     "grid it is also rounded, added to the sum and checked, the floating-point defence that a "
     "deployment uses, and takes the place of torch.randn and an addition; a site draws it on all "
     "of its cores."
@@ -60,7 +62,7 @@ def _rows(d: int, scale: Scale) -> tuple[list[Row], bool]:
     alone = milliseconds(turns.time("randn").median)
     rows = [
         Row(f"torch.randn, {where}", 1.0, note=alone),
-        turns.row(f"a simulation's, {where}", "seeded", "randn"),
+        turns.row(f"a simulation's, {where}", "seeded", "randn", **marks),
         turns.row(f"secure, {where}", "secure", "randn", **marks),
     ]
     for title, name in (("one thread", "grid"), ("two threads", "grid on two")):
