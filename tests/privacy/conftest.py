@@ -1,9 +1,7 @@
 """The reference of the kernel's tests: per-sample gradients by torch.func, clipped as written."""
 
 import copy
-import importlib
 import math
-import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpact import privacy
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel
@@ -138,15 +135,6 @@ def reference():
         Looked=Looked,
         Shift=Shift,
     )
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """No number is at hand: what is done otherwise on a card is done here."""
-    for found in pkgutil.iter_modules(privacy.__path__):
-        module = importlib.import_module(f"{privacy.__name__}.{found.name}")
-        if "at_hand" in vars(module):
-            monkeypatch.setattr(module, "at_hand", lambda _: False)
 
 
 class Looked(Exception):
