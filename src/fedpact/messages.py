@@ -226,6 +226,8 @@ _TYPES: Final[Mapping[torch.dtype, str]] = {
 }
 """What safetensors calls each type, in the order in which it lays the vectors out."""
 
+_RESERVED: Final = "__metadata__"
+
 _PLACES: Final = {dtype: place for place, dtype in enumerate(_TYPES)}
 
 # json.dumps makes one of these on every call that does not take its defaults.
@@ -326,8 +328,13 @@ def _is_number(value: object) -> bool:
 
 
 def _check_types(kind: type[Message], vectors: Vectors) -> None:
-    """Raise InputError unless every vector is of a type that a block has a name for."""
+    """Raise InputError unless a block has a name for every vector's type, and room for its own."""
     for name, vector in vectors.items():
+        if name == _RESERVED:
+            raise InputError(
+                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as a block "
+                "keeps its other fields there"
+            )
         if vector.dtype not in _TYPES:
             raise InputError(
                 f"{kind.__name__}.vectors[{name!r}] is of {vector.dtype}: expected one of "

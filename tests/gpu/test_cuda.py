@@ -16,6 +16,7 @@ from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.questions import Sum
+from fedpact.privacy.seats import Seat
 from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.stacked import Stack
 from fedpact.privacy.terms import Terms
@@ -88,6 +89,9 @@ def test_a_step_waits_for_nothing(name, secure, request):
     terms = Terms("site", 20.0, 0.5, 0.5, {"gradient": 1.0}, 10**6, Budget(1.0, 1e-5), "best")
     draws = SecureDraws() if secure else SeededDraws(0, "site", 1)
     kernel = PerSampleKernel(model, cross_entropy)
+    stack = Stack.of(model, cross_entropy)
+    if stack is not None:  # a chain of dense layers, which sites may be stacked of
+        kernel = Seat(model, cross_entropy, lambda question: stack.answers([question])[0])
     oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None)
     w = model.vector.clone()
     # What is made once may wait.

@@ -195,9 +195,12 @@ def test_stacked_sums(reference, name, card, nobody_looks):
         each = reference.per_sample(own.module, cross_entropy, x[rows], y[rows])
         w = None if weigh is None else weigh(cross_entropy(own.module(x[rows]), y[rows]).detach())
         assert reference.error(total, reference.clipped(each, clip, w)) < 1e-12
-    # Without a clip nothing is left out, as a plain kernel leaves nothing out.
-    (spread,) = stack.answers([Sum(model, bad_x, y, math.inf, None)])
-    assert spread.isnan().any()
+    # In a plain run nothing is left out, as a plain kernel leaves nothing out.
+    for spoilt in ((bad_x, y), (x, bad_y)):
+        (spread,) = stack.answers([Sum(model, *spoilt, math.inf, None, plain=True)])
+        assert spread.isnan().any()
+        (kept,) = stack.answers([Sum(model, *spoilt, math.inf, None)])
+        assert kept.isfinite().all()
 
 
 def terms(**sigmas):
@@ -228,13 +231,15 @@ def test_a_step_looks_at_no_number(stacked, card, no_operation_looks):
 
 def test_losses_that_are_not_finite_are_left_out_of_what_is_released(card):
     module, x, y = case("logistic", 18)
-    x[3] = math.nan
     draws = SeededDraws(0, "site", 1)
+    bad = int(draws.batch(18, 0.5, 0)[1])
+    x[bad] = math.nan
     silent = terms(loss=0.0, below=0.0)
     kernel = PerSampleKernel(FlatModel(module), cross_entropy)
     oracle = PrivateOracle(Records(x, y), kernel, silent, draws, lambda *_: None)
     w = kernel.model.vector.clone()
-    chosen = [int(j) for j in draws.batch(18, 0.5, 0) if j != 3]
+    chosen = [int(j) for j in draws.batch(18, 0.5, 0) if j != bad]
+    assert chosen
     losses = cross_entropy(module(x[chosen]), y[chosen]).detach()
     batch = next(oracle.batches(1, "loss", "below"))
     assert math.isclose(batch.loss(w, 1.0), float(losses.clamp(0, 1).sum()) / 9)
@@ -289,3 +294,83 @@ def test_other_losses_by_the_whole_model(card, nobody_looks, reference):
     found = one.clipped_sum(x, y, 0.5)
     assert found.isfinite().all()
     assert 0 < float(found.norm()) <= 5 * 0.5
+
+
+class Singular(nn.Module):
+    """A unit whose gradient is not finite at 0, nor at what is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.w * x).abs().sqrt()
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e30])
+def test_units_that_are_singular_at_a_record(reference, bad, card, nobody_looks):
+    """Records may be as they should and their gradients not, and the other way round."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Singular(), nn.Linear(4, 3))
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    others = torch.tensor([0, 1, 3, 4, 5])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    x[2, 0] = bad
+    one = PerSampleKernel(FlatModel(module), cross_entropy)
+    with nobody_looks:
+        found = one.clipped_sum(x, y, 0.5)
+    if bad == 1e30:  # whose root is a number like others
+        assert found.isfinite().all()
+        return
+    assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4, eps=0), nn.GroupNorm(2, 4, eps=0)])
+def test_normalisation_of_what_is_all_the_same(reference, layer, card, nobody_looks):
+    torch.manual_seed(0)
+    module = nn.Sequential(layer, nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    others = torch.tensor([0, 1, 3, 4, 5])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    x[2] = 1.0
+    with nobody_looks:
+        found = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.5)
+    assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
+
+
+def test_a_record_beyond_measure_in_one_layer_adds_nothing_in_others(card, nobody_looks):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), Mixed(4), nn.Linear(4, 3))
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    one = PerSampleKernel(FlatModel(module), cross_entropy)
+    others = torch.tensor([0, 1, 3, 4, 5])
+    expected = one.clipped_sum(x[others], y[others], 0.5)
+    x[2] = 1e30
+    with nobody_looks:
+        found = one.clipped_sum(x, y, 0.5)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+class Masked(nn.Module):
+    """Attention that is told by -inf whom not to attend to."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[:2], dtype=x.dtype).index_fill(1, torch.tensor(4), -math.inf)
+        return self.linear(self.attention(x, src_key_padding_mask=mask)[:, 0])
+
+
+def test_a_mask_of_infinities_is_no_record(card, monkeypatch):
+    torch.manual_seed(0)
+    module = Masked().double()
+    x, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
+    one = PerSampleKernel(FlatModel(module), cross_entropy)
+    found = one.clipped_sum(x, y, 0.5)
+    monkeypatch.undo()
+    expected = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.5)
+    assert expected.norm() > 0
+    assert (found - expected).norm() <= 1e-10 * expected.norm()

@@ -101,6 +101,19 @@ def test_the_sum_is_left_alone(dtype):
     assert torch.equal(total, before)
 
 
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_has_one_sign(monkeypatch, dtype, there):
+    """A negative sum that rounds to 0 is told from 0 by nothing, whatever the noise's sign."""
+    monkeypatch.setattr(grid, "at_hand", lambda _: there)
+    for tiny in (-1e-9, 0.0, 1e-9, -0.0):
+        for z in (-1e-9, 1e-9, -0.0, 0.0):
+            total = torch.full((5,), tiny, dtype=dtype)
+            found = noisy(total, 1.0, 1.0, lambda n, like, z=z: torch.full((n,), z).double())
+            assert not found.any()
+            assert not torch.signbit(found).any()
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_bad_numbers_are_refused(bad):
     with pytest.raises(InputError, match="sigma is"):

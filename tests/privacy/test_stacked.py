@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
@@ -30,6 +31,7 @@ MODELS = {
     "three layers": lambda: chain(
         nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 3)
     ),
+    "an activation at the end": lambda: chain(nn.Linear(12, 3), nn.Tanh()),
     "the papers' logistic": lambda: papers.logistic((3, 4), 3),
     "the papers' mlp": lambda: papers.mlp((3, 4), 3),
 }
@@ -92,6 +94,20 @@ def test_what_is_not_finite_is_left_out_and_disturbs_no_other():
     assert not stack.answers(asked)[0].any()
 
 
+def test_what_is_left_out_takes_its_own_weights():
+    """At the second of two sites, of which each record has another weight."""
+    model = FlatModel(MODELS["logistic"]().double())
+    stack = Stack.of(model, cross_entropy)
+    first, second = requests(model, torch.float64, 0.5, sizes=(3, 4))
+    w = torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+    used = [0, 2, 3]
+    fixed = replace(second, x=second.x[used], y=second.y[used], weights=lambda _: w[used])
+    (expected,) = stack.answers([fixed])
+    second.x[1] = math.inf
+    found = stack.answers([first, replace(second, weights=lambda _: w)])
+    assert torch.equal(found[1], expected)
+
+
 def test_a_weight_that_is_not_finite_is_none():
     model = FlatModel(MODELS["logistic"]().double())
     stack = Stack.of(model, cross_entropy)
@@ -106,7 +122,7 @@ def test_a_weight_that_is_not_finite_is_none():
 
 
 def test_sums_that_the_site_has_to_compute_itself():
-    """Without a clip what is not finite is for a plain kernel to spread; and what fits nobody."""
+    """Without privacy what is not finite is for a plain kernel to spread; and what fits nobody."""
     model = FlatModel(MODELS["logistic"]().double())
     stack = Stack.of(model, cross_entropy)
     (good,) = requests(model, torch.float64, 0.5, sizes=(4,))
@@ -114,9 +130,10 @@ def test_sums_that_the_site_has_to_compute_itself():
     spoilt[1] = math.inf
     many = dense.MOST // 3 + 1
     for one in (
-        replace(good, x=spoilt, clip=math.inf),
+        replace(good, x=spoilt, plain=True),
         replace(good, x=good.x.float()),
         replace(good, y=good.y.float()),
+        replace(good, y=good.y[:3]),
         replace(good, y=torch.eye(4)[:, :3].double()),
         replace(good, x=good.x[:0], y=good.y[:0]),
         replace(good, x=good.x[:1].expand(many, 3, 4), y=good.y[:1].expand(many)),
@@ -159,6 +176,9 @@ def test_a_seat_falls_back_on_its_own_kernel(reference):
         assert reference.error(total(seat), rows) < 1e-12
         assert len(asked) == 1
         assert asked[0].clip == clip
+    with pytest.raises(InputError, match="clip is 0"):
+        Seat(model, cross_entropy, nobody).clipped_sum(request.x, request.y, 0.0)
+    assert len(asked) == 1
     empty = Seat(model, cross_entropy, nobody).clipped_sum(request.x[:0], request.y[:0], 0.5)
     assert not empty.any()
     assert len(asked) == 1
@@ -167,6 +187,12 @@ def test_a_seat_falls_back_on_its_own_kernel(reference):
 def frozen():
     module = MODELS["two layers"]()
     module[1].bias.requires_grad_(False)
+    return module
+
+
+def tied():
+    module = chain(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+    module[3].weight = module[1].weight
     return module
 
 
@@ -184,8 +210,9 @@ def twice():
         chain(nn.Linear(12, 7), nn.GELU(), nn.Linear(7, 3)),
         frozen(),
         twice(),
+        tied(),
     ],
-    ids=["cnn", "norm", "norm first", "gelu", "frozen", "twice"],
+    ids=["cnn", "norm", "norm first", "gelu", "frozen", "twice", "tied"],
 )
 def test_other_models_are_not_stacked(module):
     assert Stack.of(FlatModel(module), cross_entropy) is None

@@ -45,9 +45,10 @@ class BatchClippedKernel:
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
         mean = self._plain.weighted_sum(x, y) / len(x)
-        norm = mean.double().square().sum().sqrt()
-        scale = (clip * (1 - _SLACK) / norm).clamp_max(1).to(mean.dtype)
-        return torch.where(norm.isfinite(), mean * scale, 0)
+        exact = mean.double()
+        norm = exact.square().sum().sqrt()
+        scale = (clip * (1 - _SLACK) / norm).clamp_max(1)
+        return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""

@@ -18,14 +18,14 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy import parts
-from fedpact.privacy.cards import at_hand, rows_without_bad, without_bad
+from fedpact.privacy.cards import at_hand, without_bad
 from fedpact.privacy.compiled import Plan
 from fedpact.privacy.cover import Cover, NotAUnit, Owner
 from fedpact.privacy.dense import Dense
 from fedpact.privacy.difference import difference, held
 from fedpact.privacy.fallback import Random, Whole
 from fedpact.privacy.layers import Layer
-from fedpact.privacy.parts import Part
+from fedpact.privacy.parts import LONGEST, Part
 from fedpact.privacy.questions import Sum
 from fedpact.privacy.stages import Unfit
 from fedpact.privacy.tape import Call, Recorded, record, requiring_grad
@@ -41,7 +41,6 @@ class Measured:
 
 
 _FEW = 32
-_EXACT = torch.float64
 
 # A module's share of a pass: (its parameter names -> the model's, its Part).
 _Share = tuple[dict[str, str], Part]
@@ -87,7 +86,7 @@ class BookKeeping:
                 except Random:
                     self._random = True
             for inner in slices(rows, self._whole.step):
-                losses, found = self._rows(x[inner], y[inner])
+                losses, found = self._whole.rows(x[inner], y[inner])
                 yield inner, self._measured(losses, [self._whole.share(found)])
 
     def differences(
@@ -106,9 +105,9 @@ class BookKeeping:
         # with two sets of weights, so the model is differentiated as a whole instead.
         for rows in slices(slice(0, len(x)), self._whole.step):
             self._model.load(anchor)
-            below, before = self._rows(x[rows], y[rows])
+            below, before = self._whole.rows(x[rows], y[rows])
             self._model.load(w)
-            above, after = self._rows(x[rows], y[rows])
+            above, after = self._whole.rows(x[rows], y[rows])
             found = {name: after[name] - before[name] for name in after}
             yield rows, self._measured(_both(above, below), [self._whole.share(found)])
 
@@ -134,14 +133,12 @@ class BookKeeping:
         # A few records at a time would cost more than making their gradients twice.
         return slices(slice(0, batch), most if most >= _FEW else batch)
 
-    def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        found = self._whole.rows(x, y)
-        return found if at_hand(x) else rows_without_bad(*found)
-
     def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         """Losses [B], and each owner's calls with their output gradients."""
-        found = self._by_plan_or_tape(x, y)
-        return found if at_hand(x) else without_bad(*found)
+        losses, calls = self._by_plan_or_tape(x, y)
+        if at_hand(x):
+            return losses, calls
+        return without_bad(losses, calls, [owner.layer is not None for owner in self.cover.owners])
 
     def _by_plan_or_tape(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
         if self.plan is not None and self.plan.holds:
@@ -208,9 +205,9 @@ class BookKeeping:
         squares = [part.squares for _, part in shares]
         if not squares:
             return Measured(losses, torch.zeros_like(losses), add)
-        # The layers' shares of the squared norm are summed in float64.
-        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0, dtype=_EXACT)
-        return Measured(losses, total.sqrt().to(losses.dtype), add)
+        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
+        norms = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
+        return Measured(losses, norms.to(losses.dtype), add)
 
 
 def _checked(owner: Owner, calls: list[Call]) -> list[Call]:

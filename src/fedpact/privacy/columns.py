@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpact.privacy.cards import at_hand
 from fedpact.privacy.keystream import from_numpy
-from fedpact.privacy.parts import BLOCK, square_sums
+from fedpact.privacy.parts import BLOCK, SMALL, square_sums
 
 # numpy's or torch's: the two agree in every function that is used of them.
 Array = Any
@@ -55,12 +55,16 @@ def side_by_side(parts: Sequence[Array]) -> Array:
 
 def squares(v: Array) -> Array:
     """Return Σ v² [N] of each column of v [K, N], in float64."""
-    return (v * v).sum(0, dtype=module(v).float64)
+    if isinstance(v, Tensor):
+        return v.double().square().sum(0)
+    return np.square(v, dtype=np.float64).sum(0)
 
 
 def lengths(x: Tensor) -> Array:
-    """Return ‖x_j‖² [n] of records x [n, K]."""
-    if not at_hand(x) or x.shape[1] > BLOCK:
-        return array(square_sums(x))
-    rows = x.numpy()
-    return np.vecdot(rows, rows)
+    """Return ‖x_j‖² [n] of records x [n, K], n > 0."""
+    if at_hand(x) and x.shape[1] <= BLOCK:
+        rows = x.numpy()
+        found = np.vecdot(rows, rows)
+        if not found.min() < SMALL:
+            return found
+    return array(square_sums(x))

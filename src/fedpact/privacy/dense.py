@@ -26,6 +26,7 @@ from fedpact.privacy import columns
 from fedpact.privacy.cards import at_hand
 from fedpact.privacy.columns import Array, Bounds
 from fedpact.privacy.compiled import chain_of
+from fedpact.privacy.parts import LONGEST
 from fedpact.privacy.products import linear
 from fedpact.privacy.questions import Sum
 from fedpact.privacy.weighting import weights_of
@@ -39,7 +40,7 @@ _Curve = Callable[[Array], Array]
 _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
     nn.ReLU: (lambda z: np.maximum(z, 0), torch.relu, lambda y: y > 0),
     nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
-    nn.Sigmoid: (lambda z: 0.5 * np.tanh(0.5 * z) + 0.5, torch.sigmoid, lambda y: y * (1 - y)),
+    nn.Sigmoid: (lambda z: 1 / (1 + np.exp(-z)), torch.sigmoid, lambda y: y * (1 - y)),
 }
 
 
@@ -84,8 +85,8 @@ class Dense:
         """Return each question's sum [d]; None where a site has to compute its own.
 
         That is where there is no record or too many for a pass, and where records or labels are
-        none of the model's. A record whose loss, norm or weight is not finite is left
-        out; without a clip that, too, is the site's to decide.
+        none of the model's. A record whose loss, norm or weight is not finite is left out; in a
+        plain run that, too, is the site's to decide.
         """
         found: list[Tensor | None] = [None] * len(asked)
         for some in self._groups(asked):
@@ -103,7 +104,8 @@ class Dense:
             own = y.shape[0] * self._width
             fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
             rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-            if not (fits and rows and y.dim() == 1 and 0 < own <= MOST):
+            one_each = y.dim() == 1 and x.shape[0] == y.shape[0]
+            if not (fits and rows and one_each and 0 < own <= MOST):
                 continue
             if size + own > MOST:
                 yield group
@@ -129,11 +131,13 @@ class Dense:
             c = columns.like(g, _coefficients(asked, w, norms, made.bounds))
             known = losses + norms if w is None else losses + norms + w
             if not self._at_hand:
+                known = known.where(norms <= LONGEST, torch.inf)
                 return _weighted(self._order, *_without_bad(asked, c, known, strange, made))
             totals = _weighted(self._order, c, made)
         # A sum is finite only if its terms are.
-        if math.isfinite(known.sum()):
+        if norms.max() <= LONGEST and math.isfinite(known.sum()):
             return totals
+        known = np.where(norms <= LONGEST, known, np.inf)
         each = zip(asked, totals, made.bounds, strict=True)
         w = np.ones_like(norms) if w is None else w
         return [self._of_good(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
@@ -143,7 +147,7 @@ class Dense:
         good, fixed = columns.tensor(known).isfinite(), columns.tensor(w)
         if good.all():
             return total
-        if one.clip == math.inf:
+        if one.plain:
             return None
         if not good.any():
             return torch.zeros_like(total)
@@ -232,15 +236,14 @@ def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tens
 def _without_bad(
     asked: list[Sum], c: Tensor, known: Tensor, strange: Tensor, made: _Pass
 ) -> tuple[Tensor, _Pass]:
-    """Return c and the pass with zeros for records that are not finite, where there is a clip.
+    """Return c and the pass with zeros for records that are not finite, in a private run.
 
     Whether or not there are any: the host would have to wait to know.
     """
-    good = known.isfinite()
+    c, good = c.where(~strange, torch.nan), known.isfinite() & ~strange
     for one, (start, end) in zip(asked, made.bounds, strict=True):
-        if one.clip == math.inf:
+        if one.plain:
             good[start:end] = True
-    good &= ~strange
     rows = zip(made.xs, made.bounds, strict=True)
     clean = _Pass(
         [x.where(good[start:end, None], 0) for x, (start, end) in rows],
@@ -272,10 +275,11 @@ def _coefficients(asked: list[Sum], w: Array | None, norms: Array, bounds: Bound
 
 
 def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
-    """Return the losses [N] of outputs z [K, N], which are written over, and their gradient."""
+    """Return the losses [N] of outputs z [K, N], and their gradient."""
     xp = columns.module(z)
-    places = xp.arange(y.shape[0])
-    z -= xp.amax(z, 0)
+    places = torch.arange(len(y), device=z.device) if isinstance(z, Tensor) else np.arange(len(y))
+    # Not in its place: an activation at the end still has to know what it gave.
+    z = z - xp.amax(z, 0)
     g = xp.exp(z)
     total = g.sum(0)
     losses = xp.log(total) - z[y, places]

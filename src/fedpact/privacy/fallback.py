@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vjp, vmap
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.privacy import parts
-from fedpact.privacy.parts import Part, Views, flattened, kept
+from fedpact.privacy.parts import Part, Views, kept
 from fedpact.privacy.tape import Call, gradients, requiring_grad
 
 CHUNK = 16
@@ -78,8 +78,7 @@ class Unit:
 
         def write(c: Tensor, views: Views) -> None:
             for chunk in chunks:
-                for name, rows in self._gradients(calls, chunk).items():
-                    views[name].add_((c[chunk] @ flattened(rows)).view_as(views[name]))
+                kept(self._gradients(calls, chunk)).write(c[chunk], views)
 
         return Part(torch.cat(squares), write)
 

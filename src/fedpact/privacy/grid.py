@@ -74,7 +74,7 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     # The noise goes to a card, which need not be waited for.
     noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
     release = (sums.double() * (1 / step)).round_().mul_(step)
-    return release.add_(noise.to(sums.device, non_blocking=True)).to(sums.dtype)
+    return release.add_(noise.to(sums.device, non_blocking=True)).add_(0.0).to(sums.dtype)
 
 
 def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
@@ -96,6 +96,8 @@ def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tenso
             np.rint(whole, out=whole)
             noise *= scale
             whole += np.rint(noise, out=noise)
+            # Where both are -0.0 so is their sum, which a positive sum would not have given.
+            whole += 0.0
             whole *= step
             np.copyto(target[part], whole, casting="same_kind")
         return firsts

@@ -62,7 +62,7 @@ def linear(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Part:
 
 def _linear_once(x: Tensor, g: Tensor, names: frozenset[str]) -> Part:
     """One position a sample: G_j = g_j x_jᵀ, so ‖G_j‖ = ‖g_j‖‖x_j‖, and the sum is one product."""
-    factor = square_sums(x) if "weight" in names else torch.zeros_like(g[:, 0])
+    factor = square_sums(x) if "weight" in names else g.new_zeros(len(g), dtype=torch.float64)
     if "bias" in names:
         factor += 1
 
@@ -132,7 +132,8 @@ def embedding(module: nn.Module, calls: list[Call], names: frozenset[str]) -> Pa
     pairs, place = unique(keys, return_inverse=True)
     rows = g.new_zeros(len(pairs), table.embedding_dim).index_add_(0, place, g[real])
     owner, entry = pairs // table.num_embeddings, pairs % table.num_embeddings
-    squares = g.new_zeros(batch).index_add_(0, owner, square_sums(rows))
+    squares = g.new_zeros(batch, dtype=torch.float64)
+    squares.index_add_(0, owner, square_sums(rows))
 
     def write(c: Tensor, views: Views) -> None:
         views["weight"].index_add_(0, entry, rows * c[owner, None])
@@ -151,7 +152,7 @@ def _by_pairs(index: Tensor, g: Tensor, padding: int | None) -> Part:
     exact = g.double()
     same = index[:, :, None] == index[:, None, :]
     least = torch.finfo(g.dtype).eps * exact.square().sum(2).sqrt().sum(1)
-    squares = torch.maximum((exact @ exact.mT * same).sum((1, 2)), least.square()).to(g.dtype)
+    squares = torch.maximum((exact @ exact.mT * same).sum((1, 2)), least.square())
 
     def write(c: Tensor, views: Views) -> None:
         scaled = (g * c[:, None, None]).flatten(0, 1)

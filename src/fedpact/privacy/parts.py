@@ -1,6 +1,7 @@
 """What a module adds to a batch: per-sample squared norms, and its share of Σ_j c_j g_j.
 
-A float32 norm must be good to 1e-5, however many numbers it is of: see square_sums.
+A float32 norm must be good to 1e-5, however many numbers it is of and whatever their size: see
+square_sums. Squares are float64 throughout.
 """
 
 import math
@@ -11,6 +12,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
+
+from fedpact.privacy.cards import at_hand, chosen
 
 KEEP_BYTES = 20 * 2**20
 """Up to this size a layer's per-sample gradients are kept from the norms to the sum.
@@ -24,6 +27,12 @@ CHUNK_BYTES = 2 * 2**20
 BLOCK = 1024
 """So many squares torch may add one after another."""
 
+LONGEST = 2.0**63
+"""A gradient beyond counts as infinite: C over its norm could be a number that float32 rounds."""
+
+SMALL = 1e-28
+"""Up to 10^8 squares that are each below 1e-38 are a millionth of this."""
+
 _norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
 
 Views = Mapping[str, Tensor]
@@ -33,7 +42,7 @@ Views = Mapping[str, Tensor]
 class Part:
     """A module's share: squares [B] is ‖g_j‖²; write(c [B], views) adds Σ_j c_j g_j to the views.
 
-    views go by the module's own parameter names and are the module's alone.
+    Squares are in float64. views go by the module's own parameter names and are the module's alone.
     """
 
     squares: Tensor
@@ -41,12 +50,24 @@ class Part:
 
 
 def square_sums(rows: Tensor) -> Tensor:
-    """Σ v² over each row of rows [n, ...], as [n], good to about 1e-6 in float32.
+    """Σ v² over each row of rows [n, ...], as [n] in float64, of float32 good to about 1e-6.
 
     torch's vector norm needs no memory, but adds number after number: over 1,663,370 of them
     it errs by 4e-5. So blocks of a row are summed by it, and the blocks, or odd lengths, pairwise.
+    Squares below 1e-38 are lost to float32, so rows that may be made of such are summed again. One
+    beyond float32 is infinite.
     """
     flat = rows if rows.dim() == 2 else flattened(rows)
+    if not at_hand(flat):
+        return _norms(flat, dim=1, dtype=torch.float64).square_()
+    found = _square_sums(flat).double()
+    small = found < SMALL
+    if small.any():
+        found[small] = _norms(flat[small], dim=1, dtype=torch.float64).square_()
+    return found
+
+
+def _square_sums(flat: Tensor) -> Tensor:
     if flat.shape[1] <= BLOCK:
         return _norms(flat, dim=1).square_()
     if flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
@@ -72,13 +93,20 @@ def chunks(batch: int, size: int, most: int | None = None) -> list[slice]:
 
 
 def kept(gradients: Views) -> Part:
-    """The Part of per-sample gradients [B, ...] at hand, by parameter name."""
+    """The Part of instantiated per-sample gradients [B, ...], by parameter name.
+
+    On a card those that are not finite are set to 0; their squares still tell.
+    """
+    squares = torch.stack([square_sums(rows) for rows in gradients.values()]).sum(0)
+    if not at_hand(squares):
+        good = squares.isfinite()
+        gradients = {name: chosen(good, rows) for name, rows in gradients.items()}
 
     def write(c: Tensor, views: Views) -> None:
         for name, rows in gradients.items():
             views[name].add_((c @ flattened(rows)).view_as(views[name]))
 
-    return Part(torch.stack([square_sums(rows) for rows in gradients.values()]).sum(0), write)
+    return Part(squares, write)
 
 
 def together(parts: list[Part]) -> Part:
@@ -178,8 +206,8 @@ class Outer(ABC):
         must not be weighted as if it were nothing.
         """
         g, u = self.factors(chunk)
-        eps, kind, u, g = torch.finfo(g.dtype).eps, g.dtype, u.double(), g.double()
+        eps, u, g = torch.finfo(g.dtype).eps, u.double(), g.double()
         uu, gg = u @ u.mT, g.mT @ g
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
         squares = torch.maximum((uu * gg).sum((1, 2)), (eps * lengths).square())
-        return squares.view(-1, self.sizes.rows).sum(1).to(kind)
+        return squares.view(-1, self.sizes.rows).sum(1)

@@ -12,7 +12,8 @@ from fedpact.privacy.weighting import Weights
 class Sum:
     """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
 
-    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel.
+    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
+    is not finite is not left out but spreads, as without privacy.
     """
 
     model: FlatModel
@@ -20,6 +21,7 @@ class Sum:
     y: Tensor
     clip: float
     weights: Weights | None
+    plain: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -50,7 +50,7 @@ class PlainSeat(PlainKernel):
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """See PlainKernel."""
         if x.shape[0]:
-            total = self._ask(Sum(self.model, x.detach(), y, math.inf, weights))
+            total = self._ask(Sum(self.model, x.detach(), y, math.inf, weights, plain=True))
             if total is not None:
                 return total
         return super().weighted_sum(x, y, weights)
