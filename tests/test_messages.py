@@ -148,6 +148,12 @@ def test_a_vector_without_a_name_for_its_type_is_not_sent() -> None:
             encode(State({"w": torch.zeros(2, dtype=torch.complex128)}))
 
 
+def test_a_vector_with_the_name_of_a_blocks_own_part_is_not_sent() -> None:
+    for encode in (to_bytes, encoded_length):
+        with pytest.raises(InputError, match=r"State\.vectors has a vector '__metadata__'"):
+            encode(State({"__metadata__": torch.zeros(2)}))
+
+
 @pytest.mark.parametrize("dtype", BITS)
 def test_extreme_vectors_come_back(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)

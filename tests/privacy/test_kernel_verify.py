@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedpact.errors import InputError, ModelError
-from fedpact.losses import squared_error
+from fedpact.losses import cross_entropy, squared_error
 from fedpact.models.normalise import replace_batchnorm
 from fedpact.params import FlatModel
 from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
@@ -235,3 +235,21 @@ def test_a_replaced_model_passes_verify_and_trains_the_same_number_of_weights(re
     new.requires_grad_(True)
     rows = reference.per_sample_loop(new, squared_error, x.double(), torch.zeros(3, 2).double())
     reference.check(new, squared_error, x.double(), torch.zeros(3, 2).double(), rows=rows)
+
+
+@pytest.mark.parametrize("wrong", ["at_once", "gradients"])
+def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = reference.data(5, 4), torch.arange(5) % 2
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    kernel.verify(x, y)
+    right = getattr(kernel._level, wrong)
+
+    def mixing(*asked):
+        if wrong == "at_once":
+            return right(*asked) * 1.01
+        return right(asked[0].flip(0), asked[1])
+
+    monkeypatch.setattr(kernel._level, wrong, mixing)
+    with pytest.raises(ModelError, match="mixes the records"):
+        kernel.verify(x, y)
