@@ -57,23 +57,34 @@ def square_sums(rows: Tensor) -> Tensor:
     Squares below 1e-38 are lost to float32, so rows that may be made of such are summed again. One
     beyond float32 is infinite.
     """
+    return exact([rough_squares(rows)], [rows])
+
+
+def rough_squares(rows: Tensor) -> Tensor:
+    """The same in the rows' own type, unless on a card: too small where squares are lost to it."""
     flat = rows if rows.dim() == 2 else flattened(rows)
     if not at_hand(flat):
         return _norms(flat, dim=1, dtype=torch.float64).square_()
-    found = _square_sums(flat).double()
-    small = found < SMALL
-    if small.any():
-        found[small] = _norms(flat[small], dim=1, dtype=torch.float64).square_()
-    return found
-
-
-def _square_sums(flat: Tensor) -> Tensor:
     if flat.shape[1] <= BLOCK:
         return _norms(flat, dim=1).square_()
     if flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
         blocks = _norms(flat.view(len(flat), -1, BLOCK), dim=2)
         return blocks.square_().sum(1)
     return (flat * flat).sum(1)
+
+
+def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
+    """What square_sums finds of pieces of rows, one after another, from their rough squares."""
+    found = joined(rough, 0).double()
+    if not at_hand(found) or not (found < SMALL).any():
+        return found
+    start = 0
+    for rows in pieces:
+        part = found[start : start + len(rows)]
+        small = part < SMALL
+        part[small] = _norms(flattened(rows)[small], dim=1, dtype=torch.float64).square_()
+        start += len(rows)
+    return found
 
 
 def flattened(rows: Tensor) -> Tensor:
@@ -189,7 +200,8 @@ class Outer(ABC):
         squares: list[Tensor] = []
         for chunk in pieces:
             rows.append(self.gradients(chunk))
-            squares.append(square_sums(rows[-1]))
+            # While they are in the cache.
+            squares.append(rough_squares(rows[-1]))
 
         def write(c: Tensor, views: Views) -> None:
             total = rows[0].new_zeros(rows[0].shape[1])
@@ -197,7 +209,7 @@ class Outer(ABC):
                 total.addmv_(found.t(), c[chunk])
             views["weight"].add_(self.arranged(total).view_as(views["weight"]))
 
-        return Part(torch.cat(squares), write)
+        return Part(exact(squares, rows), write)
 
     def _gram_squares(self, chunk: slice) -> Tensor:
         """‖G_j‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), in float64 as the terms may cancel.
