@@ -66,8 +66,8 @@ REMARKS: dict[tuple[str, str], str] = {
     ),
     ("round-B", "pfl, no privacy in the clients"): (
         "pfl's clients clip nothing and add no noise, and it writes nothing to the disk; ours "
-        "spend 6 % of the round on noise, and as much on ledgers, messages and checkpoint. From day to "
-        "day it is 1.17 to 1.22."
+        "spend 6 % of the round on noise, and as much on ledgers, messages and checkpoint. From "
+        "day to day it is 1.17 to 1.22."
     ),
     ("profile", "embedded default: kernel"): (
         "A clipped sum of 650 parameters takes less than a tenth of a millisecond; the ledger's "
