@@ -227,6 +227,7 @@ _TYPES: Final[Mapping[torch.dtype, str]] = {
 """What safetensors calls each type, in the order in which it lays the vectors out."""
 
 _RESERVED: Final = "__metadata__"
+"""Where safetensors keeps what is no vector."""
 
 _PLACES: Final = {dtype: place for place, dtype in enumerate(_TYPES)}
 
@@ -268,9 +269,7 @@ def from_bytes(block: bytes) -> Message:
     """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours."""
     try:
         length = int.from_bytes(block[:8], "little")
-        head: dict[str, Any] = json.loads(
-            json.loads(block[8 : 8 + length])["__metadata__"]["fedpact"]
-        )
+        head: dict[str, Any] = json.loads(json.loads(block[8 : 8 + length])[_RESERVED]["fedpact"])
         kind = _KINDS[head.pop("kind")]
         _check_fields(kind, head)
         vectors = _load_tensors(block)
@@ -294,7 +293,7 @@ def _header(message: Message) -> tuple[bytes, list[Tensor]]:
     names = sorted(vectors, key=lambda name: (_PLACES[vectors[name].dtype], name))
     head = _LAYOUT(_FIELDS({"kind": kind.__name__, **fields}))
     layout = _layout(tuple((name, vectors[name].dtype, vectors[name].shape) for name in names))
-    text = f'{{"__metadata__":{{"fedpact":{head}}}{layout}}}'.encode()
+    text = f'{{"{_RESERVED}":{{"fedpact":{head}}}{layout}}}'.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [vectors[name] for name in names]
 

@@ -66,8 +66,8 @@ class Running(BaseModel):
     workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
     less than a million parameters times records: Python is then most of it.
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
-    sites with logistic regression takes three fifths of the time with 16; larger layers gain
-    nothing. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
+    sites with logistic regression takes two thirds of the time with 16; larger layers gain
+    less. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
     device: where sites train, "cpu", "cuda" or "cuda:1"; a graphics card draws other noise than the
     CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the

@@ -236,32 +236,23 @@ def test_frozen_parameters_are_passed_through(reference):
     check(reference, model, cross_entropy, x, y)
 
 
-def test_hooks_added_later_are_respected(reference):
+@pytest.mark.parametrize("loss", [squared_error, cross_entropy])
+def test_hooks_added_later_are_respected(reference, loss):
+    """By the plan, and in one go, which takes the second loss alone."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = reference.data(5, 4), reference.data(5, 2, seed=1)
-    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x = reference.data(5, 4)
+    y = torch.arange(5) % 2 if loss is cross_entropy else reference.data(5, 2, seed=1)
+    kernel = PerSampleKernel(FlatModel(model), loss)
+    assert (kernel._level.dense is not None) == (loss is cross_entropy)
     before = kernel.clipped_sum(x, y, math.inf)
     handle = model[0].register_forward_hook(lambda _m, _args, output: output * 3)
-    rows = reference.per_sample_loop(model, squared_error, x, y)
+    rows = reference.per_sample_loop(model, loss, x, y)
     assert reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-13
     handle.remove()
     assert torch.equal(kernel.clipped_sum(x, y, math.inf), before)
     model[1].forward = lambda h: torch.sigmoid(h)
-    rows = reference.per_sample_loop(model, squared_error, x, y)
+    rows = reference.per_sample_loop(model, loss, x, y)
     assert reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-13
-
-
-def test_hooks_added_later_are_respected_in_one_go_too(reference):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = reference.data(5, 4), torch.arange(5) % 2
-    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
-    assert kernel._level.dense is not None
-    before = kernel.clipped_sum(x, y, math.inf)
-    handle = model[0].register_forward_hook(lambda _m, _args, output: output * 3)
-    rows = reference.per_sample_loop(model, cross_entropy, x, y)
-    assert reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-13
-    handle.remove()
-    assert torch.equal(kernel.clipped_sum(x, y, math.inf), before)
 
 
 def test_what_is_no_chain_of_layers_has_no_plan(reference):

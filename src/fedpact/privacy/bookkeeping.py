@@ -57,7 +57,7 @@ class BookKeeping:
         self._model, self._loss = model, loss
         self.cover = Cover(model)
         self.plan = Plan.of(model, self.cover.owners)
-        # On a card nothing is gained.
+        # A card gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._whole = Whole(model, loss)
         self._random = False

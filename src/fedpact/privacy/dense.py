@@ -76,10 +76,9 @@ class Dense:
             return None
         linears = [m for m in layers if type(m) is nn.Linear]
         fitting = all(type(m) is nn.Linear or type(m) in _ACTIVATIONS for m in layers)
+        # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
-        trained = held == model.size and all(p.requires_grad for p in model.module.parameters())
-        once = len(set(map(id, linears))) == len(linears)
-        return Dense(model, layers, flattens) if fitting and trained and once else None
+        return Dense(model, layers, flattens) if fitting and held == model.size else None
 
     def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
@@ -165,10 +164,10 @@ class Dense:
                 by_numpy, by_torch, _ = _ACTIVATIONS[kind]
                 values.append(by_torch(x) if isinstance(x, Tensor) else by_numpy(x))
                 continue
-            rows = [part.t() for part in columns.cut(x, bounds)] if i else xs
+            reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
             made: list[Array] = []
-            for own, x in zip(weights, rows, strict=True):
-                z = columns.array(linear(own[self._weight[i]], x))
+            for own, rows in zip(weights, reads, strict=True):
+                z = columns.array(linear(own[self._weight[i]], rows))
                 if i in self._bias:
                     z += columns.array(own[self._bias[i]])[:, None]
                 made.append(z)

@@ -6,7 +6,8 @@ norms layer by layer, then the coefficients c, then the weighted sum (bookkeepin
 
 What a caller may rely on:
 * no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
-* a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other;
+* a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other; a
+  norm beyond 2^63 counts as infinite, as C over it could be a number that float32 rounds;
 * both hold for models that keep records apart; `verify` finds out whether a model does.
 
 A kernel changes its module's flags while it works, so it serves one thread: give each its own.
