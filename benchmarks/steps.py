@@ -16,7 +16,7 @@ from benchmarks.problems import CLIP, RATE, SIGMA, Problem
 from benchmarks.timing import Work
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.noise import Draws, SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.secure import SecureDraws

@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 import torch
 
-from fedpact import privacy
+from fedpact import persample, privacy
 
 torch.set_num_threads(1)
 
@@ -14,7 +14,8 @@ torch.set_num_threads(1)
 @pytest.fixture
 def card(monkeypatch):
     """No number is at hand: what is done otherwise on a card is done here."""
-    for found in pkgutil.iter_modules(privacy.__path__):
-        module = importlib.import_module(f"{privacy.__name__}.{found.name}")
-        if "at_hand" in vars(module):
-            monkeypatch.setattr(module, "at_hand", lambda _: False)
+    for package in (persample, privacy):
+        for found in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            if "at_hand" in vars(module):
+                monkeypatch.setattr(module, "at_hand", lambda _: False)

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
+    ("persample",),  # linear algebra that knows no budget
     ("privacy", "data", "models", "metrics"),
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),
@@ -226,7 +227,7 @@ RULES: dict[Rule, list[Sources]] = {
         {"fedpact.theory.pld": "from .. import plan"},
     ],
     past_the_oracle: [
-        {"fedpact.algorithms.x": "from fedpact.privacy.kernel import PerSampleKernel"},
+        {"fedpact.algorithms.x": "from fedpact.persample.kernel import PerSampleKernel"},
         {"fedpact.algorithms.x": "from fedpact.metrics import psi"},
         {"fedpact.local": "from fedpact.data.dataset import Dataset"},
         {"fedpact.control": "from fedpact import privacy", "fedpact.privacy": ""},

@@ -15,8 +15,8 @@ from benchmarks.scale import Scale
 from fedpact.data.dataset import Dataset
 from fedpact.engines.simulation import simulate
 from fedpact.messages import RoundRecord
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import SeededDraws
 
 TITLE = "Profile"

@@ -13,8 +13,8 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.lockstep import Lockstep
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.persample.dense import Sum
 from fedpact.privacy.oracle import PrivateOracle
-from fedpact.privacy.questions import Sum
 from fedpact.privacy.seats import Ask, Seat, SeatDraws
 from fedpact.privacy.stacked import Stack
 

@@ -3,15 +3,22 @@
 Frozen parameters (requires_grad = False) and buffers stay where they are: they are constants of the
 model, equal at every site, and never cross the wire. A buffer that training changes would carry
 statistics of records around the oracle, so such a model is refused.
+
+On a graphics card the host must not wait for a number: whoever looks at one waits for all that the
+card was told to do before, and the card then waits for whoever looked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
+
+from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
 
 def all_finite(vector: Tensor) -> bool:
@@ -23,6 +30,11 @@ def all_finite(vector: Tensor) -> bool:
     # One that is not spoils the sum, which takes a fortieth of the time of asking each; but a sum
     # of finite numbers may overflow.
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether the host can look at the numbers without waiting."""
+    return tensor.device.type == "cpu"
 
 
 def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:

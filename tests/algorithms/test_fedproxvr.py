@@ -16,8 +16,8 @@ from fedpact.engines.simulation import simulate
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.kernel import PlainKernel
 from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import PlainOracle, Records

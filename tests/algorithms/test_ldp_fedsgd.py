@@ -24,9 +24,9 @@ from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms

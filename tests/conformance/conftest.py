@@ -16,8 +16,8 @@ from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import Anchor, Charge, Oracle, PlainOracle, PrivateOracle, Records

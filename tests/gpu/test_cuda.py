@@ -10,12 +10,12 @@ from fedpact.engines.simulation import simulate
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
+from fedpact.persample.dense import Sum
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.ledger import read_entries
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.questions import Sum
 from fedpact.privacy.seats import Seat
 from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.stacked import Stack

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.persample.kernel import PerSampleKernel
 
 # Threads inside operations this small cost more than they save, far more on a busy machine.
 torch.set_num_threads(1)

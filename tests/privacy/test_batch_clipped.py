@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fedpact.errors import InputError, ModelError, PlanError, PolicyRefused
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy

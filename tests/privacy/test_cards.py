@@ -15,7 +15,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.persample.kernel import PerSampleKernel
 
 
 class Mixed(nn.Module):

@@ -9,12 +9,12 @@ import torch
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
+from fedpact.persample.dense import Sum
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.questions import Sum
 from fedpact.privacy.seats import Seat, SeatDraws
 from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.stacked import Stack

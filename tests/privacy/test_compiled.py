@@ -17,9 +17,9 @@ from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.privacy import products
-from fedpact.privacy.kernel import PerSampleKernel
-from fedpact.privacy.stages import Other
+from fedpact.persample import products
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.stages import Other
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.

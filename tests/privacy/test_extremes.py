@@ -12,8 +12,8 @@ from torch import nn
 
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.seats import Seat
 from fedpact.privacy.stacked import Stack
 

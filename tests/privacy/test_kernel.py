@@ -14,7 +14,7 @@ from torch import nn
 from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 COMMON = settings(max_examples=50, deadline=None, derandomize=True)
 

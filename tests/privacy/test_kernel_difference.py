@@ -13,8 +13,8 @@ from torch import nn
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy import parts
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample import norms
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 
 def mlp(reference):
@@ -74,8 +74,8 @@ def rows_at(reference, module, x, y, w):
 @pytest.mark.parametrize("make", MODELS)
 def test_every_kind_of_layer_agrees_with_the_reference(reference, make, keep, monkeypatch):
     if not keep:
-        monkeypatch.setattr(parts, "KEEP_BYTES", 0)
-        monkeypatch.setattr(parts, "CHUNK_BYTES", 2000)
+        monkeypatch.setattr(norms, "KEEP_BYTES", 0)
+        monkeypatch.setattr(norms, "CHUNK_BYTES", 2000)
     module, x, y, w, direction = case(reference, make)
     for distance in (1.0, 1e-3):
         anchor = w + distance * direction

@@ -10,8 +10,8 @@ from torch import nn
 
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy import fallback, parts
-from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.persample import fallback, norms
+from fedpact.persample.kernel import PerSampleKernel
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ def test_first_units_and_units_that_return_their_input(reference):
 
 
 def test_units_whose_gradients_do_not_fit_in_memory(reference, monkeypatch):
-    monkeypatch.setattr(parts, "KEEP_BYTES", 0)
+    monkeypatch.setattr(norms, "KEEP_BYTES", 0)
     x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
     reference.check_structure(Block(), x)
 

@@ -9,8 +9,8 @@ from torch import nn
 from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy import parts
-from fedpact.privacy.kernel import PerSampleKernel
+from fedpact.persample import norms
+from fedpact.persample.kernel import PerSampleKernel
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_model_that_views_its_images_in_their_usual_layout(reference):
 
 def test_a_batch_measured_in_several_slices(reference, monkeypatch):
     # A convolution's gradient takes 3 * 2 * 9 * 8 bytes: 40 of them fit, 90 records do not.
-    monkeypatch.setattr(parts, "KEEP_BYTES", 40 * 432)
+    monkeypatch.setattr(norms, "KEEP_BYTES", 40 * 432)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)).double()
     kernel = PerSampleKernel(FlatModel(model), squared_error)
     x, y = reference.data(90, 2, 5, 5), reference.data(90, 2, seed=1)

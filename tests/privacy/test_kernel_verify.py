@@ -9,7 +9,7 @@ from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models.normalise import replace_batchnorm
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 
 class Apply(nn.Module):

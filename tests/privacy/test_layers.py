@@ -10,9 +10,9 @@ from torch import nn
 
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
-from fedpact.privacy import parts
-from fedpact.privacy.kernel import PerSampleKernel
-from fedpact.privacy.layers import layer_of
+from fedpact.persample import norms
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.layers import layer_of
 
 COMMON = settings(max_examples=30, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
@@ -35,12 +35,12 @@ class Scale(nn.Module):
 @contextmanager
 def keeping(size):
     """Per-sample gradients are kept up to this size; where it is 0, chunks hold a sample or two."""
-    before = parts.KEEP_BYTES, parts.CHUNK_BYTES
-    parts.KEEP_BYTES, parts.CHUNK_BYTES = size, parts.CHUNK_BYTES if size else 2000
+    before = norms.KEEP_BYTES, norms.CHUNK_BYTES
+    norms.KEEP_BYTES, norms.CHUNK_BYTES = size, norms.CHUNK_BYTES if size else 2000
     try:
         yield
     finally:
-        parts.KEEP_BYTES, parts.CHUNK_BYTES = before
+        norms.KEEP_BYTES, norms.CHUNK_BYTES = before
 
 
 def check_layer(reference, layer, x, seed, keep=True):

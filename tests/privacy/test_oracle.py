@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedpact.errors import BudgetExhausted, InputError, ModelError, PolicyRefused
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger, read_entries
 from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import (

@@ -19,10 +19,10 @@ from torch import nn
 from fedpact.errors import InputError, PrivacyError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.grid import noisy, spacing
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.secure import SecureDraws

@@ -12,12 +12,12 @@ from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.privacy import dense
+from fedpact.persample import dense
+from fedpact.persample.dense import Sum
 from fedpact.privacy.keystream import CHUNK
 from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.questions import Noise, Sum
 from fedpact.privacy.seats import PlainSeat, Seat, SeatDraws
-from fedpact.privacy.stacked import Stack
+from fedpact.privacy.stacked import Noise, Stack
 
 
 def chain(*layers):

@@ -9,7 +9,7 @@ from torch import nn
 from fedpact.errors import PolicyRefused
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, PlainOracle, PrivateOracle, Records

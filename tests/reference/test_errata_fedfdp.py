@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from fedpact.privacy.weighting import Fair
+from fedpact.persample.weighting import Fair
 from fedpact.theory import rdp
 from fedpact.theory.accounting import epsilon, joint
 

@@ -29,10 +29,10 @@ from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
-from fedpact.privacy.kernel import PlainKernel
+from fedpact.persample.kernel import PlainKernel
+from fedpact.persample.weighting import UNIFORM, Fair
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Records
-from fedpact.privacy.weighting import UNIFORM, Fair
 
 _CHANNELS = ("gradient", "loss", "below")
 _DELTAS = (0.05, 0.1)

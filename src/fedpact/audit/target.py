@@ -11,13 +11,13 @@ from torch import Tensor
 from fedpact.engines.scene import Scene
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State, Task
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.weighting import UNIFORM, Fair, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel
 from fedpact.privacy.noise import Draws, SeededDraws, stream
 from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.privacy.weighting import UNIFORM, Fair, Weighting
 from fedpact.theory.accounting import epsilon
 
 Kernel = PerSampleKernel | BatchClippedKernel

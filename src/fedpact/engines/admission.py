@@ -25,7 +25,7 @@ from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
-from fedpact.privacy.kernel import PlainKernel
+from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PlainOracle, Records
 

@@ -18,8 +18,8 @@ import torch
 
 from fedpact.client import Client
 from fedpact.messages import Refusal, Reply, Task
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import SeededDraws
 
 

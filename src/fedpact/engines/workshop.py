@@ -12,9 +12,9 @@ from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.noise import stream
 from fedpact.privacy.seats import Ask, PlainSeat, Seat, SeatDraws
 from fedpact.privacy.stacked import Stack

@@ -12,9 +12,9 @@ from torch import Tensor
 from fedpact.errors import PolicyRefused
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel, check_precision
+from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.batches import NoisyBatch
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel, check_precision
-from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
 
 # Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
 _SLACK = 1e-6

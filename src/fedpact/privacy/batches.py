@@ -12,9 +12,9 @@ from torch import Tensor
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.terms import Terms
-from fedpact.privacy.weighting import UNIFORM, Uniform, Weighting
 
 # The kernel's float32 norms are exact to 5e-6 (tested); clipping to slightly less than C keeps the
 # true length of every contribution at or below C.

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fedpact.check import positive
 from fedpact.errors import PrivacyError
-from fedpact.privacy.cards import at_hand
+from fedpact.params import at_hand
 from fedpact.privacy.keystream import CHUNK
 from fedpact.privacy.noise import empty
 

@@ -20,14 +20,16 @@ course, and its absence would cost part of δ. So float32 is for simulations, in
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedpact.params import from_numpy
 
 # Words that are worked on at once. With the intermediate results they stay in the cache, and each
 # operation is long enough for several threads to take turns with the interpreter.
@@ -42,7 +44,6 @@ _NOT_NEGATIVE: Final = np.int32(0x7FFF_FFFF)
 # numpy's own logarithm and tangent are all vectorised with AVX-512 only, torch's always.
 _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
-from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]

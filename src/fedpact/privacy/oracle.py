@@ -33,14 +33,13 @@ from torch import Tensor
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import PolicyRefused
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel, mean_over
+from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import Draws
 from fedpact.privacy.terms import Anchor, Terms
-from fedpact.privacy.unprotected import mean_over
-from fedpact.privacy.weighting import UNIFORM, Fair, Uniform, Weighting
 
 __all__ = [
     "UNIFORM",

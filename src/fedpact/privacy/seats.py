@@ -9,13 +9,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fedpact.losses import Loss
-from fedpact.params import FlatModel
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.kernel import PerSampleKernel, PlainKernel
+from fedpact.params import FlatModel, at_hand
+from fedpact.persample.dense import Sum
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.weighting import Weights
 from fedpact.privacy.keystream import together
 from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.questions import Noise, Sum
-from fedpact.privacy.weighting import Weights
+from fedpact.privacy.stacked import Noise
 
 Ask = Callable[[Sum | Noise], Tensor | None]
 """A question to whoever stacks; None: the site has to answer it itself."""

@@ -6,14 +6,26 @@ rounding: 1e-12 of the sum's length in float64, 1e-5 in float32 (tested). Noise 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy.dense import Dense
+from fedpact.persample.dense import Dense, Sum
 from fedpact.privacy.keystream import normals_of, together
-from fedpact.privacy.questions import Noise, Sum
+
+
+@dataclass(eq=False, slots=True)
+class Noise:
+    """One site's question: total [d] plus `scale` times the normal numbers of `key`.
+
+    Where it is answered, total is written over.
+    """
+
+    total: Tensor
+    scale: float
+    key: bytes
 
 
 class Stack:

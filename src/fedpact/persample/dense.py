@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
-from fedpact.params import FlatModel
-from fedpact.privacy import columns
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.columns import Array, Bounds
-from fedpact.privacy.compiled import chain_of
-from fedpact.privacy.parts import LONGEST
-from fedpact.privacy.products import linear
-from fedpact.privacy.questions import Sum
-from fedpact.privacy.weighting import weights_of
+from fedpact.params import FlatModel, at_hand
+from fedpact.persample import columns
+from fedpact.persample.chain import chain_of
+from fedpact.persample.columns import Array, Bounds
+from fedpact.persample.norms import LONGEST
+from fedpact.persample.products import linear
+from fedpact.persample.weighting import Weights, weights_of
 
 MOST: Final = 2**20
 """Of records times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -42,6 +40,22 @@ _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
     nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
     nn.Sigmoid: (lambda z: 1 / (1 + np.exp(-z)), torch.sigmoid, lambda y: y * (1 - y)),
 }
+
+
+@dataclass(eq=False, slots=True)
+class Sum:
+    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
+
+    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
+    is not finite is not left out but spreads, as without privacy.
+    """
+
+    model: FlatModel
+    x: Tensor
+    y: Tensor
+    clip: float
+    weights: Weights | None
+    plain: bool = False
 
 
 class Dense:

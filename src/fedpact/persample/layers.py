@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.convolution import Conv, Convolution
-from fedpact.privacy.parts import Outer, Part, Sizes, Views, joined, kept, square_sums, together
-from fedpact.privacy.pooled import PooledConvolution, applies
-from fedpact.privacy.tape import Call
+from fedpact.params import at_hand
+from fedpact.persample.convolution import Conv, Convolution
+from fedpact.persample.norms import Outer, Part, Sizes, Views, joined, kept, square_sums, together
+from fedpact.persample.pooled import PooledConvolution, applies
+from fedpact.persample.tape import Call
 
 Rule = Callable[[nn.Module, list[Call], frozenset[str]], Part]
 """(module, its calls, its trainable parameters' names) -> its Part."""

@@ -16,19 +16,17 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel
-from fedpact.privacy import parts
-from fedpact.privacy.cards import at_hand, without_bad
-from fedpact.privacy.compiled import Plan
-from fedpact.privacy.cover import Cover, NotAUnit, Owner
-from fedpact.privacy.dense import Dense
-from fedpact.privacy.difference import difference, held
-from fedpact.privacy.fallback import Random, Whole
-from fedpact.privacy.layers import Layer
-from fedpact.privacy.parts import LONGEST, Part
-from fedpact.privacy.questions import Sum
-from fedpact.privacy.stages import Unfit
-from fedpact.privacy.tape import Call, Recorded, record, requiring_grad
+from fedpact.params import FlatModel, at_hand
+from fedpact.persample import norms
+from fedpact.persample.chain import Plan
+from fedpact.persample.dense import Dense, Sum
+from fedpact.persample.difference import difference, held
+from fedpact.persample.fallback import Random, Whole
+from fedpact.persample.layers import Layer
+from fedpact.persample.norms import LONGEST, Part, chosen
+from fedpact.persample.owners import Cover, NotAUnit, Owner
+from fedpact.persample.stages import Unfit
+from fedpact.persample.tape import Call, Recorded, record, requiring_grad
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class BookKeeping:
 
     def _parts(self, batch: int) -> list[slice]:
         """So many records at once that the largest convolution's gradients can be kept."""
-        most = parts.KEEP_BYTES // max(1, self._instance)
+        most = norms.KEEP_BYTES // max(1, self._instance)
         # A few records at a time would cost more than making their gradients twice.
         return slices(slice(0, batch), most if most >= _FEW else batch)
 
@@ -235,6 +233,37 @@ def _by_pixel(x: Tensor) -> Tensor:
         # Both layouts are the same memory; by these strides torch takes it for the one we want.
         return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
     return x.contiguous(memory_format=torch.channels_last)
+
+
+def without_bad(
+    losses: Tensor, calls: list[list[Call]], of_layer: list[bool]
+) -> tuple[Tensor, list[list[Call]]]:
+    """Return the losses [n] and calls of a pass, layers' calls 0 for records that are not finite.
+
+    Nor may ‖x_j‖‖g_j‖ of a layer's input and output gradient be beyond the root of the largest
+    number: no number of the layer's gradient is then beyond it, so that all of them times 0 are 0.
+    Where a module has no rule its gradients are cleaned when they are made (parts.kept).
+    """
+    good = losses.isfinite()
+    for call in (call for made, one in zip(calls, of_layer, strict=True) if one for call in made):
+        size = _squares(call.grad) if call.grad is not None else torch.ones_like(losses)
+        if call.input.is_floating_point():
+            size = size * _squares(call.input)
+        good = good & size.isfinite()
+    cleaned = [
+        [_cleaned(call, good) for call in made] if one else made
+        for made, one in zip(calls, of_layer, strict=True)
+    ]
+    return torch.where(good, losses, torch.nan), cleaned
+
+
+def _squares(rows: Tensor) -> Tensor:
+    return rows.square().flatten(1).sum(1)
+
+
+def _cleaned(call: Call, good: Tensor) -> Call:
+    x = chosen(good, call.input) if call.input.is_floating_point() else call.input
+    return Call((x,), {}, None if call.grad is None else chosen(good, call.grad))
 
 
 def _both(above: Tensor, below: Tensor) -> Tensor:

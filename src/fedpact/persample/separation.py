@@ -13,8 +13,8 @@ from torch.nn.modules.instancenorm import (
 
 from fedpact.errors import InputError, ModelError
 from fedpact.params import check_unwritten
-from fedpact.privacy.parts import square_sums
-from fedpact.privacy.tape import named_modules
+from fedpact.persample.norms import square_sums
+from fedpact.persample.tape import named_modules
 
 _DROPOUT = (
     nn.Dropout,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.convolution import Conv, Geometry
-from fedpact.privacy.parts import Outer, Sizes, Views
+from fedpact.params import at_hand
+from fedpact.persample.convolution import Conv, Geometry
+from fedpact.persample.norms import Outer, Sizes, Views
 
 _WIDE = 64
 """From how many numbers a row on: shorter ones cost more to find than to add."""

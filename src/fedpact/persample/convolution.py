@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.privacy import parts
-from fedpact.privacy.parts import Outer, Sizes, Views, joined
+from fedpact.persample import norms
+from fedpact.persample.norms import Outer, Sizes, Views, joined
 
 Conv = nn.Conv1d | nn.Conv2d
 
@@ -142,7 +142,7 @@ class Convolution(Outer):
         # torch's routines for groups work on one channel a group or on whole vectors of channels.
         self._few = channels % 8 > 0 and groups == 1
         columns = self.sizes.length * self.sizes.width * self.sizes.element
-        self.most = parts.CHUNK_BYTES // columns if self._few else _GROUPS
+        self.most = norms.CHUNK_BYTES // columns if self._few else _GROUPS
 
     def factors(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """See Outer."""

@@ -23,13 +23,14 @@ from torch import Tensor
 from fedpact import check
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel
-from fedpact.privacy.bookkeeping import BookKeeping, Measured, one_each, trainable
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.questions import Sum
-from fedpact.privacy.separation import Mixers, check_separation
-from fedpact.privacy.tape import gradients, requiring_grad
-from fedpact.privacy.weighting import Weights, weights_of
+from fedpact.params import FlatModel, at_hand
+from fedpact.persample.dense import Sum
+from fedpact.persample.passes import BookKeeping, Measured, one_each, trainable
+from fedpact.persample.separation import Mixers, check_separation
+from fedpact.persample.tape import gradients, requiring_grad
+from fedpact.persample.weighting import Weights, weights_of
+
+_AT_A_TIME = 512
 
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
@@ -194,6 +195,21 @@ class PlainKernel:
         before = self.weighted_sum(x, y)
         self.model.load(w)
         return self.weighted_sum(x, y) - before
+
+
+def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:
+    """Return the mean loss of the records x, y [n, ...] at w [d], and its gradient [d].
+
+    Without records both are 0. The model is left at w.
+    """
+    kernel.model.load(w)
+    loss, gradient = 0.0, w.new_zeros(len(w))
+    for rows in (slice(i, i + _AT_A_TIME) for i in range(0, len(y), _AT_A_TIME)):
+        # Copies, as in every batch: a model may write over its input.
+        loss += float(kernel.losses(x[rows].clone(), y[rows]).double().sum())
+        gradient += kernel.weighted_sum(x[rows].clone(), y[rows])
+    count = max(len(y), 1)
+    return loss / count, gradient / count
 
 
 def check_precision(model: FlatModel) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.keystream import from_numpy
-from fedpact.privacy.parts import BLOCK, SMALL, square_sums
+from fedpact.params import at_hand, from_numpy
+from fedpact.persample.norms import BLOCK, SMALL, square_sums
 
 # numpy's or torch's: the two agree in every function that is used of them.
 Array = Any

@@ -16,9 +16,9 @@ from torch.func import functional_call, grad_and_value, vjp, vmap
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.privacy import parts
-from fedpact.privacy.parts import Part, Views, kept
-from fedpact.privacy.tape import Call, gradients, requiring_grad
+from fedpact.persample import norms
+from fedpact.persample.norms import Part, Views, kept
+from fedpact.persample.tape import Call, gradients, requiring_grad
 
 CHUNK = 16
 """Samples that one vmap replays at a time."""
@@ -69,9 +69,9 @@ class Unit:
         """The unit's Part. Raises Random where a replay is not possible."""
         batch = len(calls[0].tensors[0])
         size = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        step = max(1, min(CHUNK, parts.KEEP_BYTES // size))
+        step = max(1, min(CHUNK, norms.KEEP_BYTES // size))
         chunks = [slice(i, i + step) for i in range(0, batch, step)]
-        if batch * size <= parts.KEEP_BYTES:
+        if batch * size <= norms.KEEP_BYTES:
             rows = [self._gradients(calls, chunk) for chunk in chunks]
             return kept({n: torch.cat([r[n] for r in rows]) for n in self._parameters})
         squares = [kept(self._gradients(calls, chunk)).squares for chunk in chunks]
@@ -141,7 +141,7 @@ class Whole:
         named = dict(model.module.named_parameters())
         self._parameters = {name: named[name] for name, _ in model.views(model.vector)}
         size = model.size * model.vector.element_size()
-        self.step = max(1, min(CHUNK, parts.KEEP_BYTES // size))
+        self.step = max(1, min(CHUNK, norms.KEEP_BYTES // size))
         self._loop = False
 
     def share(self, rows: dict[str, Tensor]) -> tuple[dict[str, str], Part]:

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedpact.privacy.convolution import Geometry
-from fedpact.privacy.cover import Owner
-from fedpact.privacy.products import linear
-from fedpact.privacy.tape import Call
+from fedpact.persample.convolution import Geometry
+from fedpact.persample.owners import Owner
+from fedpact.persample.products import linear
+from fedpact.persample.tape import Call
 
 _aten = cast(Any, torch.ops.aten)
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
-from fedpact.privacy.cover import Owner
-from fedpact.privacy.layers import layer_of
-from fedpact.privacy.stages import Other, Stage, Weighted, stage_of
-from fedpact.privacy.tape import Call, requiring_grad
+from fedpact.persample.layers import layer_of
+from fedpact.persample.owners import Owner
+from fedpact.persample.stages import Other, Stage, Weighted, stage_of
+from fedpact.persample.tape import Call, requiring_grad
 
 _aten = cast(Any, torch.ops.aten)
 

@@ -14,10 +14,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fedpact.privacy.cards import at_hand
-from fedpact.privacy.layers import Rule
-from fedpact.privacy.parts import Part, together
-from fedpact.privacy.tape import Call
+from fedpact.params import at_hand
+from fedpact.persample.layers import Rule
+from fedpact.persample.norms import Part, together
+from fedpact.persample.tape import Call
 
 Both = tuple[list[Call], list[Call]]
 """A module's calls at w, and at the anchor."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.params import FlatModel
-from fedpact.privacy.fallback import Unit
-from fedpact.privacy.layers import Layer, layer_of
-from fedpact.privacy.parts import Part
-from fedpact.privacy.tape import Call, named_modules
+from fedpact.persample.fallback import Unit
+from fedpact.persample.layers import Layer, layer_of
+from fedpact.persample.norms import Part
+from fedpact.persample.tape import Call, named_modules
 
 Path = tuple[str, ...]
 

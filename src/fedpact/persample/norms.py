@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedpact.privacy.cards import at_hand, chosen
+from fedpact.params import at_hand
 
 KEEP_BYTES = 20 * 2**20
 """Up to this size a layer's per-sample gradients are kept from the norms to the sum.
@@ -90,6 +90,11 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
 def flattened(rows: Tensor) -> Tensor:
     """Rows [n, ...] as [n, m]; unlike reshape(n, -1) also where n or m is 0."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+
+def chosen(good: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [n, ...] with zeros for those that are not good [n]."""
+    return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
 def joined(tensors: list[Tensor], dim: int) -> Tensor:

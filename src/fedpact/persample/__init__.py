@@ -1,0 +1,1 @@
+"""Clipped sums of per-sample gradients: linear algebra that knows no budget."""
