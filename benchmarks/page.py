@@ -21,8 +21,11 @@ unmeasured, so that it finds its code and records in the caches. All methods hav
 freed memory, as a run of fedpact does, but not where memory is measured. Ratios from different
 tables are not to be compared.
 
-`goal` and `stretch` are what was set before the work began; an arrow shows the better direction. A
-row that misses its stretch says why, or nobody knows yet.
+`goal` and `stretch` are what is to be reached; an arrow shows the better direction. They were set
+before the work began, and anew after the first measurements: a goal beyond what the arithmetic
+leaves became what had been reached, to be kept, or was dropped, and others were raised. Those for
+models that people bring were set after a first look at them. A row that misses its stretch says
+why, or nobody knows yet.
 """
 
 

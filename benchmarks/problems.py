@@ -1,46 +1,66 @@
-"""The models that are timed, with made-up records: the papers' networks on the papers' shapes."""
+"""The models that are timed, with made-up records: the papers' networks, and those of `models`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import models
 from fedpact.models import papers
 
 CLIP, SIGMA, RATE = 0.1, 1.0, 0.1
 CLASSES = 10
+
+_Factory = Callable[[tuple[int, ...], int], nn.Module]
 
 
 @dataclass(frozen=True)
 class Problem:
     """A model and the shape of its records; the model's weights are the same at every call.
 
-    device: where model and records are.
+    device: where model and records are. classes: of the labels. vocabulary: the number of tokens
+    whose ids the records are, 0 where they are numbers. for_opacus: the same model with the same
+    weights, built as Opacus wants it; None where it takes the model as it is.
     """
 
     name: str
     shape: tuple[int, ...]
-    factory: Callable[[tuple[int, ...], int], nn.Module]
+    factory: _Factory
     device: str = "cpu"
+    classes: int = CLASSES
+    vocabulary: int = 0
+    for_opacus: _Factory | None = None
 
     def module(self) -> nn.Module:
         """Return the model."""
+        return self._made(self.factory)
+
+    def module_for_opacus(self) -> nn.Module:
+        """Return the model as Opacus wants it built."""
+        return self._made(self.for_opacus or self.factory)
+
+    def _made(self, factory: _Factory) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.factory(self.shape, CLASSES).to(self.device)
+            return factory(self.shape, self.classes).to(self.device)
 
     def records(self, count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Return made-up records x [count, ...] in [0, 1) and labels y [count]."""
+        """Return made-up records x [count, ...], in [0, 1) or token ids, and labels y [count]."""
         generator = torch.Generator().manual_seed(seed)
-        x = torch.rand(count, *self.shape, generator=generator)
-        y = torch.randint(0, CLASSES, (count,), generator=generator)
+        shape = (count, *self.shape)
+        if self.vocabulary:
+            x = torch.randint(0, self.vocabulary, shape, generator=generator)
+        else:
+            x = torch.rand(shape, generator=generator)
+        y = torch.randint(0, self.classes, (count,), generator=generator)
         return x.to(self.device), y.to(self.device)
 
     @property
     def size(self) -> int:
-        """d."""
-        return sum(p.numel() for p in self.module().parameters())
+        """d, the number of trainable parameters."""
+        return sum(p.numel() for p in self.module().parameters() if p.requires_grad)
 
 
 def _wide(shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -58,6 +78,41 @@ def tiny(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+def _tiny(name: str, *shape: int, **sizes: int) -> Problem:
+    """A model of `models` at a size at which its code runs in no time."""
+    full = _BROUGHT[name]
+    return replace(
+        full,
+        name=f"tiny {name}",
+        shape=shape,
+        factory=partial(full.factory, **sizes),
+        for_opacus=full.for_opacus and partial(full.for_opacus, **sizes),
+    )
+
+
+_IDS = models.VOCABULARY
+_tokens = partial(Problem, vocabulary=_IDS)
+_low_rank_for_opacus = partial(models.LowRankTransformer, linear=models.LowRankOfModules)
+_BROUGHT = {
+    problem.name: problem
+    for problem in (
+        Problem("resnet", (3, 32, 32), models.resnet),
+        _tokens("transformer", (64,), models.Transformer, for_opacus=models.TransformerOfModules),
+        Problem("vit", (3, 32, 32), models.ViT, for_opacus=models.ViTOfModules),
+        _tokens("lora", (64,), models.LowRankTransformer, for_opacus=_low_rank_for_opacus),
+        _tokens("lstm256", (80,), partial(models.Recurrent, hidden=256), classes=_IDS),
+        _tokens("lstm64", (80,), partial(models.Recurrent, hidden=64), classes=_IDS),
+    )
+}
+_TINY = (
+    _tiny("resnet", 3, 8, 8),
+    _tiny("transformer", 5, width=8, heads=2),
+    _tiny("vit", 3, 8, 8, width=8, heads=2),
+    _tiny("lora", 5, width=8, heads=2),
+    _tiny("lstm256", 3, hidden=5),
+    _tiny("lstm64", 3, hidden=4),
+)
+
 PROBLEMS = {
     "A": Problem("A", (1, 28, 28), papers.logistic),
     "B": Problem("B", (1, 28, 28), papers.cnn_padded),
@@ -67,4 +122,6 @@ PROBLEMS = {
     "mlp": Problem("mlp", (1, 28, 28), papers.mlp),
     "tiny A": Problem("tiny A", (1, 8, 8), papers.logistic),
     "tiny": Problem("tiny", (1, 8, 8), tiny),
+    **_BROUGHT,
+    **{problem.name: problem for problem in _TINY},
 }

@@ -1,15 +1,5 @@
 """Why a row misses its stretch, one sentence each: (table, row) -> sentence. Kept by hand."""
 
-_TORCH_IS_FASTER = (
-    "torch.randn draws a number in 2.4 ns on this processor, half of what it took where the goals "
-    "were set, and so does this on one thread: AES, logarithm, root and tangent in float64. What "
-    "the prototype drew, float32 from 32 bits, is the row above at half of that, but ends at 6.7 "
-    "standard deviations and is too coarse for the grid. Two threads are a row of their own."
-)
-_GRID = (
-    "Besides the draw, the sum is read, rounded, added to and written: what it replaces is "
-    "torch.randn and an addition, the row above."
-)
 _TWO_THREADS = (
     "The sum is read, rounded, added to and written as well; and two threads that take turns with "
     "the interpreter at every operation gain 1.4 to 1.8 times, unevenly from run to run."
@@ -49,14 +39,6 @@ REMARKS: dict[tuple[str, str], str] = {
     ("accuracy", "Flower with Opacus, ghost / fedpact"): (
         "As in a round of ten sites: a step by ghost norms takes two to three times ours."
     ),
-    ("noise", "secure, d = 582,026"): _TORCH_IS_FASTER,
-    ("noise", "secure, d = 1,663,370"): _TORCH_IS_FASTER,
-    ("noise", "secure, d = 13,000,000"): (
-        "At this length both wait for memory; the arithmetic in float64 is what is left."
-    ),
-    ("noise", "secure on the grid, one thread / randn alone, d = 582,026"): _GRID,
-    ("noise", "secure on the grid, one thread / randn alone, d = 1,663,370"): _GRID,
-    ("noise", "secure on the grid, one thread / randn alone, d = 13,000,000"): _GRID,
     ("noise", "secure on the grid, two threads / randn alone, d = 582,026"): _TWO_THREADS,
     ("noise", "secure on the grid, two threads / randn alone, d = 1,663,370"): _TWO_THREADS,
     ("noise", "secure on the grid, two threads / randn alone, d = 13,000,000"): _TWO_THREADS,
@@ -68,10 +50,6 @@ REMARKS: dict[tuple[str, str], str] = {
         "pfl's clients clip nothing and add no noise, and it writes nothing to the disk; ours "
         "spend 6 % of the round on noise, and as much on ledgers, messages and checkpoint. From "
         "day to day it is 1.17 to 1.22."
-    ),
-    ("profile", "embedded default: kernel"): (
-        "A clipped sum of 650 parameters takes less than a tenth of a millisecond; the ledger's "
-        "entry, sampling, messages and the checks around it are a multiple of that."
     ),
     ("round-100A", "pfl, no privacy in the clients / fedpact, sites one by one"): _SMALL_STEPS,
     ("round-100A", "pfl, no privacy in the clients / fedpact, run.stacked = 16"): _SMALL_STEPS,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.problems import CLIP, RATE, SIGMA, Problem
@@ -97,7 +98,7 @@ def fedpact_secure(problem: Problem, batch: int) -> Work:
 def fedpact_generic(problem: Problem, batch: int) -> Work:
     """The same as `fedpact` by the kernel's first level: autograd's tape, for any model."""
     kernel = kernel_of(problem)
-    kernel._level.plan = None
+    kernel._passes.chain = None
     return _private(problem, batch, SeededDraws(0, "site", 1), kernel)
 
 
@@ -142,10 +143,17 @@ def made_private(
     return module.train(), optimizer, criterion, loader
 
 
+def for_opacus(problem: Problem) -> nn.Module:
+    """Return the model with its own layers in place of torch's, as its documents say."""
+    from opacus.validators import ModuleValidator
+
+    return ModuleValidator.fix(problem.module_for_opacus())
+
+
 def _opacus(problem: Problem, batch: int, mode: str) -> Work:
     x, y = problem.records(batch)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
-    module, optimizer, criterion, _ = made_private(problem.module(), loader, mode)
+    module, optimizer, criterion, _ = made_private(for_opacus(problem), loader, mode)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -158,7 +166,8 @@ def _opacus(problem: Problem, batch: int, mode: str) -> Work:
 def vmap_grad(problem: Problem, batch: int) -> Work:
     """torch.func: vmap(grad), norms, one matrix-vector product a tensor."""
     module, (x, y) = problem.module(), problem.records(batch)
-    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    named = module.named_parameters()
+    weights = {name: p.detach().clone() for name, p in named if p.requires_grad}
 
     def loss(w: dict[str, Tensor], one: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(module, w, (one[None],)), label[None])
@@ -176,6 +185,20 @@ def vmap_grad(problem: Problem, batch: int) -> Work:
     return step
 
 
+def vmap_grad_products(problem: Problem, batch: int) -> Work:
+    """The same with attention as matrix products: vmap has no rule for torch's fused one.
+
+    That it calls record by record; which is faster depends on the model.
+    """
+    step = vmap_grad(problem, batch)
+
+    def by_products() -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            step()
+
+    return by_products
+
+
 METHODS: dict[str, Method] = {
     "plain": plain,
     "channels_last": channels_last,
@@ -186,4 +209,5 @@ METHODS: dict[str, Method] = {
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,
     "vmap_grad": vmap_grad,
+    "vmap_grad_products": vmap_grad_products,
 }

@@ -10,7 +10,7 @@ from types import ModuleType
 
 # In the order of the page.
 _ORDER = (
-    "step", "stacked", "parts", "memory", "roofline", "noise",
+    "step", "brought", "stacked", "parts", "memory", "roofline", "noise",
     "round", "hundred", "workers", "overhead", "profile", "sites", "accuracy", "card",
 )  # fmt: skip
 

@@ -37,5 +37,5 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
         Row(_STACKED, ratio.median, ratio.low, ratio.high, note=took[_STACKED]),
     ]
     for title in plans:
-        rows.append(pfl.row(found, title, 4, 8, f"{pfl.TITLE} / {title}"))
+        rows.append(pfl.row(found, title, 1.2, 2, f"{pfl.TITLE} / {title}"))
     return rows, busy

@@ -21,8 +21,8 @@ NAMES = ("round-B", "round-A")
 
 _LOOPS = {"hooks": "loop over Opacus, hooks", "ghost": "loop over Opacus, ghost"}
 _FLOWER = {
-    "hooks": ("Flower with Opacus, hooks", 10, 15),
-    "ghost": ("Flower with Opacus, ghost", 3.5, 5),
+    "hooks": ("Flower with Opacus, hooks", 18, 20),
+    "ghost": ("Flower with Opacus, ghost", 4, 5),
     "idle": ("Flower with clients that do nothing", None, None),
 }
 

@@ -9,16 +9,21 @@ import sys
 
 import pytest
 import torch
+from benchmarks.problems import PROBLEMS
 from benchmarks.results import Row, Table, shown
-from benchmarks.scale import TINY
-from benchmarks.tables import card, memory, modules
+from benchmarks.scale import TINY, Scale
+from benchmarks.tables import brought, card, memory, modules
 from benchmarks.timing import Spread, by_turns
 
 from benchmarks import __main__ as command
-from benchmarks import child, flower, page, pfl, timing
+from benchmarks import child, flower, page, pfl, steps, timing
 
-# Opacus warns of how it is used; so it is used by those it is compared for.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:opacus", "ignore:Full backward hook")
+# Opacus warns of how it is used; so it is used by those it is compared for. vmap warns of loops.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:opacus",
+    "ignore:Full backward hook",
+    "ignore:There is a performance drop because we have not yet implemented the batching rule",
+)
 
 MACHINE = {"processor": "abacus", "torch": "0"}
 
@@ -35,9 +40,12 @@ def table(name, *rows, quick=False, busy=False):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy)
 
 
-# One table of each module, and those whose lists of methods are others.
+# One table of each module, those whose lists of methods are others, and every brought model.
 @pytest.mark.parametrize(
-    "name", [*{m: name for name, m in modules().items()}.values(), "step-B", "round-B"]
+    "name",
+    dict.fromkeys(
+        [*{m: name for name, m in modules().items()}.values(), "step-B", "round-B", *brought.NAMES]
+    ),
 )
 def test_every_table_runs_and_can_be_shown(name, tmp_path):
     found = command.measure(name, TINY)
@@ -48,6 +56,57 @@ def test_every_table_runs_and_can_be_shown(name, tmp_path):
     found.save(tmp_path)
     assert Table.load(tmp_path / f"{name}.json") == found
     assert all(row.name in page.text(tmp_path) for row in found.rows)
+
+
+def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch):
+    def no(problem, batch):
+        raise NotImplementedError("no such layer\nand more")
+
+    monkeypatch.setitem(steps.METHODS, "opacus_ghost", no)
+    rows = {row.name: row for row in command.measure("step-resnet", TINY).rows}
+    row = rows["Opacus, ghost, batch 64"]
+    assert (row.value, row.note) == (None, "fails: NotImplementedError: no such layer")
+    assert "Opacus, ghost / fedpact, batch 64" not in rows
+    # The goal is at the best of those that are left.
+    marked = [row for name, row in rows.items() if "/ fedpact" in name and row.goal == 1.5]
+    assert [row.note.endswith("; the best of the peers") for row in marked] == [True]
+
+
+def test_slow_peers_are_timed_a_fifth_as_often(monkeypatch):
+    asked = []
+
+    def turns(works, repetitions):
+        asked.append((list(works), repetitions))
+        return timing.Turns({name: [1.0] for name in works}, False)
+
+    monkeypatch.setattr(brought, "by_turns", turns)
+    monkeypatch.setattr(brought, "_SLOW_SECONDS", 0.0)
+    brought.run("step-resnet", Scale(repetitions=10, rounds=1, tiny=True))
+    own, peers = ["plain", "fedpact"], ["opacus_hooks", "opacus_ghost", "vmap_grad"]
+    assert asked == [([*own, "kernel_alone"], 10), ([*own, *peers], 2)]
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer", "vit", "lora", "lstm64"])
+def test_what_opacus_is_given_computes_the_same(name):
+    """The bare parameters in modules; and its own LSTM, whose weights are those of torch's."""
+    problem = PROBLEMS[f"tiny {name}"]
+    (x, y), module = problem.records(4), problem.module()
+    assert (x.shape, x.is_floating_point()) == ((4, *problem.shape), not problem.vocabulary)
+    assert y.max() < problem.classes == module(x).shape[1]
+    torch.testing.assert_close(problem.module_for_opacus()(x), module(x))
+    given = steps.for_opacus(problem)
+    assert sum(p.numel() for p in given.parameters() if p.requires_grad) == problem.size
+    # Opacus' attention puts heads together in another order than torch's where batch_first is set.
+    if name not in ("transformer", "vit"):
+        torch.testing.assert_close(given(x), module(x))
+
+
+def test_only_factors_and_head_of_the_low_rank_transformer_are_trained():
+    named = PROBLEMS["tiny lora"].module().named_parameters()
+    trained = [name for name, p in named if p.requires_grad]
+    # Two layers of four products, with two factors each; the head has weight and bias.
+    assert len(trained) == 2 * 4 * 2 + 2
+    assert all(name.endswith((".down", ".up")) or name.startswith("head.") for name in trained)
 
 
 def test_a_cards_steps_are_waited_for():

@@ -1,85 +1,282 @@
-"""A model that is a chain of layers, run without autograd: the second level of the kernel.
+"""A chain of known layers, run without autograd: a level of the kernel.
 
 nn.Sequential, nested or not, of layers each with weights of its own, becomes a list of stages once.
-A pass over it leaves the same calls as the tape does, some 20 to 40 % sooner. Two things that
+A pass over it leaves the same shares as the graph does, some 20 to 40 % sooner. Two things that
 autograd cannot do: ReLU goes behind the max-pooling that follows it, where it has a quarter of the
 numbers to look at and the same result, and activations overwrite what no one reads again.
+
+Records are kept apart by construction: each stage maps [B, ...] to [B, ...] record by record, as
+its class says, and modules of any other class, or with a hook or a forward of their own, make no
+chain. A stage keeps from forward what its backward needs, and lets go of it there; what `backward`
+is given is its own to overwrite.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
-from fedpact.persample.layers import layer_of
-from fedpact.persample.owners import Owner
-from fedpact.persample.stages import Other, Stage, Weighted, stage_of
-from fedpact.persample.tape import Call, requiring_grad
+from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
+from fedpact.persample.gradients import Made, Outer, Share
 
 _aten = cast(Any, torch.ops.aten)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+_LARGE = 2**21
+"""From so many multiplications on it pays to ask oneDNN."""
 
-class Plan:
+_Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
+
+Shares = dict[str, list[Share]]
+"""What a pass leaves, by the model's parameter names."""
+
+
+class Stage(ABC):
+    """One layer. fresh: forward returns a tensor of its own that its backward does not read."""
+
+    fresh = False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+
+    @abstractmethod
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:
+        """From ∂/∂output to ∂/∂input; anything where it is not wanted."""
+
+
+class Weighted(Stage):
+    """A layer with weights. names: its own parameters' names -> the model's, of those to train."""
+
+    fresh = True
+
+    def __init__(self, module: nn.Module, names: dict[str, str]) -> None:
+        self._module, self._names = module, names
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Stage."""
+        self._x = x
+        return self._apply(x)
+
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:
+        """See Stage."""
+        x, self._x = self._x, g
+        self._taken = x, g
+        return self._input_grad(x, g) if wanted else g
+
+    def shares(self) -> Shares:
+        """What the last pass left, which the stage holds no longer."""
+        (x, g), self._taken = cast(tuple[Tensor, Tensor], self._taken), None
+        found: Shares = {}
+        for local, name in self._names.items():
+            found[name] = [self._weight(x, g) if local == "weight" else self._bias(g)]
+        return found
+
+    @abstractmethod
+    def _apply(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _input_grad(self, x: Tensor, g: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _weight(self, x: Tensor, g: Tensor) -> Share: ...
+
+    @abstractmethod
+    def _bias(self, g: Tensor) -> Share: ...
+
+
+class Linear(Weighted):
+    """y = x Wᵀ + b for x [B, ..., K]."""
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return linear(x, self._own.weight, self._own.bias)
+
+    def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:  # noqa: ARG002
+        return linear(g, self._own.weight.t())
+
+    def _weight(self, x: Tensor, g: Tensor) -> Share:
+        return Outer(_positions(g), _positions(x))
+
+    def _bias(self, g: Tensor) -> Share:
+        return Made(g if g.dim() == 2 else _positions(g).sum(1))
+
+    @property
+    def _own(self) -> nn.Linear:
+        return cast(nn.Linear, self._module)
+
+
+class Conv2d(Weighted):
+    """A convolution of x [B, C, H, W] that torch pads by itself.
+
+    pooled: where a max-pooling took the output, the numbers of its gradient that are not zero.
+    """
+
+    def __init__(self, module: nn.Module, names: dict[str, str]) -> None:
+        super().__init__(module, names)
+        self._geometry = Geometry.of(self._own)
+        self.pooled: Pooled | None = None
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self._geometry.forward(x, self._own.weight, self._own.bias)
+
+    def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:
+        return self._geometry.input_grad(x, g, self._own.weight)
+
+    def _weight(self, x: Tensor, g: Tensor) -> Share:
+        pooled, self.pooled = self.pooled, None
+        weight = self._own.weight
+        if pooled is not None and sparse(self._geometry, weight, g, pooled):
+            return Pooled2d(self._geometry, weight, x, g, pooled)
+        return Convolved(self._geometry, weight, x, g)
+
+    def _bias(self, g: Tensor) -> Share:
+        return Made(g.flatten(2).sum(2))
+
+    @property
+    def _own(self) -> nn.Conv2d:
+        return cast(nn.Conv2d, self._module)
+
+
+class ReLU(Stage):
+    """y = max(x, 0), on top of x where no one else reads it."""
+
+    def __init__(self, overwrite: bool) -> None:
+        self.fresh, self._overwrite = False, overwrite
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Stage."""
+        self._y = x.relu_() if self._overwrite else x.relu()
+        return self._y
+
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
+        """See Stage."""
+        y, self._y = self._y, g
+        return _aten.threshold_backward.grad_input(g, y, 0, grad_input=g)
+
+
+class Curve(Stage):
+    """A function of each number whose derivative follows from its value: tanh, sigmoid."""
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], derivative: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self._function, self._derivative = function, derivative
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Stage."""
+        self._y = self._function(x)
+        return self._y
+
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
+        """See Stage."""
+        y, self._y = self._y, g
+        return self._derivative(g, y)
+
+
+class MaxPool2d(Stage):
+    """The largest of each window; where several are, the first has the gradient.
+
+    Windows may overlap: then a place stands several times among those told to the convolution.
+    """
+
+    fresh = True
+
+    def __init__(self, module: nn.MaxPool2d, previous: Stage | None) -> None:
+        self._conv = previous if isinstance(previous, Conv2d) else None
+        stride = module.stride or module.kernel_size
+        sides = [_both(v) for v in (module.kernel_size, stride, module.padding, module.dilation)]
+        self._settings = [*sides, module.ceil_mode]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Stage."""
+        y, self._index = _aten.max_pool2d_with_indices.default(x, *self._settings)
+        self._x = x
+        return y
+
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
+        """See Stage."""
+        x, index, self._x, self._index = self._x, self._index, g, g
+        if self._conv is not None:
+            self._conv.pooled = g, index
+        return _aten.max_pool2d_with_indices_backward.default(g, x, *self._settings, index)
+
+
+class Flatten(Stage):
+    """Records [B, ...] as [B, m]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Stage."""
+        self._shape = x.shape
+        self._by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        return x.flatten(1)
+
+    def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
+        """See Stage."""
+        g = g.view(self._shape)
+        return g.contiguous(memory_format=torch.channels_last) if self._by_pixel else g
+
+
+class Chain:
     """The stages of one model, in order."""
 
-    def __init__(self, model: FlatModel, stages: list[Stage], weighted: list[Weighted]) -> None:
-        self._model, self._stages, self._weighted = model, stages, weighted
-        self._first = min(stages.index(stage) for stage in weighted)
+    def __init__(self, model: FlatModel, stages: list[Stage]) -> None:
+        self._stages = stages
+        self._weighted = [s for s in stages if isinstance(s, Weighted)]
+        self._first = next(i for i, s in enumerate(stages) if isinstance(s, Weighted))
+        self._by_image = any(isinstance(s, Conv2d) for s in stages)
         self._states = [vars(module) for module in model.module.modules()]
         self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
-        self._by_autograd = any(isinstance(stage, Other) for stage in stages)
 
     @staticmethod
-    def of(model: FlatModel, owners: list[Owner]) -> "Plan | None":
-        """Compile the model, or return None where it is not a chain of layers with rules."""
+    def of(model: FlatModel) -> "Chain | None":
+        """Return the stages, or None where the model is no chain of layers that are known."""
         chain = chain_of(model.module)
-        if chain is None or any(owner.layer is None for owner in owners):
+        layers = [m for m in chain or [] if any(True for _ in m.parameters())]
+        parameters = [id(p) for m in layers for p in m.parameters()]
+        # A layer that runs twice, or shares its weights, has several shares: that is the graph's.
+        if chain is None or not layers or len(set(parameters)) < len(parameters):
             return None
-        of_module = {id(owner.module): owner for owner in owners}
-        layers = [m for m in chain if any(True for _ in m.parameters())]
-        # A layer that runs twice leaves two calls: that is the tape's to tell apart.
-        if len({id(m) for m in layers}) < len(layers) or not of_module.keys() <= set(
-            map(id, layers)
-        ):
-            return None
+        of_parameter = {id(p): name for name, p in model.module.named_parameters()}
         stages: list[Stage] = []
-        weighted: dict[int, Weighted] = {}
         for module in _relu_last(chain):
-            owner = of_module.get(id(module))
-            stages.append(stage_of(module, owner, stages[-1] if stages else None))
-            if owner is not None:
-                weighted[id(module)] = cast(Weighted, stages[-1])
-        return Plan(model, stages, [weighted[id(owner.module)] for owner in owners])
+            names = {
+                local: of_parameter[id(p)]
+                for local, p in module.named_parameters()
+                if of_parameter[id(p)] in model.own
+            }
+            stage = _stage_of(module, names, stages[-1] if stages else None)
+            if stage is None:
+                return None
+            stages.append(stage)
+        return Chain(model, stages)
 
     @property
     def holds(self) -> bool:
         """Whether the modules are still no more than their layers: hooks may have been added."""
         return not (any(self._hooks) or any("forward" in state for state in self._states))
 
-    def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, list[list[Call]]]:
-        """Losses, and the calls of each owner: one, or none where no loss depends on the output.
+    def takes(self, x: Tensor) -> bool:
+        """Whether x has its batch where the layers look for it: in front of a record's own."""
+        return x.dim() == 4 if self._by_image else x.dim() >= 2
 
-        Raises Unfit where an output is not one tensor with the batch as leading dimension.
-        """
-        if not self._by_autograd:
-            return self._run(x, y, loss)
-        with requiring_grad(self._model.module.parameters(), False), torch.no_grad():
-            return self._run(x, y, loss)
-
-    def _run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, list[list[Call]]]:
+    def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Shares]:
+        """Losses, and the shares of each parameter: none where no loss depends on the output."""
         for stage in self._stages:
             x = stage.forward(x)
         losses, g = _differentiated(loss, x, y)
         del x
         if g is None:
-            return losses, [[] for _ in self._weighted]
+            return losses, {}
         for i in reversed(range(self._first, len(self._stages))):
             g = self._stages[i].backward(g, wanted=i > self._first)
-        return losses, [[stage.taken()] for stage in self._weighted]
+        return losses, {n: s for stage in self._weighted for n, s in stage.shares().items()}
 
 
 def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -108,8 +305,7 @@ def chain_of(module: nn.Module) -> list[nn.Module] | None:
     if _changed(module):
         return None
     if type(module) is not nn.Sequential:
-        alone = layer_of(module) is not None or not any(True for _ in module.parameters())
-        return [module] if alone and not any(True for _ in module.children()) else None
+        return None if any(True for _ in module.children()) else [module]
     chain: list[nn.Module] = []
     for child in module:
         inner = chain_of(child)
@@ -131,3 +327,67 @@ def _changed(module: nn.Module) -> bool:
     """Whether the module does more than its class says."""
     state = vars(module)
     return "forward" in state or any(state[hooks] for hooks in _HOOKS)
+
+
+def _stage_of(module: nn.Module, names: dict[str, str], previous: Stage | None) -> Stage | None:
+    """The stage that computes what the module does, where `previous` has run before it.
+
+    Only of the very classes below: a subclass or a parametrisation computes something else.
+    """
+    kind = type(module)
+    if kind is nn.Linear:
+        return Linear(module, names)
+    if kind is nn.Conv2d and Geometry.of(cast(nn.Conv2d, module)).plain:
+        return Conv2d(module, names)
+    if kind is nn.ReLU:
+        return ReLU(overwrite=previous is not None and previous.fresh)
+    if kind is nn.Tanh:
+        return Curve(torch.tanh, _aten.tanh_backward)
+    if kind is nn.Sigmoid:
+        return Curve(torch.sigmoid, _aten.sigmoid_backward)
+    if kind is nn.MaxPool2d and not cast(nn.MaxPool2d, module).return_indices:
+        return MaxPool2d(cast(nn.MaxPool2d, module), previous)
+    if flattens(module):
+        return Flatten()
+    return None
+
+
+def flattens(module: nn.Module) -> bool:
+    """Whether a module makes [B, m] of records [B, ...], and is nothing else."""
+    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def _positions(t: Tensor) -> Tensor:
+    """[B, ..., N] as [B, T, N]."""
+    return t.reshape(t.shape[0], -1, t.shape[-1])
+
+
+def _both(value: int | tuple[int, ...]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b for x [..., K], W [O, K] in any layout, b [O]; without gradient.
+
+    torch multiplies float32 matrices by MKL (or OpenBLAS), which on some processors runs at half
+    the speed of oneDNN, torch's library for convolutions. oneDNN's product is reached by an
+    operation that torch keeps for its own compiler; it is used where it is there and gives what it
+    should.
+    """
+    fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
+    if _onednn is not None and fits and x.shape[0] * weight.numel() >= _LARGE:
+        return _onednn(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _probe() -> _Product | None:
+    x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4).t()
+    try:
+        product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise.default)
+        good = torch.equal(product(x, weight, None, "none", [], ""), x @ weight.t())
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return product if good else None
+
+
+_onednn = _probe()

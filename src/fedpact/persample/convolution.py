@@ -1,25 +1,28 @@
 """Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
 
-Three ways to instantiate them, each the fastest where it applies:
+Three ways to make them, each the fastest where it applies:
 
 many channels   A batch of n convolutions with one weight is one convolution with n groups and n
                 weights, whose gradient is the per-sample gradient, by torch's own routine.
 few channels    Patches are small: they are laid out and multiplied with g.
-before a pool   Max-pooling leaves g one number a window: only the rows u_jt that it takes are
-                summed (pooled).
+before a pool   Only one number of each pooling window passes a gradient back, so g is zero but for
+                one position in four or more, and Σ_t g_t u_tᵀ is a sum over those positions: for
+                each output channel a weighted sum of rows of a table, torch's embedding_bag. A row
+                of the table is a row of the patch, kernel width times channels, which lies together
+                in an image stored by pixel; the rows of the kernel are as many sums over it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.norms import Outer, Sizes, Views, joined
+from fedpact.persample.gradients import Share, same
 
 Conv = nn.Conv1d | nn.Conv2d
 
@@ -58,6 +61,15 @@ class Geometry:
             groups=conv.groups,
         )
 
+    @staticmethod
+    def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
+        """Of an operation: kernel sizes; stride, padding, dilation and groups as torch has them."""
+        stride, padding, dilation, groups = settings
+        size = _pair(kernel, 1)
+        spread = _pair(dilation, 1)
+        pad = _padding(padding, size, spread)
+        return Geometry(size, _pair(stride, 1), spread, pad, "constant", groups)
+
     @property
     def plain(self) -> bool:
         """Whether torch's convolution pads by itself: with zeros, and alike on both sides."""
@@ -88,11 +100,6 @@ class Geometry:
         # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
         return (columns @ g.flatten(2).mT).mT.reshape(n, -1)
 
-    def weight_sum(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
-        """Σ_j of the per-sample gradients, in the weight's shape with height 1 for a Conv1d."""
-        x, padding = self._padded(x)
-        return self.gradient(g, x, weight, padding, 1, 1)
-
     def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """∂/∂x, where `plain` holds."""
         return self.gradient(g, x, weight, [self.pad[2], self.pad[0]], 1, 0)
@@ -106,12 +113,6 @@ class Geometry:
         found = _backward(g, x, weight, None, *arguments, samples * self.groups, mask)
         return cast(Tensor, found[which])
 
-    def patches(self, x: Tensor) -> Tensor:
-        """The patches of x [n, C, H, W] as [n·groups, T, K], K over (channel, h, w)."""
-        x = self.padded(x)
-        x = x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
-        return F.unfold(x, self.kernel, self.dilation, 0, self.stride).mT
-
     def _padded(self, x: Tensor) -> tuple[Tensor, list[int]]:
         """The input, and the zeros that torch is to add to it."""
         if self.plain:
@@ -123,48 +124,101 @@ class Geometry:
         return F.pad(x, self.pad, mode=self.mode) if any(self.pad) else x
 
 
-class Convolution(Outer):
-    """A weight's gradients from x [B, C, H, W] and g [B, O, h, w], one pair for each call."""
+class Convolved(Share):
+    """A weight's gradients from x [B, C, H, W] and g [B, O, h, w]; [B, C, L] and [B, O, l] too."""
 
-    def __init__(self, conv: Conv, inputs: list[Tensor], grads: list[Tensor]) -> None:
-        self._geometry = Geometry.of(conv)
-        self._weight = images(conv.weight.detach())
-        self._pairs = list(zip(map(images, inputs), map(images, grads), strict=True))
-        channels, groups = self._weight.shape[1], self._geometry.groups
-        self.sizes = Sizes(
-            batch=len(inputs[0]),
-            rows=groups,
-            length=sum(g[0, 0].numel() for _, g in self._pairs),
-            out=len(self._weight) // groups,
-            width=self._weight[0].numel(),
-            element=self._weight.element_size(),
-        )
+    def __init__(self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor) -> None:
+        self._geometry, self._weight = geometry, images(weight.detach())
+        self.x, self.g = images(x), images(g)
+        self.batch, self.size = len(x), weight.numel()
+        self.element = g.element_size()
+        channels = self._weight.shape[1]
         # torch's routines for groups work on one channel a group or on whole vectors of channels.
-        self._few = channels % 8 > 0 and groups == 1
-        columns = self.sizes.length * self.sizes.width * self.sizes.element
-        self.most = norms.CHUNK_BYTES // columns if self._few else _GROUPS
+        self._few = channels % 8 > 0 and geometry.groups == 1
+        columns = self.g[0, 0].numel() * self._weight[0].numel() * self.element
+        self.most = max(1, norms.CHUNK_BYTES // columns) if self._few else _GROUPS
 
-    def factors(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """See Outer."""
-        u = joined([self._geometry.patches(x[chunk]) for x, _ in self._pairs], 1)
-        grads = [g[chunk].reshape(len(u), self.sizes.out, -1) for _, g in self._pairs]
-        return joined(grads, 2), u
-
-    def gradients(self, chunk: slice) -> Tensor:
-        """See Outer."""
-        return reduce(torch.add, (self._rows(x[chunk], g[chunk]) for x, g in self._pairs))
-
-    def _rows(self, x: Tensor, g: Tensor) -> Tensor:
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        x, g = self.x[chunk], self.g[chunk]
         if self._few:
             return self._geometry.weight_rows_by_patches(x, g)
         return self._geometry.weight_rows(x, g, self._weight)
 
-    def write_sum(self, c: Tensor, views: Views) -> None:
-        """See Outer."""
-        total = views["weight"]
-        for x, g in self._pairs:
-            scaled = g * c.view(-1, 1, 1, 1)
-            total += self._geometry.weight_sum(x, scaled, self._weight).view(total.shape)
+    def minus(self, other: Share) -> list[Share]:
+        """See Share, and Outer."""
+        one = cast(Convolved, other)
+        first = Convolved(self._geometry, self._weight, self.x, self.g - one.g)
+        if same(self.x, one.x):
+            return [first]
+        return [first, Convolved(self._geometry, self._weight, self.x - one.x, one.g)]
+
+    def like(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Convolved) and other.x.shape == self.x.shape
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Convolved(self._geometry, self._weight, self.x, -self.g)
+
+
+_WIDE = 64
+"""From how many numbers a row on: shorter ones cost more to find than to add."""
+
+Pooled = tuple[Tensor, Tensor]
+"""(g at the windows' maxima [B, O, ...], their places in the convolution's output, h·w)."""
+
+
+def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | None) -> bool:
+    """Whether the gradient `grad` is sparse enough, and the convolution of the kind meant here.
+
+    On CPUs, where embedding_bag is a routine of its own and faster than a product; untried on GPUs.
+    """
+    if pooled is None or not at_hand(grad):
+        return False
+    simple = geometry.plain and geometry.stride == geometry.dilation == (1, 1)
+    wide = geometry.kernel[1] * weight.shape[1] >= _WIDE
+    return simple and geometry.groups == 1 and wide and grad.numel() >= 4 * pooled[0].numel()
+
+
+class Pooled2d(Convolved):
+    """A weight's gradients [O, h, w, C] from x [B, C, H, W] and what the pooling passed back."""
+
+    def __init__(
+        self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor, pooled: Pooled
+    ) -> None:
+        super().__init__(geometry, weight, x, g)
+        values, index = pooled
+        batch, out = values.shape[:2]
+        self._values = values.reshape(batch, out, 1, -1)
+        self._index = index.int().reshape(batch, out, 1, -1)
+        self.most = None
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        values, index = self._values[chunk], self._index[chunk]
+        n, places = len(values), values.shape[3]
+        kernel, columns = self._geometry.kernel[0], self.g.shape[3]
+        table = self._table(self.x[chunk], columns)
+        # A row of the kernel reads the table so many rows further down; a sample, its own part.
+        down = torch.arange(0, kernel * columns, columns, dtype=torch.int32, device=index.device)
+        first = torch.arange(n, dtype=torch.int32, device=index.device) * (len(table) // n)
+        rows = (index + (first[:, None] + down)[:, None, :, None]).reshape(-1, places)
+        weights = values.expand(-1, -1, kernel, -1).reshape(-1, places)
+        return F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(n, -1)
+
+    def _table(self, x: Tensor, columns: int) -> Tensor:
+        """Every kernel row of the padded images, [n·height·columns, kernel width · C]."""
+        x = self._geometry.padded(x).permute(0, 2, 3, 1).contiguous()
+        n, height, width, channels = x.shape
+        row = width * channels
+        shape = (n, height, columns, self._geometry.kernel[1] * channels)
+        return x.as_strided(shape, (height * row, row, channels, 1)).reshape(-1, shape[3])
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """See Share."""
+        out, channels, *kernel = self._weight.shape
+        return total.view(out, *kernel, channels).permute(0, 3, 1, 2)
 
 
 def images(x: Tensor) -> Tensor:
@@ -173,7 +227,8 @@ def images(x: Tensor) -> Tensor:
 
 
 def _pair(value: object, default: int) -> tuple[int, int]:
-    found = cast(tuple[int, ...], value)
+    """(height, width) of two numbers; of one, those of a Conv1d, whose height is the default."""
+    found = tuple(cast(list[int], value))
     return (default, found[0]) if len(found) == 1 else (found[0], found[1])
 
 

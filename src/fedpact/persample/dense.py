@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import chain_of
+from fedpact.persample.chain import chain_of, flattens, linear
 from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.products import linear
 from fedpact.persample.weighting import Weights, weights_of
 
 MOST: Final = 2**20
@@ -84,15 +83,15 @@ class Dense:
         chain = chain_of(model.module)
         if chain is None or loss is not cross_entropy:
             return None
-        flattens = bool(chain) and _flattens(chain[0])
-        layers = chain[1:] if flattens else chain
+        flat = bool(chain) and flattens(chain[0])
+        layers = chain[1:] if flat else chain
         if not layers or type(layers[0]) is not nn.Linear:
             return None
         linears = [m for m in layers if type(m) is nn.Linear]
         fitting = all(type(m) is nn.Linear or type(m) in _ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
-        return Dense(model, layers, flattens) if fitting and held == model.size else None
+        return Dense(model, layers, flat) if fitting and held == model.size else None
 
     def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
@@ -299,7 +298,3 @@ def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
     g /= total
     g[y, places] -= 1
     return losses, g
-
-
-def _flattens(module: nn.Module) -> bool:
-    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)

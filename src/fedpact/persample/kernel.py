@@ -1,8 +1,8 @@
 """The per-sample gradient kernel: Σ_j c_j g_j with c_j = min(w_j, C/‖g_j‖), in one backward pass.
 
 Book-keeping with ghost norms (Bu, Wang, Zha, Karypis, arXiv 2210.00038): one forward and one
-backward pass of the activations leave every layer's input and output gradient; from them come the
-norms layer by layer, then the coefficients c, then the weighted sum (bookkeeping).
+backward pass of the activations leave every use of a parameter with its input and the gradient of
+its output; from them come norms, then the coefficients c, then the weighted sum (passes).
 
 What a caller may rely on:
 * no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
@@ -14,20 +14,22 @@ A kernel changes its module's flags while it works, so it serves one thread: giv
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpact import check
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Sum
-from fedpact.persample.passes import BookKeeping, Measured, one_each, trainable
+from fedpact.persample.gradients import TOGETHER
+from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.separation import Mixers, check_separation
-from fedpact.persample.tape import gradients, requiring_grad
 from fedpact.persample.weighting import Weights, weights_of
 
 _AT_A_TIME = 512
@@ -42,6 +44,26 @@ _Way = Callable[[Tensor, Tensor, float, _Weigh], Tensor]
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
 
 
+IN_FLOAT32 = 512
+"""Up to so many records float32 sums; more are summed in float64 and rounded once."""
+
+
+def slack(records: int) -> float:
+    """By how much a sum over at most so many records may exceed the clip: relative, proven.
+
+    docs/privacy.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r of at
+    most `records`, where float32 adds (gradients.TOGETHER records to a product) and where float64
+    does.
+
+    >>> slack(75) < 2e-3 and slack(10**6) < 0.13
+    True
+    """
+    unit = 2.0**-24
+    added = (TOGETHER + 16) * unit * min(records, IN_FLOAT32)
+    rounded = unit * (1 + 2.0**-10) * records if records > IN_FLOAT32 else 0.0
+    return 2.0**-14 + 2 * max(added, rounded)
+
+
 class PerSampleKernel:
     """Clipped sums of per-sample gradients of one model.
 
@@ -54,12 +76,15 @@ class PerSampleKernel:
         check_precision(model)
         self._mixers = Mixers(model.module)
         self._mixers.check()
-        self._level = BookKeeping(model, loss)
+        self._passes = Passes(model, loss)
         self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return _losses(self.model, self._loss, x, y)
+        if len(x) == 0:
+            return self.model.vector.new_zeros(0)
+        with torch.no_grad():
+            return self._passes.losses(x.detach(), y)
 
     def clipped_sum(
         self, x: Tensor, y: Tensor, clip: float, weights: Weights | None = None
@@ -75,7 +100,7 @@ class PerSampleKernel:
         if clip != math.inf:
             check.positive(clip=clip)
         x = x.detach()
-        total = self._level.at_once(Sum(self.model, x, y, clip, weights))
+        total = self._passes.at_once(Sum(self.model, x, y, clip, weights))
         if total is not None:
             return total
         return self._by_passes(x, y, clip, None if weights is None else partial(_asked, weights))
@@ -96,7 +121,7 @@ class PerSampleKernel:
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
 
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
-            return self._level.differences(x, y, w, anchor)
+            return self._passes.differences(x, y, w, anchor)
 
         total = self._sum(measure, x.detach(), y, bound, None)
         self.model.load(w)
@@ -110,7 +135,7 @@ class PerSampleKernel:
         where a forward pass changes the model's buffers. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        ways: list[_Way] = [self._by_passes, *([self._at_once] if self._level.dense else [])]
+        ways: list[_Way] = [self._by_passes, *([self._at_once] if self._passes.dense else [])]
         for way in ways:
             rows = partial(self._contributions, way)
             check_separation(self.model.module, rows, self._alone, x.detach(), y)
@@ -121,42 +146,45 @@ class PerSampleKernel:
         return torch.stack([way(x, y, clip, partial(_fixed, row)) for row in one])
 
     def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
-        return self._sum(self._level.gradients, x, y, clip, weigh)
+        return self._sum(self._passes.gradients, x, y, clip, weigh)
 
     def _at_once(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
         asked = Sum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
-        total = self._level.at_once(asked)
+        total = self._passes.at_once(asked)
         return self._by_passes(x, y, clip, weigh) if total is None else total
 
     def _alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
         rows: list[Tensor] = []
-        with requiring_grad(self._trainable) as parameters:
+        with _requiring_grad(self._trainable) as parameters:
             for j in range(len(x)):
                 loss = self._loss(self.model.module(x[j : j + 1]), y[j : j + 1])
-                rows.append(_flat(gradients(loss.sum(), parameters)))
+                rows.append(_flat(_gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
     def _sum(
         self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None
     ) -> Tensor:
-        total = torch.zeros_like(self.model.vector)
-        if x.shape[0] == 0:
-            return total
+        """The sum [d] of what `measure` finds; see `slack` for what float32 may add to it."""
+        vector, batch = self.model.vector, x.shape[0]
+        if batch == 0:
+            return torch.zeros_like(vector)
         self._mixers.check()
-        with torch.no_grad():
+        exact = batch > IN_FLOAT32
+        total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
+        with torch.no_grad(), _all_digits(vector):
             for rows, measured in measure(x, y):
                 w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
                 good = _bad_left_out(measured, w) if at_hand(x) else None
                 if good is None:
-                    measured.add(_coefficients(measured, w, clip), total)
+                    measured.add(_coefficients(measured, w, clip).to(total.dtype), total)
                 else:
                     # 0 times infinity is no number, so the others are summed without the bad ones.
                     again = None if w is None else partial(_fixed, w[good])
                     total += self._sum(measure, x[rows][good], y[rows][good], clip, again)
                 # Let go of it before the next slice is measured.
                 del measured
-        return total
+        return total.to(vector.dtype)
 
 
 class PlainKernel:
@@ -183,10 +211,10 @@ class PlainKernel:
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
         self._mixers.check()
-        with requiring_grad(self._trainable) as parameters:
+        with _requiring_grad(self._trainable) as parameters:
             losses = one_each(self._loss(self.model.module(x.detach()), y), len(x))
             w = weights_of(weights, losses.detach()).clamp_min(0)
-            return _flat(gradients((w * losses).sum(), parameters))
+            return _flat(_gradients((w * losses).sum(), parameters))
 
     def difference(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Tensor:
         """Σ_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
@@ -212,6 +240,21 @@ def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[flo
     return loss / count, gradient / count
 
 
+@contextmanager
+def _all_digits(vector: Tensor) -> Generator[None]:
+    """Products in the type they are given in: a card may take float32 for numbers of 10 bits."""
+    if vector.device.type != "cuda":
+        yield
+        return
+    backends = cast(Any, torch.backends)
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    try:
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+
+
 def check_precision(model: FlatModel) -> None:
     """Raise ModelError for weights too coarse to clip by."""
     if model.vector.dtype not in (torch.float32, torch.float64):
@@ -219,6 +262,36 @@ def check_precision(model: FlatModel) -> None:
             f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
             "whose norms are exact enough to clip by; convert it with .float()"
         )
+
+
+@contextmanager
+def _requiring_grad(
+    parameters: Iterable[nn.Parameter], flag: bool = True
+) -> Generator[list[nn.Parameter]]:
+    """Let autograd record, and the parameters require grad or not; all is as before afterwards."""
+    held = list(parameters)
+    before = [p.requires_grad for p in held]
+    try:
+        for p in held:
+            p.requires_grad_(flag)
+        with torch.enable_grad():
+            yield held
+    finally:
+        for p, earlier in zip(held, before, strict=True):
+            p.requires_grad_(earlier)
+
+
+def _gradients(
+    output: Tensor, parameters: list[nn.Parameter], grad: Tensor | None = None
+) -> list[Tensor]:
+    """∂output/∂parameters by one backward pass, zeros for a parameter that output ignores."""
+    if not output.requires_grad:
+        return [torch.zeros_like(p) for p in parameters]
+    found = cast(
+        tuple[Tensor | None, ...],
+        torch.autograd.grad(output, parameters, grad, allow_unused=True),
+    )
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
 def _apart(v: Tensor, vector: Tensor) -> Tensor:
@@ -245,9 +318,9 @@ def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
 
 
 def _coefficients(measured: Measured, w: Tensor | None, clip: float) -> Tensor:
-    """c [n]; on a card 0 for records that the pass has found not to be finite."""
+    """c [n] in float64; on a card 0 for records that the pass has found not to be finite."""
     c = clip / measured.norms
-    c = c.clamp_max(1) if w is None else torch.minimum(w, c)
+    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c)
     if at_hand(c):
         return c
     known = measured.losses + measured.norms

@@ -1,15 +1,18 @@
-"""Book-keeping: norms and weighted sums of per-sample gradients, from one pass over a batch.
+"""Passes over a batch: losses, norms of per-sample gradients, and a way to add them up.
 
-One forward and one backward pass of the activations record every layer's input and output gradient:
-by a plan where the model is a chain of layers (compiled), else by autograd (tape). The layers'
-rules turn them into norms and sums (cover, layers), and what has no rule is replayed (fallback).
-A short step of a small chain of dense layers is summed in one go (dense).
+A model takes the first of these ways that takes it. Each keeps records apart by construction:
+
+dense    a small chain of dense layers, summed in one go (dense)
+chain    a chain of known layers, by hand (chain)
+graph    operations that are known to keep records apart, as they were traced (graph)
+records  each record by itself (alone)
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,74 +21,80 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
-from fedpact.persample.chain import Plan
+from fedpact.persample.alone import Alone
+from fedpact.persample.chain import Chain
 from fedpact.persample.dense import Dense, Sum
-from fedpact.persample.difference import difference, held
-from fedpact.persample.fallback import Random, Whole
-from fedpact.persample.layers import Layer
-from fedpact.persample.norms import LONGEST, Part, chosen
-from fedpact.persample.owners import Cover, NotAUnit, Owner
-from fedpact.persample.stages import Unfit
-from fedpact.persample.tape import Call, Recorded, record, requiring_grad
+from fedpact.persample.gradients import Share, difference, part
+from fedpact.persample.graph import Graph
+from fedpact.persample.norms import LONGEST
+from fedpact.persample.places import Mixed
+from fedpact.persample.trace import Untraceable
+
+_FEW: Final = 8
+_MOST: Final = 1024
+"""So many records at most in one pass, and so few at least, however long their gradients."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass over n records: losses [n], ‖g_j‖ [n]; add(c [n], total [d]) adds Σ_j c_j g_j."""
+    """One pass over n records: losses [n], ‖g_j‖ [n] in float64.
+
+    add(c [n], total [d]) adds Σ_j c_j g_j, in the type that both have.
+    """
 
     losses: Tensor
     norms: Tensor
     add: Callable[[Tensor, Tensor], None]
 
 
-_FEW = 32
-
-# A module's share of a pass: (its parameter names -> the model's, its Part).
-_Share = tuple[dict[str, str], Part]
+Shares = dict[str, list[Share]]
+_Way = Graph | Alone
 
 
-class BookKeeping:
+class Passes:
     """Measures batches; call it without gradient.
 
-    Raises ModelError where a model or a loss does not keep records apart.
+    Raises ModelError where neither model and loss as a whole nor single records can be
+    differentiated.
     """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
         _keep_memory()
         self._model, self._loss = model, loss
-        self.cover = Cover(model)
-        self.plan = Plan.of(model, self.cover.owners)
+        self.chain = Chain.of(model)
         # A card gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
-        self._whole = Whole(model, loss)
-        self._random = False
-        self._trainable = trainable(model)
-        self._places = model.own
-        convolutions = [m for m in model.module.modules() if isinstance(m, nn.Conv2d)]
-        self._channels_last = bool(convolutions)
+        self._ways: dict[object, _Way] = {}
+        self._modules = list(model.module.modules())
+        convolutions = [m for m in self._modules if isinstance(m, nn.Conv2d)]
+        self._images = bool(convolutions)
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
     def at_once(self, asked: Sum) -> Tensor | None:
         """Return what is asked for [d], None where it takes the passes that the others make."""
-        if self.dense is None or self.plan is None or not self.plan.holds:
+        if self.dense is None or self.chain is None or not self.chain.holds:
             return None
         return self.dense.sums([asked])[0]
 
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """Which way records of the form of x, y take: "chain", "graph" or "records"."""
+        if self._chain(x) is not None:
+            return "chain"
+        return "graph" if isinstance(self._traced(x, y), Graph) else "records"
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] of records x, y [B, ...], without gradient."""
+        if self._chain(x) is not None:
+            return one_each(self._loss(self._model.module(x), y), len(x))
+        return self._traced(x, y).losses(x, y)
+
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
-        every = self._parts(x.shape[0])
+        every = self._slices(x, y)
         for rows in every:
-            if not self._random:
-                try:
-                    some = (x, y) if len(every) == 1 else (x[rows], y[rows])
-                    losses, calls = self._pass(*some)
-                    yield rows, self._measured(losses, self._shares(calls))
-                    continue
-                except Random:
-                    self._random = True
-            for inner in slices(rows, self._whole.step):
-                losses, found = self._whole.rows(x[inner], y[inner])
-                yield inner, self._measured(losses, [self._whole.share(found)])
+            some = (x, y) if len(every) == 1 else (x[rows], y[rows])
+            losses, shares = self._pass(*some, held=False)
+            yield rows, self._measured(losses, shares)
 
     def differences(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
@@ -94,126 +103,72 @@ class BookKeeping:
 
         The losses are those at w, and not finite where one of the two is not.
         """
-        layers = [(owner, owner.layer) for owner in self.cover.owners if owner.layer]
-        if len(layers) == len(self.cover.owners):
-            for rows in self._parts(len(x)):
-                yield rows, self._apart(layers, x[rows], y[rows], w, anchor)
-            return
-        # A unit is replayed at the weights it was recorded at; two points would take two replays
-        # with two sets of weights, so the model is differentiated as a whole instead.
-        for rows in slices(slice(0, len(x)), self._whole.step):
+        for rows in self._slices(x, y):
             self._model.load(anchor)
-            below, before = self._whole.rows(x[rows], y[rows])
+            below, before = self._pass(x[rows], y[rows], held=True)
             self._model.load(w)
-            above, after = self._whole.rows(x[rows], y[rows])
-            found = {name: after[name] - before[name] for name in after}
-            yield rows, self._measured(_both(above, below), [self._whole.share(found)])
+            above, after = self._pass(x[rows], y[rows], held=False)
+            names = dict.fromkeys([*after, *before])
+            both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
+            yield rows, self._measured(torch.where(below.isfinite(), above, below), both)
 
-    def _apart(
-        self, layers: list[tuple[Owner, Layer]], x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
-    ) -> Measured:
-        self._model.load(anchor)
-        below, before = self._pass(x, y)
-        before = [[held(call, self._model.vector) for call in made] for made in before]
-        self._model.load(w)
-        above, after = self._pass(x, y)
-        shares: list[_Share] = []
-        for owner, layer in layers:
-            both = after.pop(0), before.pop(0)
-            if any(both):
-                part = difference(owner.module, layer.rule, frozenset(owner.names), both)
-                shares.append((owner.names, part))
-        return self._measured(_both(above, below), shares)
-
-    def _parts(self, batch: int) -> list[slice]:
-        """So many records at once that the largest convolution's gradients can be kept."""
-        most = norms.KEEP_BYTES // max(1, self._instance)
+    def _slices(self, x: Tensor, y: Tensor) -> list[slice]:
+        """So many records at once that most of their gradients can be kept."""
+        way = None if self._chain(x) is not None else self._traced(x, y)
+        if isinstance(way, Alone):
+            return slices(len(x), way.step)
+        most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
         # A few records at a time would cost more than making their gradients twice.
-        return slices(slice(0, batch), most if most >= _FEW else batch)
+        return slices(len(x), min(max(most, _FEW), _MOST))
 
-    def _pass(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
-        """Losses [B], and each owner's calls with their output gradients."""
-        losses, calls = self._by_plan_or_tape(x, y)
-        if at_hand(x):
-            return losses, calls
-        return without_bad(losses, calls, [owner.layer is not None for owner in self.cover.owners])
+    def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
+        """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
+        chain = self._chain(x)
+        if chain is not None:
+            losses, shares = chain.run(_by_pixel(x) if self._images else x, y, self._loss)
+            return one_each(losses, len(x)), shares
+        way = self._traced(x, y)
+        if isinstance(way, Alone):
+            return way.run(x, y)
+        by_pixel = self._images and x.dim() == 4
+        return way.run(_by_pixel(x) if by_pixel else x, y, held=held)
 
-    def _by_plan_or_tape(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
-        if self.plan is not None and self.plan.holds:
+    def _chain(self, x: Tensor) -> Chain | None:
+        chain = self.chain
+        return chain if chain is not None and chain.holds and chain.takes(x) else None
+
+    def _traced(self, x: Tensor, y: Tensor) -> _Way:
+        """The way of records of this form, for a model in this state of training."""
+        key = (self._state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        if key not in self._ways:
             try:
-                by_pixel = _by_pixel(x) if self._images(x) else x
-                losses, calls = self.plan.run(by_pixel, y, self._loss)
-                return one_each(losses, x.shape[0]), calls
-            except Unfit:
-                self.plan = None
-        while True:
-            try:
-                losses, calls = self._taped(x, y)
-                return losses, [
-                    _checked(o, made) for o, made in zip(self.cover.owners, calls, strict=True)
-                ]
-            except NotAUnit as found:
-                self.cover.promote(found.owner)
+                self._ways[key] = Graph(self._model, self._loss, x, y)
+            except (Mixed, Untraceable) as why:
+                self._ways[key] = Alone(self._model, self._loss, str(why))
+        return self._ways[key]
 
-    def _taped(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Call]]]:
-        entries = [
-            Recorded(o.module, partial(o.accept, len(x)), fresh=o.layer is not None)
-            for o in self.cover.owners
-        ]
-        with requiring_grad(self._trainable, False):
-            losses, calls = record(
-                entries, lambda: one_each(self._loss(self._output(x), y), len(x))
-            )
-            if losses.requires_grad:
-                torch.autograd.backward(losses, torch.ones_like(losses))
-        return losses.detach(), calls
+    def _state(self) -> tuple[object, ...]:
+        """What of a model's state a trace follows."""
+        return tuple(
+            (m.training, getattr(m, "dropout", None), len(m._forward_hooks), "forward" in vars(m))
+            for m in self._modules
+        )
 
-    def _images(self, x: Tensor) -> bool:
-        return self._channels_last and x.dim() == 4
+    def _measured(self, losses: Tensor, shares: Shares) -> Measured:
+        parts = {name: part(some) for name, some in shares.items() if some}
 
-    def _output(self, x: Tensor) -> Tensor:
-        """The model's output, the images laid out by pixel if it can: pooling is 9 times faster."""
-        if self._images(x):
-            try:
-                return self._model.module(_by_pixel(x))
-            except RuntimeError:
-                # Most likely a view of x that this layout does not allow; else it comes again.
-                self._channels_last = False
-        return self._model.module(x)
-
-    def _shares(self, calls: list[list[Call]]) -> list[_Share]:
-        shares: list[_Share] = []
-        for owner in self.cover.owners:
-            # Let go of each layer's calls: a rule holds what it still needs.
-            made = calls.pop(0)
-            if made:
-                shares.append((owner.names, owner.measure(made)))
-        return shares
-
-    def _view(self, total: Tensor, name: str) -> Tensor:
-        """What a parameter is of the model's vector, of another: model.views in one operation."""
-        place = self._places[name]
-        return total.as_strided(place.shape, place.stride(), place.storage_offset())
-
-    def _measured(self, losses: Tensor, shares: list[_Share]) -> Measured:
         def add(c: Tensor, total: Tensor) -> None:
-            for names, part in shares:
-                part.write(c, {local: self._view(total, name) for local, name in names.items()})
+            for name, one in parts.items():
+                place = self._model.own[name]
+                # model.views in one operation.
+                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
+                one.add(c, view)
 
-        squares = [part.squares for _, part in shares]
+        squares = [one.squares for one in parts.values()]
         if not squares:
-            return Measured(losses, torch.zeros_like(losses), add)
+            return Measured(losses, losses.new_zeros(len(losses), dtype=torch.float64), add)
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
-        norms = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
-        return Measured(losses, norms.to(losses.dtype), add)
-
-
-def _checked(owner: Owner, calls: list[Call]) -> list[Call]:
-    """The calls that a loss depends on. Raises ModelError where an input was changed in place."""
-    live = [call for call in calls if call.grad is not None]
-    for call in live:
-        call.check(owner.path)
-    return live
+        return Measured(losses, torch.where(total > LONGEST**2, torch.inf, total).sqrt_(), add)
 
 
 @cache
@@ -235,46 +190,10 @@ def _by_pixel(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def without_bad(
-    losses: Tensor, calls: list[list[Call]], of_layer: list[bool]
-) -> tuple[Tensor, list[list[Call]]]:
-    """Return the losses [n] and calls of a pass, layers' calls 0 for records that are not finite.
-
-    Nor may ‖x_j‖‖g_j‖ of a layer's input and output gradient be beyond the root of the largest
-    number: no number of the layer's gradient is then beyond it, so that all of them times 0 are 0.
-    Where a module has no rule its gradients are cleaned when they are made (parts.kept).
-    """
-    good = losses.isfinite()
-    for call in (call for made, one in zip(calls, of_layer, strict=True) if one for call in made):
-        size = _squares(call.grad) if call.grad is not None else torch.ones_like(losses)
-        if call.input.is_floating_point():
-            size = size * _squares(call.input)
-        good = good & size.isfinite()
-    cleaned = [
-        [_cleaned(call, good) for call in made] if one else made
-        for made, one in zip(calls, of_layer, strict=True)
-    ]
-    return torch.where(good, losses, torch.nan), cleaned
-
-
-def _squares(rows: Tensor) -> Tensor:
-    return rows.square().flatten(1).sum(1)
-
-
-def _cleaned(call: Call, good: Tensor) -> Call:
-    x = chosen(good, call.input) if call.input.is_floating_point() else call.input
-    return Call((x,), {}, None if call.grad is None else chosen(good, call.grad))
-
-
-def _both(above: Tensor, below: Tensor) -> Tensor:
-    return torch.where(below.isfinite(), above, below)
-
-
-def slices(rows: slice, most: int) -> list[slice]:
-    """Rows in slices of nearly equal length, at most `most`."""
-    length = rows.stop - rows.start
-    count = -(-length // max(1, most))
-    ends = [rows.start + i * length // count for i in range(count + 1)]
+def slices(batch: int, most: int) -> list[slice]:
+    """A batch in slices of nearly equal length, at most `most`."""
+    count = -(-batch // max(1, most))
+    ends = [i * batch // count for i in range(count + 1)] if count else [0]
     return [slice(i, j) for i, j in pairwise(ends)]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.nn.modules.instancenorm import (
 from fedpact.errors import InputError, ModelError
 from fedpact.params import check_unwritten
 from fedpact.persample.norms import square_sums
-from fedpact.persample.tape import named_modules
 
 _DROPOUT = (
     nn.Dropout,
@@ -36,7 +36,7 @@ class Mixers:
 
     def __init__(self, module: nn.Module) -> None:
         self._found: list[tuple[str, BatchNorm | InstanceNorm]] = []
-        for path, m in named_modules(module):
+        for path, m in _named_modules(module):
             if isinstance(m, BatchNorm | InstanceNorm):
                 self._found.append((path, m))
             if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (
@@ -59,6 +59,11 @@ class Mixers:
                     "model = fedpact.models.normalise.replace_batchnorm(model), or freeze it at "
                     "public statistics with .eval()"
                 )
+
+
+def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every (path, module), a module that stands at several paths once for each."""
+    return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
 def check_separation(

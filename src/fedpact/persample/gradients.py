@@ -1,0 +1,408 @@
+"""Per-sample gradients of one parameter: measured, and summed by the very numbers measured.
+
+What an operation leaves of a parameter is a Share: it can make the gradients G_j of some records.
+`part` turns the shares of a parameter into squared norms ‖G_j‖² and a way to add Σ_j c_j G_j.
+
+One arithmetic measures and sums. Were the norm taken from one set of numbers and the sum from
+another, a record whose positions cancel (G_j = Σ_t g_t u_tᵀ is small, its terms are huge) would be
+weighted by the small norm and rounded with the huge terms, which swallow what others add. So
+
+one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and each record has one term in the
+                 product (G c)ᵀ U, of its own length c_j ‖G_j‖.
+several          G_j is made as a matrix. Its norm is measured, and that matrix is what is added:
+                 kept, or made again from the same numbers by the same calls.
+few, and wide    A matrix for each record would cost more than the product. Norms and product are
+                 both float64 then, and no norm is below FLOOR times the length of its terms.
+
+Sums: docs/privacy.md proves how far one record moves them; what it assumes of the code is
+* products of float32 run over at most TOGETHER records;
+* where c is float64, so are all products.
+
+Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
+(ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedpact.params import at_hand
+from fedpact.persample import norms
+from fedpact.persample.norms import chosen, exact, flattened, rough_squares, square_sums
+
+TOGETHER = 128
+"""So many records' terms float32 may add in one product; docs/privacy.md has why."""
+
+FLOOR = 2.0**-10
+"""A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
+
+_FEW = 8
+"""Up to so many positions Gram matrices are worth their while."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one parameter: squares [B] is ‖G_j‖² in float64; add(c [B], view) adds Σ_j c_j G_j.
+
+    view: the parameter's place in the total, of c's type.
+    """
+
+    squares: Tensor
+    add: Callable[[Tensor, Tensor], None]
+
+
+class Share(ABC):
+    """What one use of a parameter contributes to its per-sample gradients.
+
+    batch: B. size: numbers in one gradient. element: bytes of a number. most: the most records to
+    make gradients of at a time.
+    """
+
+    batch: int
+    size: int
+    element: int
+    most: int | None = None
+
+    @abstractmethod
+    def rows(self, chunk: slice) -> Tensor:
+        """The gradients [n, size] of the records in the chunk."""
+
+    @abstractmethod
+    def minus(self, other: "Share") -> "list[Share]":
+        """Shares whose sum is this one less another of the same kind and form."""
+
+    @abstractmethod
+    def like(self, other: "Share") -> bool:
+        """Whether `minus` can take the other."""
+
+    @abstractmethod
+    def negative(self) -> "Share":
+        """The same with the other sign."""
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """A sum [size] of gradients, as the parameter's numbers in their order."""
+        return total
+
+    def special(self) -> Part | None:
+        """A way to norm and sum that makes no rows, where there is a better one."""
+        return None
+
+
+def part(shares: list[Share]) -> Part:
+    """The Part of a parameter whose gradient is the sum of the shares."""
+    joined = _joined(shares)
+    return joined.special() or _by_rows(joined)
+
+
+def difference(shares: list[Share], others: list[Share]) -> list[Share]:
+    """Shares of the difference of two gradients, each the sum of its shares.
+
+    Terms of the two cancel where the points are near, so uses are paired one by one: what is
+    bilinear then becomes two terms as small as the difference itself.
+    """
+    same = len(shares) == len(others) and all(
+        a.like(b) for a, b in zip(shares, others, strict=False)
+    )
+    if not same:
+        return shares + [other.negative() for other in others]
+    return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
+
+
+def _by_rows(share: Share) -> Part:
+    pieces = norms.chunks(share.batch, share.size * share.element, _most(share))
+    if share.batch * share.size * share.element > norms.KEEP_BYTES:
+        squares = torch.cat([square_sums(share.rows(chunk)) for chunk in pieces])
+        return Part(squares, _adder(share, pieces, share.rows))
+    made: dict[int, Tensor] = {}
+    rough: list[Tensor] = []
+    for chunk in pieces:
+        rows = share.rows(chunk)
+        # While they are in the cache.
+        rough.append(rough_squares(rows))
+        made[chunk.start] = rows
+    squares = exact(rough, list(made.values()))
+    if not at_hand(squares):
+        # On a card nobody looks whether there is a record to leave out: 0 times infinity is none.
+        for chunk in pieces:
+            made[chunk.start] = chosen(squares[chunk].isfinite(), made[chunk.start])
+    return Part(squares, _adder(share, pieces, lambda chunk: made[chunk.start]))
+
+
+def _adder(
+    share: Share, pieces: list[slice], rows: Callable[[slice], Tensor]
+) -> Callable[[Tensor, Tensor], None]:
+    def add(c: Tensor, view: Tensor) -> None:
+        total = c.new_zeros(share.size)
+        started = 0
+        for chunk in pieces:
+            if chunk.stop - started > TOGETHER:
+                _into(share, total, view)
+                started = chunk.start
+            total.addmv_(rows(chunk).to(c.dtype).t(), c[chunk])
+        _into(share, total, view)
+
+    return add
+
+
+def _into(share: Share, total: Tensor, view: Tensor) -> None:
+    view.add_(share.arranged(total).view_as(view))
+    total.zero_()
+
+
+def _most(share: Share) -> int:
+    return min(share.most or TOGETHER, TOGETHER)
+
+
+class Made(Share):
+    """Gradients that are there already, rows [B, size]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = flattened(rows)
+        self.batch, self.size = self._rows.shape
+        self.element = rows.element_size()
+        self.most = TOGETHER
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self._rows[chunk]
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [Made(self._rows - other.rows(slice(0, self.batch)))]
+
+    def like(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Made)
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Made(-self._rows)
+
+
+class Outer(Share):
+    """Σ_t g_t u_tᵀ [O, K] from g [B, T, O] and u [B, T, K]."""
+
+    def __init__(self, g: Tensor, u: Tensor) -> None:
+        self.g, self.u = g, u
+        self.batch, self.length, out = g.shape
+        self.size, self.element = out * u.shape[2], g.element_size()
+        self._wide = self.size > 2 * _FEW * (out + u.shape[2])
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
+
+    def minus(self, other: Share) -> list[Share]:
+        """g uᵀ - g' u'ᵀ = (g - g') uᵀ + g' (u - u')ᵀ: two terms as small as the difference."""
+        one = cast(Outer, other)
+        u = [self.u] if same(self.u, one.u) else [self.u, self.u - one.u]
+        g = [self.g - one.g, one.g][: len(u)]
+        return [Outer(torch.cat(g, 1), torch.cat(u, 1))]
+
+    def like(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Outer) and other.u.shape == self.u.shape
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Outer(-self.g, self.u)
+
+    def special(self) -> Part | None:
+        """See Share: one position, or few and wide."""
+        if self.length == 1:
+            return self._one_position()
+        return self._by_gram() if self.length <= _FEW and self._wide else None
+
+    def _one_position(self) -> Part:
+        g, u = self.g[:, 0], self.u[:, 0]
+        lengths = square_sums(u)
+        squares = square_sums(g) * lengths
+        if not at_hand(squares):
+            # 0 times infinity is no number, and on a card nobody looks for either.
+            good = squares.isfinite()
+            g, u = chosen(good, g), chosen(good, u)
+        g, u = _balanced(g, u, lengths)
+
+        def add(c: Tensor, view: Tensor) -> None:
+            for some in together(self.batch):
+                scaled = g[some].to(c.dtype) * c[some, None]
+                view.addmm_(scaled.t(), u[some].to(c.dtype))
+
+        return Part(squares, add)
+
+    def _by_gram(self) -> Part:
+        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
+        g, u = self.g.double(), self.u.double()
+        uu, gg = u @ u.mT, g @ g.mT
+        lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
+        squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
+        if not at_hand(squares):
+            good = squares.isfinite()
+            g, u = chosen(good, g), chosen(good, u)
+
+        def add(c: Tensor, view: Tensor) -> None:
+            scaled = (g * c.double()[:, None, None]).flatten(0, 1)
+            view.add_((scaled.t() @ u.flatten(0, 1)).to(view.dtype))
+
+        return Part(squares, add)
+
+
+class Lookup(Share):
+    """Rows of a table [V, E]: row i is Σ of g_t over the positions t that hold the index i.
+
+    index: [B, T]. g: [B, T, E]. padding: an index whose row has no gradient.
+    """
+
+    def __init__(self, index: Tensor, g: Tensor, entries: int, padding: int | None) -> None:
+        self._index, self._entries, self._padding = index.long(), entries, padding
+        self._g = g if padding is None else torch.where((index != padding)[:, :, None], g, 0)
+        self.batch, self.size = len(g), entries * g.shape[2]
+        self.element = g.element_size()
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        index, g = self._index[chunk], self._g[chunk]
+        table = g.new_zeros(len(g), self._entries, g.shape[2])
+        place = index[:, :, None].expand_as(g)
+        return table.scatter_add_(1, place, g).flatten(1)
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        one = cast(Lookup, other)
+        if same(self._index, one._index):
+            return [Lookup(self._index, self._g - one._g, self._entries, None)]
+        return [self, other.negative()]
+
+    def like(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Lookup)
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Lookup(self._index, -self._g, self._entries, None)
+
+    def special(self) -> Part:
+        """One row for each pair (record, index) that occurs: no table a record is ever built.
+
+        Each position holds the sum over all positions of its index; the first of them counts.
+        """
+        index, g = self._index, self._g
+        if index.shape[1] > 1:
+            order = index.argsort(stable=True, dim=1)
+            index = index.gather(1, order)
+            g = g.gather(1, order[:, :, None].expand_as(g))
+            first = torch.cat([torch.ones_like(index[:, :1]), index.diff(dim=1)], 1) != 0
+            # Row of its run of equal indices, to which each position is added.
+            run = first.long().cumsum(1) - 1
+            g = torch.zeros_like(g).scatter_add_(1, run[:, :, None].expand_as(g), g)
+            index = torch.zeros_like(index).scatter_(1, run, index)
+        squares = square_sums(g)
+        if not at_hand(squares):
+            g = chosen(squares.isfinite(), g)
+
+        def add(c: Tensor, view: Tensor) -> None:
+            for some in together(self.batch):
+                scaled = g[some].to(c.dtype) * c[some, None, None]
+                # By itself first: on top of what others left, each term would be rounded anew.
+                own = torch.zeros_like(view)
+                view.add_(own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1)))
+
+        return Part(squares, add)
+
+
+class Sum(Share):
+    """Several shares of one parameter."""
+
+    def __init__(self, shares: list[Share]) -> None:
+        self.shares = shares
+        self.batch, self.size, self.element = (
+            shares[0].batch,
+            shares[0].size,
+            shares[0].element,
+        )
+        self.most = min((s.most for s in shares if s.most), default=None)
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        total = self.shares[0].rows(chunk)
+        for share in self.shares[1:]:
+            total = total + share.rows(chunk)
+        return total
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [*self.shares, other.negative()]
+
+    def like(self, other: Share) -> bool:  # noqa: ARG002
+        """See Share."""
+        return False
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Sum([share.negative() for share in self.shares])
+
+
+class Through(Share):
+    """Gradients of a parameter that is used by way of a function of it, such as its transpose.
+
+    share: of what the function gives. pull: rows [n, that size] -> rows [n, size], linear.
+    """
+
+    def __init__(self, share: Share, pull: Callable[[Tensor], Tensor], size: int) -> None:
+        self._share, self._pull = share, pull
+        self.batch, self.size, self.element = share.batch, size, share.element
+        self.most = _most(share)
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self._pull(self._share.rows(chunk))
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [self, other.negative()]
+
+    def like(self, other: Share) -> bool:  # noqa: ARG002
+        """See Share: the function may be another one at another point."""
+        return False
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Through(self._share, lambda rows: -self._pull(rows), self.size)
+
+
+def together(batch: int) -> list[slice]:
+    """Slices of a batch that float32 may sum at a time."""
+    return [slice(i, min(i + TOGETHER, batch)) for i in range(0, batch, TOGETHER)]
+
+
+def _joined(shares: list[Share]) -> Share:
+    if len(shares) == 1:
+        return shares[0]
+    outers = [share for share in shares if isinstance(share, Outer)]
+    if len(outers) == len(shares):
+        return Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
+    return Sum(shares)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one form are known to hold the same numbers."""
+    if a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
+        return True
+    # On a card that would be to wait for it; a difference of 0 costs a product and changes nothing.
+    return at_hand(a) and a.equal(b)
+
+
+def _balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """g [B, O] and u [B, K] of ‖u_j‖² [B], neither so long that c_j g_j has few digits or none.
+
+    A record of 1e38 whose g is 1e-20 may need a c_j g_j that float32 has no digits left for.
+    """
+    far = (lengths > 2.0**80) & lengths.isfinite()
+    if at_hand(far) and not far.any():
+        return g, u
+    exponent = torch.frexp(lengths.where(far, 0.5))[1] // 2
+    return torch.ldexp(g, exponent[:, None]), torch.ldexp(u, -exponent[:, None])

@@ -1,0 +1,326 @@
+"""A model that was traced: what runs is what was traced, with a tap at every use of a parameter.
+
+Model and loss are traced with a batch of no fixed size (trace). Each operation is looked up in the
+table of those that keep records apart (separable), so that a batched pass is shown to map each
+record by itself. Operations with a parameter are tapped: one backward pass leaves the gradients of
+their outputs, and rules make shares of them (rules).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.fx import Node
+
+from fedpact.losses import Loss
+from fedpact.params import FlatModel
+from fedpact.persample import recurrent
+from fedpact.persample.gradients import Made, Outer, Share, Through
+from fedpact.persample.places import Mixed, Where, is_size, shape_of
+from fedpact.persample.rules import Call, Place, shares_of
+from fedpact.persample.separable import states
+from fedpact.persample.trace import Program, arguments, evaluated, name_of
+
+Shares = dict[str, list[Share]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Where an argument's gradient goes: the parameter itself, or by way of a function of some.
+
+    names: the model's. inside: the nodes that make the argument of the parameters, none for one
+    that is used as it is.
+    """
+
+    names: list[str]
+    inside: list[Node]
+    node: Node
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """An operation with parameters among its arguments. sources: by the argument's place."""
+
+    sources: dict[Place, _Source]
+    places: dict[Place, Where]
+    out: list[Where]
+
+
+@dataclass(eq=False)
+class _Step:
+    """One operation: what to do, with what, where the result goes, and what is then let go of."""
+
+    node: Node
+    do: Callable[..., Any]
+    last: list[Node]
+    use: _Use | None
+
+
+_Recorded = tuple[int, Tensor, Tensor | None]
+"""What a recurrence tells of a parameter; see recurrent.Record."""
+
+_Tapped = tuple[_Use, Call, list[_Recorded]]
+
+
+def _tapped(
+    step: _Step, use: _Use, args: Any, kwargs: Any, batch: int, calls: list[_Tapped]
+) -> Any:
+    """Do a step whose results' gradients are wanted, and add it to the calls."""
+    recorded: list[_Recorded] = []
+    if step.do in recurrent.RECURRENT:
+        # It tells its gradients when it is gone back through, so its input has to want one.
+        x = cast(Tensor, args[0])
+        args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
+        found = recurrent.run(step.do, args, lambda *one: recorded.append(one))
+    else:
+        found = step.do(*args, **kwargs)
+    several = list(found) if isinstance(found, (tuple, list)) else [found]
+    for one in several:
+        if one.is_floating_point() and not one.requires_grad:
+            one.requires_grad_()
+    call = Call(step.do, list(args), dict(kwargs), use.places, use.out, [*use.sources], batch)
+    call.grads = list(several)
+    calls.append((use, call, recorded))
+    return tuple(several) if isinstance(found, (tuple, list)) else several[0]
+
+
+class Graph:
+    """A traced model whose operations are known to keep records apart.
+
+    Raises Untraceable, and Mixed with the operation that is not known to.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
+        self._program = program = Program(model, loss, x, y, None)
+        records = {name for name, (kind, _) in program.inputs.items() if kind == "record"}
+        self._states = states(program.nodes, records)
+        if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
+            raise Mixed("the losses are not one a record")
+        self._steps = self._compiled(program.nodes, self._weighted(program.nodes))
+        self.instance = sum(map(_instance, self._steps)) * model.vector.element_size()
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] of records x, y [B, ...], without gradient."""
+        with torch.no_grad():
+            return self._forward(x, y, None, held=False)
+
+    def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
+        """Losses [B] of records x, y [B, ...], and shares by the parameters' names.
+
+        held: the shares outlast a change of the weights.
+        """
+        calls: list[_Tapped] = []
+        with torch.enable_grad():
+            losses = self._forward(x, y, calls, held)
+        _backward(losses, calls)
+        return losses.detach(), self._shares(calls)
+
+    def _forward(self, x: Tensor, y: Tensor, calls: "list[_Tapped] | None", held: bool) -> Tensor:
+        values = self._program.values(x, y)
+        if held:
+            values = {name: v.clone() for name, v in values.items()}
+        env: dict[Node, Any] = {}
+        for step in self._steps:
+            node = step.node
+            if node.op == "placeholder":
+                env[node] = values[node.name]
+            else:
+                args, kwargs = arguments(node, env)
+                if step.use is None or calls is None:
+                    env[node] = step.do(*args, **kwargs)
+                else:
+                    env[node] = _tapped(step, step.use, args, kwargs, len(x), calls)
+            for one in step.last:
+                del env[one]
+        return cast(Tensor, env[self._program.result])
+
+    def _shares(self, calls: "list[_Tapped]") -> Shares:
+        found: Shares = {}
+        while calls:
+            use, call, recorded = calls.pop()
+            for place, share in _shares_of(call, recorded):
+                if place in use.sources:
+                    for name, one in self._by_parameter(use.sources[place], share):
+                        found.setdefault(name, []).insert(0, one)
+        return found
+
+    def _by_parameter(self, source: _Source, share: Share) -> list[tuple[str, Share]]:
+        if not source.inside:
+            return [(source.names[0], share)]
+        program = self._program
+        shape = tuple(cast(int, size) for size in shape_of(source.node))
+        inside = [n for n in source.inside if n.op == "placeholder"]
+        fixed = {n.name: program.given(n.name) for n in inside}
+        weights: dict[str, Tensor] = {}
+        for node in inside:
+            kind, target = program.inputs[node.name]
+            if kind == "parameter" and target in program.names:
+                weights[program.names[target]] = fixed[node.name].clone()
+
+        def value(weights: dict[str, Tensor]) -> Tensor:
+            """What the argument is of the parameters that it follows from."""
+            values = dict(fixed)
+            for node in inside:
+                name = program.names.get(program.inputs[node.name][1])
+                if program.inputs[node.name][0] == "parameter" and name is not None:
+                    values[node.name] = weights[name]
+            return cast(Tensor, evaluated(source.inside, values)[source.node])
+
+        back = cast(Callable[[Tensor], tuple[dict[str, Tensor]]], vjp(value, weights)[1])
+
+        def pull(name: str) -> Callable[[Tensor], Tensor]:
+            def rows(given: Tensor) -> Tensor:
+                each = cast(Any, vmap(lambda g: back(g)[0][name]))(given.view(-1, *shape))
+                return each.flatten(1)
+
+            return rows
+
+        return [(n, Through(share, pull(n), w.numel())) for n, w in weights.items()]
+
+    def _weighted(self, nodes: list[Node]) -> dict[Node, list[str]]:
+        """Nodes that depend on trained parameters and on no record: the parameters' names."""
+        found: dict[Node, list[str]] = {}
+        for node in nodes:
+            if node.op == "placeholder":
+                kind, target = self._program.inputs[node.name]
+                if kind == "parameter" and target in self._program.names:
+                    found[node] = [self._program.names[target]]
+            elif node.op == "call_function" and self._states[node] is None and not is_size(node):
+                names = [n for one in node.all_input_nodes for n in found.get(one, [])]
+                if names:
+                    found[node] = list(dict.fromkeys(names))
+        return found
+
+    def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
+        steps: list[_Step] = []
+        needed = {self._program.result}
+        for node in reversed(nodes):
+            if node.op == "call_function" and node not in needed:
+                # Nobody reads it, and nothing in the table does anything else.
+                continue
+            inputs = node.all_input_nodes
+            last = [n for n in inputs if n not in needed]
+            needed.update(inputs)
+            use = self._use(node, weighted) if node.op == "call_function" else None
+            if node not in needed:
+                last.append(node)
+            # torch may have traced a view that another layout of the same numbers has not.
+            do = torch.ops.aten.reshape.default if name_of(node) == "view" else node.target
+            steps.insert(0, _Step(node, cast(Any, do), last, use))
+        return steps
+
+    def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
+        state = self._states[node]
+        if state is None or not any(n in weighted for n in node.all_input_nodes):
+            return None
+        positional(node)
+        args = _flat(node)
+        sources = {
+            place: _Source(weighted[arg], _inside(arg), arg)
+            for place, arg in args
+            if arg in weighted
+        }
+        drawn = [n for s in sources.values() for n in [node, *s.inside] if _draws(n)]
+        if drawn and node.target not in recurrent.RECURRENT:
+            raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
+        places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
+        out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
+        return _Use(sources, places, out)
+
+
+def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":
+    if call.op in recurrent.RECURRENT:
+        return [((2, i), Made(g.sum(1)) if u is None else Outer(g, u)) for i, g, u in recorded]
+    if all(g is None for g in call.grads):
+        return []
+    return list(shares_of(call).items())
+
+
+def _backward(losses: Tensor, calls: "list[_Tapped]") -> None:
+    """Put the gradients of the taps in place of the tensors that were tapped."""
+    if not losses.requires_grad:
+        for _, call, _ in calls:
+            call.grads = [None for _ in call.grads]
+        return
+    taps = [(c, i, t) for _, c, _ in calls for i, t in enumerate(c.grads) if t is not None]
+    taps = [(c, i, t) for c, i, t in taps if t.requires_grad]
+    for _, call, _ in calls:
+        call.grads = [None for _ in call.grads]
+    # A recurrence tells its gradients when it is gone back through, so somebody has to want that.
+    starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
+    found = torch.autograd.grad(
+        losses, [*(t for _, _, t in taps), *starts], torch.ones_like(losses), allow_unused=True
+    )
+    for (call, i, _), grad in zip(taps, found, strict=False):
+        call.grads[i] = grad
+
+
+def _flat(node: Node) -> "list[tuple[Place, Node]]":
+    """The nodes among a node's arguments, with their places."""
+    found: list[tuple[Place, Node]] = []
+    for i, arg in enumerate(node.args):
+        if isinstance(arg, Node):
+            found.append((i, arg))
+        elif isinstance(arg, (list, tuple)):
+            found += [((i, j), one) for j, one in enumerate(arg) if isinstance(one, Node)]
+    return found
+
+
+def positional(node: Node) -> None:
+    """Put arguments that were given by name where they stand, as far as they have a place."""
+    schema = cast(Any, node.target)._schema
+    args, kwargs = list(node.args), dict(node.kwargs)
+    placed = {a.name for a in schema.arguments if not a.kwarg_only}
+    for argument in schema.arguments[len(args) :]:
+        if argument.kwarg_only or not kwargs.keys() & placed:
+            break
+        args.append(kwargs.pop(argument.name, argument.default_value))
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _inside(node: Node) -> list[Node]:
+    """The nodes that make a node of the placeholders, in order; none for a placeholder itself."""
+    if node.op == "placeholder":
+        return []
+    found: dict[Node, None] = {}
+
+    def visit(one: Node) -> None:
+        for before in one.all_input_nodes:
+            if before not in found:
+                visit(before)
+        found[one] = None
+
+    visit(node)
+    return list(found)
+
+
+def _draws(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def _instance(step: _Step) -> int:
+    """About how many numbers of per-sample gradients a use makes for one record."""
+    if step.use is None:
+        return 0
+    name = name_of(step.node)
+    if name == "embedding":
+        return _numbers(step.node)
+    if name in ("linear", "addmm", "mm", "matmul") and _numbers(step.node) == _last(step.node):
+        return 0
+    return sum(_numbers(s.node) for s in step.use.sources.values())
+
+
+def _numbers(node: Node) -> int:
+    total = 1
+    for size in shape_of(node):
+        total *= size if isinstance(size, int) else 1
+    return total
+
+
+def _last(node: Node) -> int:
+    size = shape_of(node)[-1]
+    return size if isinstance(size, int) else 1

@@ -1,0 +1,177 @@
+"""Tracing: a model and its loss as a list of operations on tensors.
+
+torch.export runs both on made-up records that have a form and no values. It refuses a branch on
+values or, where the batch has no fixed size, on its length, and freezes Python's state: what runs
+afterwards is what was traced.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fedpact.losses import Loss
+from fedpact.params import FlatModel
+
+# torch's tracer is no more than one thread's at a time.
+_TRACING = threading.Lock()
+_MADE_UP = 3
+
+_CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+
+
+class Untraceable(Exception):
+    """A model cannot be traced, with the reason."""
+
+
+class _WithLoss(nn.Module):
+    """Losses [B] of records x, y, as one module."""
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = module, loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.model(x), y)
+
+
+def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | None) -> Any:
+    """The exported program of module and loss for records of the form of x, y [n, ...].
+
+    batch: a fixed size, None for any. Raises Untraceable.
+    """
+    size = batch or _MADE_UP
+    forms = [v.new_zeros((size, *v.shape[1:])) for v in (x, y)]
+    any_size = torch.export.Dim("batch", min=2)
+    dynamic = None if batch else ({0: any_size}, {0: any_size})
+    with _TRACING, _quiet():
+        try:
+            # As in training: without gradients some layers take ways that have none.
+            with torch.enable_grad():
+                program = torch.export.export(
+                    _WithLoss(module, loss), tuple(forms), dynamic_shapes=dynamic, strict=False
+                )
+            if any(_changes(node) for node in program.graph.nodes):
+                program = program.run_decompositions({})
+            cells = [n.target for n in program.graph.nodes if name_of(n) in _CELLS]
+            if cells:
+                program = program.run_decompositions({c: c.decompose for c in set(cells)})
+        except Exception as error:
+            raise Untraceable(f"{type(error).__name__}: {str(error).strip()}") from error
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
+    return program
+
+
+class _quiet:
+    """Without what the tracer tells whoever develops models for it."""
+
+    _LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
+
+    def __enter__(self) -> None:
+        self._before = [(n, logging.getLogger(n).level) for n in self._LOGGERS]
+        for name, _ in self._before:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        for name, level in self._before:
+            logging.getLogger(name).setLevel(level)
+
+
+def name_of(node: Node) -> str:
+    """An operation's name without its library and kind, as "linear"; "" for other nodes."""
+    return str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
+
+
+def _changes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+class Program:
+    """A traced model with its loss, for records of the form of x, y [n, ...].
+
+    batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
+    ("parameter", its name) or ("record", "x"). names: the trained parameters' names, by any of the
+    names that they stand under in the module. Raises Untraceable.
+    """
+
+    def __init__(
+        self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
+    ) -> None:
+        program = _exported(model.module, loss, x, y, batch)
+        self._module, self._constants = model.module, program.constants
+        of_parameter = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
+        every = model.module.named_parameters(remove_duplicate=False)
+        self.names = {n: of_parameter[id(p)] for n, p in every if id(p) in of_parameter}
+        self.nodes: list[Node] = list(program.graph.nodes)
+        self.result = cast(Any, self.nodes.pop().args[0])[0]
+        self.inputs = _inputs(program)
+
+    def given(self, name: str) -> Tensor:
+        """What a placeholder that holds no records stands for now."""
+        kind, target = self.inputs[name]
+        if kind == "parameter":
+            return self._module.get_parameter(target).detach()
+        return self._module.get_buffer(target) if kind == "buffer" else self._constants[target]
+
+    def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """What the placeholders stand for with the records x, y."""
+        of = {"x": x.detach(), "y": y.detach()}
+        return {
+            name: of[target] if kind == "record" else self.given(name)
+            for name, (kind, target) in self.inputs.items()
+        }
+
+    def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The losses [B] at the weights, by the model's names."""
+        values = self.values(x, y)
+        for name, (kind, target) in self.inputs.items():
+            if kind == "parameter" and target in self.names:
+                values[name] = weights[self.names[target]]
+        return evaluated(self.nodes, values)[self.result]
+
+
+def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
+    """The values of nodes in order, from those of the placeholders among them."""
+    env: dict[Node, Any] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = values[node.name]
+        else:
+            args, kwargs = arguments(node, env)
+            env[node] = cast(Any, node.target)(*args, **kwargs)
+    return env
+
+
+def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
+    """A node's arguments, by place and by name, with values for nodes."""
+    return (
+        torch.fx.map_arg(node.args, env.__getitem__),
+        torch.fx.map_arg(node.kwargs, env.__getitem__),
+    )
+
+
+def _inputs(program: Any) -> dict[str, tuple[str, str]]:
+    kinds = torch.export.graph_signature.InputKind
+    names = {kinds.PARAMETER: "parameter", kinds.BUFFER: "buffer"}
+    found: dict[str, tuple[str, str]] = {}
+    records = iter("xy")
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == kinds.USER_INPUT:
+            found[spec.arg.name] = "record", next(records)
+        elif spec.kind in names:
+            found[spec.arg.name] = names[spec.kind], _own_name(spec.target)
+        else:
+            found[spec.arg.name] = "constant", spec.target
+    return found
