@@ -54,7 +54,7 @@ class Alone:
                 self._announce(logging.INFO, "vmap differentiates it record by record")
                 return found
             except RuntimeError as error:
-                refused, self._by_vmap = str(error).strip(), False
+                refused, self._by_vmap = str(error).strip().splitlines()[0], False
         if self._one is None:
             self._one = self._traced(x, y, refused)
         self._announce(logging.WARNING, "its records are differentiated in a loop: exact, but slow")

@@ -25,6 +25,7 @@ from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
 from fedpact.persample.chain import chain_of, flattens, linear
 from fedpact.persample.columns import Array, Bounds
+from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.weighting import Weights, weights_of
 
@@ -138,7 +139,11 @@ class Dense:
             y = y if self._at_hand else y.where(~strange, 0)
             losses, g = _cross_entropy(made.values[-1], y)
             made.grads = self._backward(g, made)
-            norms = self._squares(made) ** 0.5
+            squares, longest = self._squares(made)
+            if self._at_hand and not longest <= FAR:
+                # Beyond, a coefficient times a gradient may have no digits: see gradients.balanced.
+                return [None] * len(asked)
+            norms = squares**0.5
             w = _weights(asked, losses, made.bounds)
             c = columns.like(g, _coefficients(asked, w, norms, made.bounds))
             known = losses + norms if w is None else losses + norms + w
@@ -201,15 +206,21 @@ class Dense:
                 g = columns.side_by_side([columns.array(one) for one in below])
         return found
 
-    def _squares(self, made: "_Pass") -> Array:
-        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
+    def _squares(self, made: "_Pass") -> tuple[Array, float]:
+        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64.
+
+        And the largest ‖x_j‖², of what is finite, where it may be looked at.
+        """
         total: Array = 0
+        longest = 0.0
         for i, g in made.grads.items():
             read = made.values[i]
             each = [columns.squares(read)] if i else [columns.lengths(x) for x in made.xs]
             lengths = columns.side_by_side(each)
+            if self._at_hand:
+                longest = max(longest, float(np.where(np.isfinite(lengths), lengths, 0).max()))
             total = total + columns.squares(g) * (lengths + 1 if i in self._bias else lengths)
-        return total
+        return total, longest
 
 
 @dataclass(eq=False, slots=True)
@@ -237,12 +248,36 @@ def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tens
         for i, weight in order:
             own = made.grads[i][:, start:end]
             if not weight:
-                parts.append(own.sum(1))
+                parts.append(_added(own))
                 continue
             read = columns.tensor(made.values[i][:, start:end]) if i else x.t()
-            parts.append(columns.array(linear(columns.tensor(own), read)).reshape(-1))
+            parts.append(columns.array(_product(columns.tensor(own), read)).reshape(-1))
         found.append(columns.tensor(columns.side_by_side(parts)))
     return found
+
+
+def _added(own: Array) -> Array:
+    """Σ_j of columns [O, n], in float64 where they are many."""
+    if own.shape[1] <= IN_FLOAT32:
+        return own.sum(1)
+    many = own.double() if isinstance(own, Tensor) else own.astype(np.float64)
+    return columns.like(own, many.sum(1))
+
+
+def _product(own: Tensor, read: Tensor) -> Tensor:
+    """own readᵀ for own [O, n], read [K, n]: float32 adds no more records than slack allows."""
+    if not at_hand(own):
+        g, u = balanced(own.t(), read.t(), read.double().square().sum(0))
+        own, read = g.t(), u.t()
+    batch = own.shape[1]
+    if batch <= TOGETHER:
+        return linear(own, read)
+    if batch > IN_FLOAT32:
+        return linear(own.double(), read.double()).to(own.dtype)
+    total = own.new_zeros(own.shape[0], read.shape[0])
+    for some in together(batch):
+        total += linear(own[:, some], read[:, some])
+    return total
 
 
 def _without_bad(

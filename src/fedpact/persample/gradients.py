@@ -37,6 +37,12 @@ from fedpact.persample.norms import chosen, exact, flattened, rough_squares, squ
 TOGETHER = 128
 """So many records' terms float32 may add in one product; docs/privacy.md has why."""
 
+IN_FLOAT32 = 512
+"""Up to so many records float32 sums; more are summed in float64 and rounded once."""
+
+FAR = 2.0**80
+"""‖u‖² beyond which g is no place for the coefficient; see balanced."""
+
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
 
@@ -225,7 +231,7 @@ class Outer(Share):
             # 0 times infinity is no number, and on a card nobody looks for either.
             good = squares.isfinite()
             g, u = chosen(good, g), chosen(good, u)
-        g, u = _balanced(g, u, lengths)
+        g, u = balanced(g, u, lengths)
 
         def add(c: Tensor, view: Tensor) -> None:
             for some in together(self.batch):
@@ -396,12 +402,12 @@ def same(a: Tensor, b: Tensor) -> bool:
     return at_hand(a) and a.equal(b)
 
 
-def _balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """g [B, O] and u [B, K] of ‖u_j‖² [B], neither so long that c_j g_j has few digits or none.
 
     A record of 1e38 whose g is 1e-20 may need a c_j g_j that float32 has no digits left for.
     """
-    far = (lengths > 2.0**80) & lengths.isfinite()
+    far = (lengths > FAR) & lengths.isfinite()
     if at_hand(far) and not far.any():
         return g, u
     exponent = torch.frexp(lengths.where(far, 0.5))[1] // 2

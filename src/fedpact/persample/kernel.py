@@ -8,7 +8,8 @@ What a caller may rely on:
 * no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
 * a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other; a
   norm beyond 2^63 counts as infinite, as C over it could be a number that float32 rounds;
-* both hold for models that keep records apart; `verify` finds out whether a model does.
+* both hold for every model: each way that a pass may take keeps records apart by construction
+  (passes), and a model that takes none of them is refused. `verify` tries it all the same.
 
 A kernel changes its module's flags while it works, so it serves one thread: give each its own.
 """
@@ -16,6 +17,7 @@ A kernel changes its module's flags while it works, so it serves one thread: giv
 import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +29,7 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Sum
-from fedpact.persample.gradients import TOGETHER
+from fedpact.persample.gradients import IN_FLOAT32, TOGETHER
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.separation import Mixers, check_separation
 from fedpact.persample.weighting import Weights, weights_of
@@ -37,15 +39,8 @@ _AT_A_TIME = 512
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
 
-# Of records x, y [B, ...], a clip and weights: their sum [d].
-_Way = Callable[[Tensor, Tensor, float, _Weigh], Tensor]
-
 # What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
-
-
-IN_FLOAT32 = 512
-"""Up to so many records float32 sums; more are summed in float64 and rounded once."""
 
 
 def slack(records: int) -> float:
@@ -131,19 +126,23 @@ class PerSampleKernel:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
 
         What each record adds to a batch's sum must be its gradient alone, computed by ordinary
-        autograd on a batch of one, with and without clipping. Raises ModelError otherwise, or
-        where a forward pass changes the model's buffers. Dropout layers are held still meanwhile.
+        autograd on a batch of one, with and without clipping; see separation. Raises ModelError
+        otherwise, where a forward pass changes the model's buffers, and where neither the model
+        nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        ways: list[_Way] = [self._by_passes, *([self._at_once] if self._passes.dense else [])]
-        for way in ways:
-            rows = partial(self._contributions, way)
-            check_separation(self.model.module, rows, self._alone, x.detach(), y)
+        x = x.detach()
+        check_separation(_Way(self, self._by_passes), x, y)
+        if self._passes.dense is not None:
+            check_separation(_Way(self, self._at_once), x, y)
 
-    def _contributions(self, way: _Way, x: Tensor, y: Tensor, clip: float) -> Tensor:
-        """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
-        one = torch.eye(len(x), dtype=self.model.vector.dtype, device=x.device)
-        return torch.stack([way(x, y, clip, partial(_fixed, row)) for row in one])
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """How records of the form of x, y [B, ...] are kept apart: "chain", "graph" or "records".
+
+        By a chain of known layers; by a trace of operations that are known to; or by giving each
+        record to the model alone. See passes.
+        """
+        return self._passes.way(x, y)
 
     def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
         return self._sum(self._passes.gradients, x, y, clip, weigh)
@@ -153,7 +152,7 @@ class PerSampleKernel:
         total = self._passes.at_once(asked)
         return self._by_passes(x, y, clip, weigh) if total is None else total
 
-    def _alone(self, x: Tensor, y: Tensor) -> Tensor:
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
         rows: list[Tensor] = []
         with _requiring_grad(self._trainable) as parameters:
@@ -185,6 +184,24 @@ class PerSampleKernel:
                 # Let go of it before the next slice is measured.
                 del measured
         return total.to(vector.dtype)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One of a kernel's ways to sum, as it is tried."""
+
+    kernel: PerSampleKernel
+    take: Callable[[Tensor, Tensor, float, _Weigh], Tensor]
+
+    @property
+    def model(self) -> FlatModel:
+        return self.kernel.model
+
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        return self.take(x, y, clip, partial(_fixed, w))
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.kernel.alone(x, y)
 
 
 class PlainKernel:

@@ -150,7 +150,12 @@ class Passes:
     def _state(self) -> tuple[object, ...]:
         """What of a model's state a trace follows."""
         return tuple(
-            (m.training, getattr(m, "dropout", None), len(m._forward_hooks), "forward" in vars(m))
+            (
+                m.training,
+                getattr(m, "dropout", None),
+                len(vars(m)["_forward_hooks"]),
+                "forward" in vars(m),
+            )
             for m in self._modules
         )
 

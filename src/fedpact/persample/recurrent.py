@@ -36,11 +36,12 @@ _BLOCK_BYTES = 2**20
 
 _aten = cast(Any, torch.ops.aten)
 
-# Each is the gradient at a function's value y times ∂ℓ/∂y, in one pass: out, ∂ℓ/∂y and y may share
-# memory.
-_sigmoid_backward = cast(Callable[..., Tensor], _aten.sigmoid_backward.grad_input)
-_tanh_backward = cast(Callable[..., Tensor], _aten.tanh_backward.grad_input)
-_threshold_backward = cast(Callable[..., Tensor], _aten.threshold_backward.grad_input)
+# ∂ℓ/∂y and the function's value y to the gradient at its argument; to a place that may be either's.
+_sigmoid_backward = cast(Callable[..., Tensor], _aten.sigmoid_backward.default)
+_sigmoid_backward_to = cast(Callable[..., Tensor], _aten.sigmoid_backward.grad_input)
+_tanh_backward = cast(Callable[..., Tensor], _aten.tanh_backward.default)
+_tanh_backward_to = cast(Callable[..., Tensor], _aten.tanh_backward.grad_input)
+_threshold_backward_to = cast(Callable[..., Tensor], _aten.threshold_backward.grad_input)
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class _Passed:
     hidden: Tensor | None
     cell: Tensor | None = None
 
-    def direct(self, states: Tensor) -> list[Tensor]:
-        """∂ℓ/∂h_t for t = 0, ..., T past all later steps, of states h [T+1, B, P]."""
-        zero = states.new_zeros(()).expand(states.shape[1:])
-        rows = [zero] * (len(states) - 1) if self.outputs is None else self.outputs.unbind(0)
-        last = rows[-1] if self.hidden is None else rows[-1] + self.hidden
-        return [zero, *rows[:-1], last]
+    def direct(self, states: Tensor) -> Tensor:
+        """∂ℓ/∂h_t [T+1, B, P] past all later steps, for states h_0, ..., h_T; to be written to."""
+        found = torch.empty_like(states)
+        found[0] = 0
+        found[1:] = 0 if self.outputs is None else self.outputs
+        if self.hidden is not None:
+            found[-1] += self.hidden
+        return found
 
 
 @dataclass(frozen=True)
@@ -138,14 +141,11 @@ class _Rnn(_Cell):
     def backward(self, kept: Sequence[Tensor], passed: _Passed) -> _Found:
         """See _Cell."""
         (states,) = kept
-        direct = passed.direct(states)
-        grads = torch.empty_like(states[1:])
-        dh, after = direct.pop(), torch.empty_like(states[0])
-        steps = list(zip(direct, states[1:].unbind(0), grads.unbind(0), strict=True))
-        for own, h, g in reversed(steps):
-            self.slope(dh, h, g)
-            dh = torch.addmm(own, g, self.w_hh, out=after)
-        return _Found(grads, grads, dh)
+        dh, grads = passed.direct(states).unbind(0), torch.empty_like(states[1:])
+        for t, g in reversed(list(enumerate(grads.unbind(0)))):
+            self.slope(dh[t + 1], states[t + 1], g)
+            dh[t].addmm_(g, self.w_hh)
+        return _Found(grads, grads, dh[0])
 
 
 class _TanhRnn(_Rnn):
@@ -156,7 +156,7 @@ class _TanhRnn(_Rnn):
     @staticmethod
     def slope(grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
         """See _Rnn."""
-        return _tanh_backward(grad, h, grad_input=out)
+        return _tanh_backward_to(grad, h, grad_input=out)
 
 
 class _ReluRnn(_Rnn):
@@ -167,7 +167,7 @@ class _ReluRnn(_Rnn):
     @staticmethod
     def slope(grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
         """See _Rnn."""
-        return _threshold_backward(grad, h, 0, grad_input=out)
+        return _threshold_backward_to(grad, h, 0, grad_input=out)
 
 
 class _Lstm(_Cell):
@@ -182,7 +182,7 @@ class _Lstm(_Cell):
         gates = _all_steps(x, _sigmoids_first(self.w_ih), bias)
         w_hh, width = _sigmoids_first(self.w_hh).t(), cs.shape[2]
         sigmoids = gates[:, :, : 3 * width].unbind(0)
-        i, f, o, g = (part.unbind(0) for part in gates.split(width, 2))
+        i, f, o, g = (part.unbind(0) for part in _by_gate(gates).unbind(2))
         h, c = hs.unbind(0), cs.unbind(0)
         # Without a projection o tanh c is h itself.
         inside = h[1:] if self.w_hr is None else [torch.empty_like(cs[0])] * len(x)
@@ -201,41 +201,42 @@ class _Lstm(_Cell):
         """See _Cell."""
         hs, cs, gates, tanh = kept
         width, direct = cs.shape[2], passed.direct(hs)
-        # A projection's own gradient is made of every step's ∂ℓ/∂h_t.
-        whole = torch.empty_like(hs if self.w_hr is not None else hs[:1])
-        dh = list(whole.unbind(0)) * (1 if self.w_hr is not None else len(hs))
-        dh[-1].copy_(direct[-1])
+        inside = None if self.w_hr is None else gates[:, :, 2 * width : 3 * width] * tanh
+        dh = direct.unbind(0)
         dc = torch.zeros_like(cs[0]) if passed.cell is None else passed.cell.clone()
-        inside, each_gate = torch.empty_like(dc), dc.unsqueeze(1)
-        grads, slopes = torch.empty_like(gates), torch.empty_like(tanh)
-        g, o = grads.unbind(0), grads[:, :, 3 * width :].unbind(0)
-        by_cell = grads.unflatten(2, (4, width))[:, :, :3].unbind(0)
-        f, slope = gates[:, :, width : 2 * width].unbind(0), slopes.unbind(0)
-        for block in reversed(_blocks(gates)):
-            self._factors(*(each[block] for each in (gates, cs, tanh, grads, slopes)))
-            for t in reversed(range(block.start, block.stop)):
-                dm = dh[t + 1]
-                if self.w_hr is not None:
-                    dm = torch.mm(dm, self.w_hr, out=inside)
-                dc.addcmul_(dm, slope[t])
-                o[t].mul_(dm)
+        dm, each_gate = torch.empty_like(dc), dc.unsqueeze(1)
+        grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
+        by_cell = _by_gate(gates)[:, :, :3].unbind(0)
+        for start, end in reversed(_blocks(gates)):
+            f, slope = self._factors(gates[start:end], cs[start:end], tanh[start:end])
+            for t in reversed(range(start, end)):
+                k = t - start
+                if self.w_hr is None:
+                    dm = dh[t + 1]
+                else:
+                    torch.mm(dh[t + 1], self.w_hr, out=dm)
+                dc.addcmul_(dm, slope[k])
+                do[t].mul_(dm)
                 by_cell[t].mul_(each_gate)
-                dc.mul_(f[t])
-                torch.addmm(direct[t], g[t], self.w_hh, out=dh[t])
-        made = None if self.w_hr is None else (whole[1:], gates[:, :, 2 * width : 3 * width] * tanh)
-        return _Found(grads, grads, dh[0], dc, made)
+                dc.mul_(f[k])
+                dh[t].addmm_(grads[t], self.w_hh)
+        return _Found(gates, gates, dh[0], dc, None if inside is None else (direct[1:], inside))
 
     @staticmethod
-    def _factors(gates: Tensor, cs: Tensor, tanh: Tensor, grads: Tensor, slopes: Tensor) -> None:
-        """Write what ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) are times to grads, ∂h_t/∂c_t to slopes."""
-        width = cs.shape[2]
-        i, f, o, g = gates.split(width, 2)
-        di, df, dg, do = grads.split(width, 2)
-        _sigmoid_backward(g, i, grad_input=di)
-        _sigmoid_backward(cs, f, grad_input=df)
-        _tanh_backward(i, g, grad_input=dg)
-        _sigmoid_backward(tanh, o, grad_input=do)
-        _tanh_backward(o, tanh, grad_input=slopes)
+    def _factors(
+        gates: Tensor, cs: Tensor, tanh: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Write over gates what ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) are times in their gradients.
+
+        These are in torch's order. Returns f_t = ∂c_t+1/∂c_t and ∂h_t/∂c_t.
+        """
+        i, f, o, g = _by_gate(gates).unbind(2)
+        slopes, kept, do = _tanh_backward(o, tanh), f.clone(), _sigmoid_backward(tanh, o)
+        _tanh_backward_to(i, g, grad_input=o)
+        _sigmoid_backward_to(g, i, grad_input=i)
+        _sigmoid_backward_to(cs, f, grad_input=f)
+        g.copy_(do)
+        return kept.unbind(0), slopes.unbind(0)
 
 
 class _Gru(_Cell):
@@ -256,7 +257,7 @@ class _Gru(_Cell):
             rows += torch.cat([self.bias[:two], self.b_hh[two:], self.b_ih[two:]])
         h, sums = hs.unbind(0), gates[:, :, : 3 * width].unbind(0)
         sigmoids = gates[:, :, :two].unbind(0)
-        r, z, q, n = (part.unbind(0) for part in gates.split(width, 2))
+        r, z, q, n = (part.unbind(0) for part in _by_gate(gates).unbind(2))
         for t in range(len(x)):
             sums[t].addmm_(h[t], w_hh)
             sigmoids[t].sigmoid_()
@@ -268,29 +269,28 @@ class _Gru(_Cell):
         """See _Cell."""
         hs, gates = kept
         width, direct = hs.shape[2], passed.direct(hs)
-        dh = direct[-1].clone()
-        grads, each_gate = torch.empty_like(gates), dh.unsqueeze(1)
-        by_gate = grads.unflatten(2, (4, width)).unbind(0)
-        outer, z = grads[:, :, : 3 * width], gates[:, :, width : 2 * width].unbind(0)
-        g = outer.unbind(0)
-        for block in reversed(_blocks(gates)):
-            self._factors(gates[block], hs[block], grads[block])
-            for t in reversed(range(block.start, block.stop)):
-                by_gate[t].mul_(each_gate)
-                torch.addcmul(direct[t], dh, z[t], out=dh).addmm_(g[t], self.w_hh)
-        inner = torch.cat([grads[:, :, : 2 * width], grads[:, :, 3 * width :]], 2)
-        return _Found(inner, outer, dh)
+        dh, each_gate = direct.unbind(0), direct.unsqueeze(2).unbind(0)
+        outer, by_gate = gates[:, :, : 3 * width], _by_gate(gates).unbind(0)
+        grads = outer.unbind(0)
+        for start, end in reversed(_blocks(gates)):
+            z = self._factors(gates[start:end], hs[start:end])
+            for t in reversed(range(start, end)):
+                by_gate[t].mul_(each_gate[t + 1])
+                dh[t].addcmul_(dh[t + 1], z[t - start]).addmm_(grads[t], self.w_hh)
+        inner = torch.cat([gates[:, :, : 2 * width], gates[:, :, 3 * width :]], 2)
+        return _Found(inner, outer, dh[0])
 
     @staticmethod
-    def _factors(gates: Tensor, hs: Tensor, grads: Tensor) -> None:
-        """Write what ∂ℓ/∂h_t is times in the gradients of r, z, q and n to grads."""
-        width = hs.shape[2]
-        r, z, q, n = gates.split(width, 2)
-        dr, dz, dq, dn = grads.split(width, 2)
-        _tanh_backward(1 - z, n, grad_input=dn)
-        torch.mul(dn, r, out=dq)
-        _sigmoid_backward(torch.mul(dn, q, out=dr), r, grad_input=dr)
-        _sigmoid_backward(torch.sub(hs, n, out=dz), z, grad_input=dz)
+    def _factors(gates: Tensor, hs: Tensor) -> tuple[Tensor, ...]:
+        """Write over r, z, q, n what ∂ℓ/∂h_t is times in their gradients; returns z."""
+        r, z, q, n = _by_gate(gates).unbind(2)
+        kept, dn = z.clone(), _tanh_backward(1 - z, n)
+        _sigmoid_backward_to(hs - n, z, grad_input=z)
+        n.copy_(dn)
+        _sigmoid_backward_to(dn * q, r, grad_input=dn)
+        torch.mul(n, r, out=q)
+        r.copy_(dn)
+        return kept.unbind(0)
 
 
 _CELLS: dict[object, type[_Cell]] = {
@@ -332,7 +332,8 @@ class _Recurrence(torch.autograd.Function):
         x, *kept = cast(tuple[Tensor, ...], ctx.saved_tensors)
         cell = cast(_Cell, ctx.cell)
         found = cell.backward(kept, _Passed(*passed))
-        cell.tell(x, kept[0], found)
+        # Without its history: whoever keeps it would keep the graph, and the graph whom it tells.
+        cell.tell(x.detach(), kept[0], found)
         dx = _all_steps(found.inner, cell.w_ih.t(), None) if ctx.needs_input_grad[0] else None
         return dx, found.hidden, found.cell, None, None
 
@@ -384,7 +385,12 @@ def _history(first: Tensor, steps: int) -> Tensor:
 
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
-    return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
+    return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+
+
+def _by_gate(rows: Tensor) -> Tensor:
+    """Four gates side by side [T, B, 4H] as [T, B, 4, H]."""
+    return rows.view(*rows.shape[:2], 4, -1)
 
 
 def _sigmoids_first(rows: Tensor) -> Tensor:
@@ -393,9 +399,9 @@ def _sigmoids_first(rows: Tensor) -> Tensor:
     return torch.cat([i, f, o, g])
 
 
-def _blocks(gates: Tensor) -> list[slice]:
+def _blocks(gates: Tensor) -> list[tuple[int, int]]:
     """Steps to compute factors for at a time, so that the cache still holds them when due."""
     # Besides the gates there are their gradients, and almost as much of states.
     step = 3 * gates[0].numel() * gates.element_size()
     count = max(1, _BLOCK_BYTES // max(1, step))
-    return [slice(t, min(t + count, len(gates))) for t in range(0, len(gates), count)]
+    return [(t, min(t + count, len(gates))) for t in range(0, len(gates), count)]

@@ -1,9 +1,9 @@
 """Does a model keep the records of a batch apart? Without that, no clip bounds a record's share."""
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import (
 )
 
 from fedpact.errors import InputError, ModelError
-from fedpact.params import check_unwritten
+from fedpact.params import FlatModel, check_unwritten
 from fedpact.persample.norms import square_sums
 
 _DROPOUT = (
@@ -26,6 +26,16 @@ _DROPOUT = (
 )
 # Relative to a record's gradient: what two orders of the same sums may differ by.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+LARGE = 64
+"""Records in the large batch of a trial."""
+
+_MIXES = (
+    "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
+    "for means over the batch, for branches on values, and for a layer whose leading dimension is "
+    "not the batch (batch_first=False)"
+)
 
 
 class Mixers:
@@ -66,39 +76,105 @@ def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
-def check_separation(
-    module: nn.Module,
-    contributions: Callable[[Tensor, Tensor, float], Tensor],
-    alone: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    y: Tensor,
-) -> None:
-    """Raise ModelError unless contributions(x, y, C) are alone(x, y) [B, d], clipped to C.
+class Tried(Protocol):
+    """What is tried: a kernel's sums, beside what ordinary autograd says of single records."""
 
-    Two batch sizes, as one alone may equal another dimension by accident. Nor may the model write
-    over the records, not even with what they are.
+    @property
+    def model(self) -> FlatModel:
+        """The model."""
+        ...
+
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
+        ...
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        """The gradients [B, d], each of a batch of one."""
+        ...
+
+
+def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
+    """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
+
+    A second lock: that records are kept apart follows from the way that the kernel takes. It is
+    tried on two batch sizes, as one alone may equal another dimension by accident, and on a large
+    batch of records that are as given, larger, smaller, all alike and 0, and at other weights. Nor
+    may the model write over the records, not even with what they are, and its outputs for a batch
+    must be those for its records: a run is evaluated by them.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
-    sizes, x = (len(x) - 1, len(x)), x.clone()
+    module, x = tried.model.module, x.clone()
     with _still(module):
         before, version = _state(module), x._version
-        for n in sizes:
-            contributions(x[:n], y[:n], math.inf)
+        _contributions(tried, x, y, math.inf)
         _check_state(module, before)
-        rows = alone(x, y)
+        rows = tried.alone(x, y)
         check_unwritten(module, x, version)
         if not rows.isfinite().all():
             raise InputError("verify was given records whose gradient is not finite: use others")
-        if not (_norms(rows - alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
+        if not (_norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
             raise ModelError(
                 f"model {type(module).__name__} draws random numbers outside dropout layers: it "
                 "cannot be checked; use nn.Dropout modules in place of functional dropout"
             )
-        for n in sizes:
+        _check_outputs(module, x)
+        for n in (len(x) - 1, len(x)):
             for clip in (math.inf, 0.5 * float(torch.median(_norms(rows)))):
                 if clip > 0:
-                    _compare(module, contributions(x[:n], y[:n], clip), rows[:n], clip)
+                    found = _contributions(tried, x[:n], y[:n], clip)
+                    _compare(module, found, rows[:n], clip)
+        _check_large(tried, x, y)
+
+
+def _contributions(tried: Tried, x: Tensor, y: Tensor, clip: float) -> Tensor:
+    """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
+    one = torch.eye(len(x), dtype=tried.model.vector.dtype, device=x.device)
+    return torch.stack([tried.summed(x, y, clip, row) for row in one])
+
+
+def _check_outputs(module: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        found = module(x.clone())
+        each = torch.cat([module(x[j : j + 1].clone()) for j in range(len(x))])
+    alike = found.shape == each.shape
+    scale = float(each.abs().amax()) if each.numel() else 0.0
+    if not (alike and float((found - each).abs().amax()) <= 10 * _TOLERANCE[each.dtype] * scale):
+        raise ModelError(_MIXES.format(type(module).__name__, "what it returns for a record"))
+
+
+def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
+    model = tried.model
+    w = model.vector.clone()
+    other = torch.randn(len(w), generator=torch.Generator().manual_seed(0)).to(w) * w.std()
+    kinds = [x, x[:1].expand_as(x), torch.zeros_like(x)]
+    if x.is_floating_point():
+        kinds += [1e3 * x, 1e-3 * x]
+    try:
+        for records in kinds:
+            _compare_large(tried, records, y)
+        model.load(w + 0.1 * other)
+        _compare_large(tried, x, y)
+    finally:
+        model.load(w)
+
+
+def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
+    """A weighted sum over a batch of LARGE records, which are these over and over."""
+    rows = tried.alone(x, y).double()
+    norms = rows.norm(dim=1)
+    rows = torch.where(norms.isfinite()[:, None], rows, 0)
+    clip = 0.5 * float(torch.median(norms))
+    chosen = torch.arange(LARGE, device=x.device) % len(x)
+    w = torch.linspace(0.5, 1.5, LARGE, dtype=tried.model.vector.dtype, device=x.device)
+    if not (0 < clip < math.inf):
+        return
+    c = torch.minimum(w.double(), clip / norms[chosen]).where(norms[chosen].isfinite(), 0)
+    found = tried.summed(x[chosen], y[chosen], clip, w).double()
+    error = float((found - c @ rows[chosen]).norm())
+    if not error <= 100 * _TOLERANCE[w.dtype] * LARGE * clip:
+        name = type(tried.model.module).__name__
+        raise ModelError(_MIXES.format(name, f"the sum over a batch of {LARGE}"))
 
 
 def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> None:
@@ -108,14 +184,8 @@ def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> Non
     error = _norms(found - expected)
     # A gradient of 0 asks for 0; "not all good" refuses NaN as well.
     if not (error <= _TOLERANCE[rows.dtype] * scale).all():
-        worst = float(torch.amax(error / scale))
-        raise ModelError(
-            f"model {type(module).__name__} mixes the records of a batch: what a record adds to a "
-            f"batch of {len(rows)} differs from its own gradient by {worst:.1e} of its length. "
-            "Therefore no record's share can be bounded. Look for means over the batch, for a "
-            "layer whose leading dimension is not the batch (batch_first=False), and for a "
-            "parameter that is used outside the module that holds it"
-        )
+        what = f"what a record adds to a batch of {len(rows)}"
+        raise ModelError(_MIXES.format(type(module).__name__, what))
 
 
 def _norms(rows: Tensor) -> Tensor:

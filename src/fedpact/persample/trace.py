@@ -61,7 +61,9 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
             if cells:
                 program = program.run_decompositions({c: c.decompose for c in set(cells)})
         except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {str(error).strip()}") from error
+            # The first line says what; the others advise whoever develops models for this tracer.
+            first = (str(error).strip() or "no reason given").splitlines()[0]
+            raise Untraceable(f"{type(error).__name__}: {first}") from error
     signature = program.graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if changed:

@@ -32,10 +32,12 @@ class BatchClippedKernel:
         check_precision(model)
         self.model, self._loss = model, loss
         self._plain = plain or PlainKernel(model, loss)
+        # A batch's mean may mix records; the loss channels release each record's own.
+        self._apart = PerSampleKernel(model, loss)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return self._plain.losses(x, y)
+        return self._apart.losses(x, y)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
@@ -52,7 +54,7 @@ class BatchClippedKernel:
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""
-        PerSampleKernel(self.model, self._loss).verify(x, y)
+        self._apart.verify(x, y)
 
 
 class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):

@@ -3,6 +3,7 @@
 See oracle for the channels. A batch draws nothing and charges nothing itself: its oracle has.
 """
 
+import math
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -12,13 +13,19 @@ from torch import Tensor
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel, slack
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.terms import Terms
 
-# The kernel's float32 norms are exact to 5e-6 (tested); clipping to slightly less than C keeps the
-# true length of every contribution at or below C.
-_SLACK = 1e-5
+
+def clip_for(clip: float, expected: float) -> float:
+    """The clip that keeps what one record moves a sum by at or below C, rounding included.
+
+    expected: q N, the expected size of a batch. A Poisson batch is larger than `most` once in 10^31
+    batches (Chernoff: exp(-t² / 2(qN + t/3)), t = 12 √(qN) + 50, is at most 10^-31).
+    """
+    most = math.ceil(expected + 12 * math.sqrt(expected) + 50)
+    return clip / (1 + slack(most))
 
 
 class Batch(Protocol):
@@ -191,7 +198,7 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         """See Batch."""
         self.use("gradient")
         self._kernel.model.load(w)
-        clip = self._terms.clip * (1 - _SLACK)
+        clip = clip_for(self._terms.clip, self._terms.batch_size)
         weights = None if isinstance(weighting, Uniform) else weighting
         total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
@@ -201,5 +208,6 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         self.use("difference")
         if non_negative(bound=bound) == 0:
             return torch.zeros_like(w)
-        total = self._kernel.clipped_difference(self._x, self._y, w, anchor, bound * (1 - _SLACK))
+        clip = clip_for(bound, self._terms.batch_size)
+        total = self._kernel.clipped_difference(self._x, self._y, w, anchor, clip)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)
