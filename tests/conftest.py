@@ -1,13 +1,27 @@
-"""For the whole suite: one intra-op thread, as reproducible runs have and xdist needs."""
+"""For the whole suite: one intra-op thread, cards that are none, and the kernel's reference.
 
+The reference is per-sample gradients by torch.func or ordinary autograd, clipped as written.
+"""
+
+import copy
 import importlib
+import math
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact import persample, privacy
+from fedpact.losses import squared_error
+from fedpact.params import FlatModel
+from fedpact.persample.alone import Alone
+from fedpact.persample.kernel import PerSampleKernel
 
+# As reproducible runs have and xdist needs; in operations this small more cost more than they save.
 torch.set_num_threads(1)
 
 
@@ -19,3 +33,189 @@ def card(monkeypatch):
             module = importlib.import_module(f"{package.__name__}.{found.name}")
             if "at_hand" in vars(module):
                 monkeypatch.setattr(module, "at_hand", lambda _: False)
+
+
+class Looked(Exception):
+    """Somebody asked for a number."""
+
+
+class _Nobody(TorchDispatchMode):
+    """Raises where an operation's result, or the form of it, depends on numbers."""
+
+    LOOKING = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if by_mask or any(word in name for word in self.LOOKING):
+            raise Looked(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_operation_looks():
+    """A context in which whoever asks torch what a number is gets an exception."""
+    return _Nobody()
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch):
+    """The same, and no tensor gives its numbers away for the whole of the test."""
+
+    def refused(self, *args, **kwargs):
+        raise Looked
+
+    for name in ("numpy", "tolist", "cpu", "item", "__array__"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    return _Nobody()
+
+
+def per_sample(module, loss, x, y):
+    """The gradients [B, d] of the trainable parameters in float64, record by record."""
+    module = copy.deepcopy(module).double()
+    weights = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+    x = x.double() if x.is_floating_point() else x
+    y = y.double() if y.is_floating_point() else y
+
+    def one(w, record, target):
+        return loss(functional_call(module, w, (record[None],)), target[None]).sum()
+
+    rows = vmap(grad(one), in_dims=(None, 0, 0))(weights, x, y)
+    return torch.cat([r.reshape(len(x), -1) for r in rows.values()], 1)
+
+
+def per_sample_loop(module, loss, x, y):
+    """The same by ordinary autograd, for what vmap cannot batch."""
+    module = copy.deepcopy(module)
+    weights = [p for p in module.parameters() if p.requires_grad]
+    rows = []
+    for j in range(len(x)):
+        value = loss(module(x[j : j + 1].clone()), y[j : j + 1]).sum()
+        found = torch.autograd.grad(value, weights, materialize_grads=True)
+        rows.append(torch.cat([g.reshape(-1) for g in found]))
+    return torch.stack(rows)
+
+
+def clipped(rows, clip=math.inf, w=None):
+    """Contributions c_j g_j [B, d] with c_j = min(max(w_j, 0), C/‖g_j‖)."""
+    w = torch.ones(len(rows), dtype=rows.dtype) if w is None else w.to(rows.dtype)
+    c = torch.minimum(w.clamp_min(0), clip / rows.norm(dim=1))
+    return c[:, None] * rows
+
+
+def error(found, contributions):
+    """How far a sum is off, relative to the lengths of what was summed."""
+    scale = contributions.norm(dim=1).sum().clamp_min(1e-300)
+    return float((found.double() - contributions.sum(0)).norm() / scale)
+
+
+def forced(way, module, loss):
+    """A kernel of a copy of the model that takes one way: dense, chain, graph or records."""
+    model = FlatModel(copy.deepcopy(module))
+    kernel = PerSampleKernel(model, loss)
+    if way != "dense":
+        kernel._passes.dense = None
+    if way in ("graph", "records"):
+        kernel._passes.chain = None
+    if way == "records":
+        alone = Alone(model, loss, "as the test wants it")
+        kernel._passes._traced = lambda x, y: alone
+    return kernel
+
+
+def kernels(module, loss, *ways):
+    """{way: kernel} for every way that is asked for, all by default, and that the model can take.
+
+    Whether the graph can be taken is for whoever asks to know: see PerSampleKernel.way.
+    """
+    found = {way: forced(way, module, loss) for way in ways or WAYS}
+    for way in ("dense", "chain"):
+        if way in found and getattr(found[way]._passes, way) is None:
+            del found[way]
+    return found
+
+
+WAYS = ("dense", "chain", "graph")
+
+
+def check_model(module, loss, x, y, tolerance=1e-12, rows=None, ways=WAYS):
+    """Each way's sums at several clips and weights against the reference; returns the kernels.
+
+    The records are the site's own at a sampling rate of 1, so they have to be left as they are.
+    """
+    given_x = x.clone()
+    rows = per_sample(module, loss, x, y) if rows is None else rows
+    middle = float(rows.norm(dim=1).median()) or 1.0
+    w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
+    found = kernels(module, loss, *ways)
+    for way, kernel in found.items():
+        for clip in (math.inf, middle, 1e-3 * middle):
+            for weights in (None, w):
+                given = None if weights is None else (lambda losses: w.to(losses.dtype))
+                total = kernel.clipped_sum(x, y, clip, given)
+                off = error(total, clipped(rows, clip, weights))
+                assert off < tolerance, f"{way} is off by {off:.1e} at clip {clip}"
+        assert kernel.way(x, y) == ("chain" if way == "dense" else way)
+    assert torch.equal(given_x, x)
+    return found
+
+
+class Apply(nn.Module):
+    """A module that runs a given function of its submodules."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Shift(nn.Module):
+    """A module with parameters of its own, which are used by no layer that is known."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(shape))
+        self.scale = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+def data(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def check_structure(module, x=None, rows=None, ways=WAYS):
+    """Like check_model, with squared errors to targets of the outputs' form."""
+    module = module.double()
+    x = data(5, 4) if x is None else x
+    with torch.no_grad():
+        y = torch.randn_like(module(x.clone()))
+    if rows == "loop":
+        rows = per_sample_loop(module, squared_error, x, y)
+    return check_model(module, squared_error, x, y, rows=rows, ways=ways)
+
+
+@pytest.fixture(scope="session")
+def reference():
+    return SimpleNamespace(
+        per_sample=per_sample,
+        per_sample_loop=per_sample_loop,
+        clipped=clipped,
+        error=error,
+        forced=forced,
+        kernels=kernels,
+        check=check_model,
+        check_structure=check_structure,
+        data=data,
+        Apply=Apply,
+        Looked=Looked,
+        Shift=Shift,
+    )

@@ -41,4 +41,4 @@ def squared_error(outputs: Tensor, y: Tensor, /) -> Tensor:
     """
     # Reshaped, never broadcast: outputs [B, 1] against y [B] would pair every record with every y.
     difference = outputs - y.reshape(outputs.shape)
-    return 0.5 * (difference * difference).reshape(len(outputs), -1).sum(1)
+    return 0.5 * (difference * difference).reshape(outputs.shape[0], -1).sum(1)

@@ -1,10 +1,12 @@
 """Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
 
-Three ways to make them, each the fastest where it applies:
+Four ways to make them, each the fastest where it applies:
 
-many channels   A batch of n convolutions with one weight is one convolution with n groups and n
-                weights, whose gradient is the per-sample gradient, by torch's own routine.
-few channels    Patches are small: they are laid out and multiplied with g.
+many channels   Patches are laid out as they lie in an image stored by pixel, a row of the kernel
+                at a time, and multiplied with g. Where a record has more positions than a patch
+                has numbers, torch's own routine is faster, for a batch of n convolutions is one
+                convolution with n groups and n weights.
+few channels    Patches are small: they are laid out by channel and multiplied with g.
 before a pool   Only one number of each pooling window passes a gradient back, so g is zero but for
                 one position in four or more, and Σ_t g_t u_tᵀ is a sum over those positions: for
                 each output channel a weighted sum of rows of a table, torch's embedding_bag. A row
@@ -100,6 +102,20 @@ class Geometry:
         # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
         return (columns @ g.flatten(2).mT).mT.reshape(n, -1)
 
+    def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
+        """The same for one group, as [n, O, h, w, C]; written to `out` if there is one."""
+        x = self.padded(x).permute(0, 2, 3, 1).contiguous()
+        n, height, width, channels = x.shape
+        (down, along), (dh, dw) = self.stride, self.dilation
+        row = width * channels
+        kernel = (self.kernel[0], self.kernel[1], channels)
+        steps = (height * row, down * row, along * channels, dh * row, dw * channels, 1)
+        columns = x.as_strided((n, *g.shape[2:], *kernel), steps)
+        columns = columns.reshape(n, g[0, 0].numel(), -1)
+        if out is not None:
+            out = out.view(n, g.shape[1], columns.shape[2])
+        return torch.bmm(g.flatten(2), columns, out=out).view(n, -1)
+
     def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """∂/∂x, where `plain` holds."""
         return self.gradient(g, x, weight, [self.pad[2], self.pad[0]], 1, 0)
@@ -132,18 +148,39 @@ class Convolved(Share):
         self.x, self.g = images(x), images(g)
         self.batch, self.size = len(x), weight.numel()
         self.element = g.element_size()
-        channels = self._weight.shape[1]
+        positions, patch = self.g[0, 0].numel(), self._weight[0].numel()
+        alone = geometry.groups == 1
         # torch's routines for groups work on one channel a group or on whole vectors of channels.
-        self._few = channels % 8 > 0 and geometry.groups == 1
-        columns = self.g[0, 0].numel() * self._weight[0].numel() * self.element
-        self.most = max(1, norms.CHUNK_BYTES // columns) if self._few else _GROUPS
+        self._few = alone and self._weight.shape[1] % 8 > 0
+        self._by_pixel = alone and not self._few and 2 * positions <= patch
+        one = max(1, norms.CHUNK_BYTES // (positions * patch * self.element))
+        self.most = one if self._few or self._by_pixel else _GROUPS
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.g
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
+        rows = self.quick_rows(chunk, None)
+        return self.arranged(rows).flatten(1) if self._by_pixel else rows
+
+    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:
+        """See Share."""
         x, g = self.x[chunk], self.g[chunk]
+        if self._by_pixel:
+            return self._geometry.weight_rows_by_pixel(x, g, out)
         if self._few:
             return self._geometry.weight_rows_by_patches(x, g)
         return self._geometry.weight_rows(x, g, self._weight)
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """See Share."""
+        if not self._by_pixel:
+            return total
+        out, channels, *kernel = self._weight.shape
+        return total.view(*total.shape[:-1], out, *kernel, channels).movedim(-1, -3)
 
     def minus(self, other: Share) -> list[Share]:
         """See Share, and Outer."""
@@ -153,7 +190,7 @@ class Convolved(Share):
             return [first]
         return [first, Convolved(self._geometry, self._weight, self.x - one.x, one.g)]
 
-    def like(self, other: Share) -> bool:
+    def pairs(self, other: Share) -> bool:
         """See Share."""
         return isinstance(other, Convolved) and other.x.shape == self.x.shape
 
@@ -192,9 +229,9 @@ class Pooled2d(Convolved):
         batch, out = values.shape[:2]
         self._values = values.reshape(batch, out, 1, -1)
         self._index = index.int().reshape(batch, out, 1, -1)
-        self.most = None
+        self.most, self._by_pixel = None, True
 
-    def rows(self, chunk: slice) -> Tensor:
+    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:  # noqa: ARG002
         """See Share."""
         values, index = self._values[chunk], self._index[chunk]
         n, places = len(values), values.shape[3]
@@ -214,11 +251,6 @@ class Pooled2d(Convolved):
         row = width * channels
         shape = (n, height, columns, self._geometry.kernel[1] * channels)
         return x.as_strided(shape, (height * row, row, channels, 1)).reshape(-1, shape[3])
-
-    def arranged(self, total: Tensor) -> Tensor:
-        """See Share."""
-        out, channels, *kernel = self._weight.shape
-        return total.view(out, *kernel, channels).permute(0, 3, 1, 2)
 
 
 def images(x: Tensor) -> Tensor:

@@ -61,6 +61,34 @@ class Part:
     add: Callable[[Tensor, Tensor], None]
 
 
+class Space:
+    """Memory for gradients that is used again in every pass: new memory costs as much as a product.
+
+    What was taken is somebody else's after `reset`.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._next = 0
+
+    def reset(self) -> None:
+        """Have all of it taken anew."""
+        self._next = 0
+
+    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
+        if self._next == len(self._blocks):
+            self._blocks.append(like.new_empty(0))
+        block = self._blocks[self._next]
+        if block.numel() < rows * columns or (block.dtype, block.device) != (
+            like.dtype,
+            like.device,
+        ):
+            block = self._blocks[self._next] = like.new_empty(rows * columns)
+        self._next += 1
+        return block[: rows * columns].view(rows, columns)
+
+
 class Share(ABC):
     """What one use of a parameter contributes to its per-sample gradients.
 
@@ -82,15 +110,27 @@ class Share(ABC):
         """Shares whose sum is this one less another of the same kind and form."""
 
     @abstractmethod
-    def like(self, other: "Share") -> bool:
+    def pairs(self, other: "Share") -> bool:
         """Whether `minus` can take the other."""
 
     @abstractmethod
     def negative(self) -> "Share":
         """The same with the other sign."""
 
+    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
+        """The same rows with their numbers in an order of the share's own; see arranged.
+
+        out: memory of that form, which they may be written to.
+        """
+        return self.rows(chunk)
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of the gradients."""
+
     def arranged(self, total: Tensor) -> Tensor:
-        """A sum [size] of gradients, as the parameter's numbers in their order."""
+        """A sum of quick rows [..., size], as the parameter's numbers in their order."""
         return total
 
     def special(self) -> Part | None:
@@ -98,10 +138,10 @@ class Share(ABC):
         return None
 
 
-def part(shares: list[Share]) -> Part:
+def part(shares: list[Share], space: Space) -> Part:
     """The Part of a parameter whose gradient is the sum of the shares."""
     joined = _joined(shares)
-    return joined.special() or _by_rows(joined)
+    return joined.special() or _by_rows(joined, space)
 
 
 def difference(shares: list[Share], others: list[Share]) -> list[Share]:
@@ -111,36 +151,41 @@ def difference(shares: list[Share], others: list[Share]) -> list[Share]:
     bilinear then becomes two terms as small as the difference itself.
     """
     same = len(shares) == len(others) and all(
-        a.like(b) for a, b in zip(shares, others, strict=False)
+        a.pairs(b) for a, b in zip(shares, others, strict=False)
     )
     if not same:
         return shares + [other.negative() for other in others]
     return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
 
 
-def _by_rows(share: Share) -> Part:
-    pieces = norms.chunks(share.batch, share.size * share.element, _most(share))
-    if share.batch * share.size * share.element > norms.KEEP_BYTES:
-        squares = torch.cat([square_sums(share.rows(chunk)) for chunk in pieces])
-        return Part(squares, _adder(share, pieces, share.rows))
+def _by_rows(share: Share, space: Space) -> Part:
+    one = share.size * share.element
+    pieces = norms.chunks(share.batch, one, _most(share))
+    kept = share.batch * one <= norms.KEEP_BYTES
+    longest = max((p.stop - p.start for p in pieces), default=0)
+    memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
     rough: list[Tensor] = []
+    good: dict[int, Tensor] = {}
+
+    def rows(chunk: slice) -> Tensor:
+        if chunk.start in made:
+            return made[chunk.start]
+        found = share.quick_rows(chunk, memory[chunk if kept else slice(chunk.stop - chunk.start)])
+        return chosen(good[chunk.start], found) if chunk.start in good else found
+
     for chunk in pieces:
-        rows = share.rows(chunk)
+        found = rows(chunk)
         # While they are in the cache.
-        rough.append(rough_squares(rows))
-        made[chunk.start] = rows
-    squares = exact(rough, list(made.values()))
+        rough.append(rough_squares(found) if kept else square_sums(found))
+        if kept:
+            made[chunk.start] = found
+    squares = exact(rough, list(made.values())) if kept else torch.cat(rough)
     if not at_hand(squares):
         # On a card nobody looks whether there is a record to leave out: 0 times infinity is none.
-        for chunk in pieces:
-            made[chunk.start] = chosen(squares[chunk].isfinite(), made[chunk.start])
-    return Part(squares, _adder(share, pieces, lambda chunk: made[chunk.start]))
+        good = {chunk.start: squares[chunk].isfinite() for chunk in pieces}
+        made = {start: chosen(good[start], found) for start, found in made.items()}
 
-
-def _adder(
-    share: Share, pieces: list[slice], rows: Callable[[slice], Tensor]
-) -> Callable[[Tensor, Tensor], None]:
     def add(c: Tensor, view: Tensor) -> None:
         total = c.new_zeros(share.size)
         started = 0
@@ -151,11 +196,11 @@ def _adder(
             total.addmv_(rows(chunk).to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
-    return add
+    return Part(squares, add)
 
 
 def _into(share: Share, total: Tensor, view: Tensor) -> None:
-    view.add_(share.arranged(total).view_as(view))
+    view.add_(share.arranged(total).reshape(view.shape))
     total.zero_()
 
 
@@ -172,6 +217,11 @@ class Made(Share):
         self.element = rows.element_size()
         self.most = TOGETHER
 
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._rows
+
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return self._rows[chunk]
@@ -180,7 +230,7 @@ class Made(Share):
         """See Share."""
         return [Made(self._rows - other.rows(slice(0, self.batch)))]
 
-    def like(self, other: Share) -> bool:
+    def pairs(self, other: Share) -> bool:
         """See Share."""
         return isinstance(other, Made)
 
@@ -198,9 +248,20 @@ class Outer(Share):
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
 
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.g
+
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
+
+    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
+        """See Share."""
+        g, u = self.g[chunk].mT, self.u[chunk]
+        torch.bmm(g, u, out=out.view(len(g), g.shape[1], u.shape[2]))
+        return out
 
     def minus(self, other: Share) -> list[Share]:
         """g uᵀ - g' u'ᵀ = (g - g') uᵀ + g' (u - u')ᵀ: two terms as small as the difference."""
@@ -209,7 +270,7 @@ class Outer(Share):
         g = [self.g - one.g, one.g][: len(u)]
         return [Outer(torch.cat(g, 1), torch.cat(u, 1))]
 
-    def like(self, other: Share) -> bool:
+    def pairs(self, other: Share) -> bool:
         """See Share."""
         return isinstance(other, Outer) and other.u.shape == self.u.shape
 
@@ -269,6 +330,11 @@ class Lookup(Share):
         self.batch, self.size = len(g), entries * g.shape[2]
         self.element = g.element_size()
 
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._g
+
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         index, g = self._index[chunk], self._g[chunk]
@@ -283,7 +349,7 @@ class Lookup(Share):
             return [Lookup(self._index, self._g - one._g, self._entries, None)]
         return [self, other.negative()]
 
-    def like(self, other: Share) -> bool:
+    def pairs(self, other: Share) -> bool:
         """See Share."""
         return isinstance(other, Lookup)
 
@@ -332,6 +398,11 @@ class Sum(Share):
         )
         self.most = min((s.most for s in shares if s.most), default=None)
 
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.shares[0].like
+
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         total = self.shares[0].rows(chunk)
@@ -343,7 +414,7 @@ class Sum(Share):
         """See Share."""
         return [*self.shares, other.negative()]
 
-    def like(self, other: Share) -> bool:  # noqa: ARG002
+    def pairs(self, other: Share) -> bool:  # noqa: ARG002
         """See Share."""
         return False
 
@@ -363,6 +434,11 @@ class Through(Share):
         self.batch, self.size, self.element = share.batch, size, share.element
         self.most = _most(share)
 
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._share.like
+
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return self._pull(self._share.rows(chunk))
@@ -371,7 +447,7 @@ class Through(Share):
         """See Share."""
         return [self, other.negative()]
 
-    def like(self, other: Share) -> bool:  # noqa: ARG002
+    def pairs(self, other: Share) -> bool:  # noqa: ARG002
         """See Share: the function may be another one at another point."""
         return False
 

@@ -15,6 +15,7 @@ computed for many steps at once, in place of the gradients, and multiplied when 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -34,6 +35,8 @@ The parameter's gradient for record j is Σ_t g_jt u_jtᵀ [O, K], or Σ_t g_jt 
 _BLOCK_BYTES = 2**20
 """About what the factors of one block of steps are computed from and into."""
 
+_Rows = tuple[Tensor, ...]
+
 _aten = cast(Any, torch.ops.aten)
 
 # ∂ℓ/∂y and the function's value y to the gradient at its argument; to a place that may be either's.
@@ -45,31 +48,10 @@ _threshold_backward_to = cast(Callable[..., Tensor], _aten.threshold_backward.gr
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """∂ℓ/∂ a cell's outputs [T, B, P], last h [B, P] and last c [B, H].
-
-    None for one that no loss depends on.
-    """
-
-    outputs: Tensor | None
-    hidden: Tensor | None
-    cell: Tensor | None = None
-
-    def direct(self, states: Tensor) -> Tensor:
-        """∂ℓ/∂h_t [T+1, B, P] past all later steps, for states h_0, ..., h_T; to be written to."""
-        found = torch.empty_like(states)
-        found[0] = 0
-        found[1:] = 0 if self.outputs is None else self.outputs
-        if self.hidden is not None:
-            found[-1] += self.hidden
-        return found
-
-
-@dataclass(frozen=True)
 class _Found:
-    """Gate gradients and what follows from them, all [T, B, ·] but for the first states' [B, ·].
+    """Gradients of W_ih x + b_ih (inner) and W_hh h + b_hh (outer) [T, B, O], of h_0 and c_0.
 
-    inner, outer: of W_ih x + b_ih and W_hh h + b_hh. projected: g and u of the projection's weight.
+    projected: g and u of the projection's weight.
     """
 
     inner: Tensor
@@ -88,62 +70,58 @@ class _Cell(ABC):
 
     def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
         self.w_ih, self.w_hh, *others = params
-        self.b_ih, self.b_hh = others[:2] if biased else (None, None)
+        none = self.w_ih.new_zeros(len(self.w_ih))
+        self.b_ih, self.b_hh = others[:2] if biased else (none, none)
         self.w_hr = others[-1] if len(params) % 2 else None
-        self._place, self._record = place, record
+        self._biased, self._place, self._record = biased, place, record
 
     @abstractmethod
-    def forward(self, x: Tensor, h0: Tensor, c0: Tensor | None) -> tuple[Tensor, ...]:
-        """From x [T, B, K] to h_0, ..., h_T [T+1, B, P], then c_0, ..., c_T if any, and the rest.
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From x [T, B, K] and h_0 (and c_0) to h_0, ..., h_T [T+1, B, P] (and c), and the rest.
 
         The rest is what `backward` needs besides.
         """
 
     @abstractmethod
-    def backward(self, kept: Sequence[Tensor], passed: _Passed) -> _Found:
-        """From what forward returned to the gradients; kept is not written to."""
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
+        """From what forward returned, ∂ℓ/∂h_t [T+1, B, P] past all later steps, and ∂ℓ/∂c_T if any.
+
+        All but `last` may be written over.
+        """
 
     def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
         """Hand over the factors of every parameter's gradient."""
         inner, outer = found.inner.transpose(0, 1), found.outer.transpose(0, 1)
         self._record(self._place, inner, x.transpose(0, 1))
         self._record(self._place + 1, outer, states[:-1].transpose(0, 1))
-        if self.b_ih is not None:
+        if self._biased:
             self._record(self._place + 2, inner, None)
             self._record(self._place + 3, outer, None)
         if found.projected is not None:
             g, u = found.projected
-            place = self._place + (2 if self.b_ih is None else 4)
+            place = self._place + (4 if self._biased else 2)
             self._record(place, g.transpose(0, 1), u.transpose(0, 1))
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The biases' sum."""
-        return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
 class _Rnn(_Cell):
-    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh), φ of which `curve` writes over its argument."""
+    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh)."""
 
     curve: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Writes ∂ℓ/∂h φ'(h) to its third argument, from the first two."""
+    """φ, written over its argument."""
+    slope: Callable[..., Tensor]
+    """From ∂ℓ/∂h_t and h_t to ∂ℓ/∂h_t φ', written to grad_input."""
 
-    def forward(self, x: Tensor, h0: Tensor, c0: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """See _Cell."""
-        states = _history(h0, len(x))
-        states[1:] = _all_steps(x, self.w_ih, self.bias)
-        w = self.w_hh.t()
-        for h, following in pairwise(states.unbind(0)):
-            self.curve(following.addmm_(h, w))
-        return (states,)
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, w_hh = _history(first[0], len(x)), self.w_hh.t()
+        _product(x, self.w_ih, self.b_ih + self.b_hh, hs[1:])
+        for h, following in pairwise(hs.unbind(0)):
+            self.curve(following.addmm_(h, w_hh))
+        return (hs,)
 
-    def backward(self, kept: Sequence[Tensor], passed: _Passed) -> _Found:
-        """See _Cell."""
-        (states,) = kept
-        dh, grads = passed.direct(states).unbind(0), torch.empty_like(states[1:])
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
+        grads, dh, h = torch.empty_like(kept[0][1:]), direct.unbind(0), kept[0].unbind(0)
         for t, g in reversed(list(enumerate(grads.unbind(0)))):
-            self.slope(dh[t + 1], states[t + 1], g)
+            self.slope(dh[t + 1], h[t + 1], grad_input=g)
             dh[t].addmm_(g, self.w_hh)
         return _Found(grads, grads, dh[0])
 
@@ -152,35 +130,25 @@ class _TanhRnn(_Rnn):
     """φ = tanh."""
 
     curve = staticmethod(torch.tanh_)
-
-    @staticmethod
-    def slope(grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
-        """See _Rnn."""
-        return _tanh_backward_to(grad, h, grad_input=out)
+    slope = staticmethod(_tanh_backward_to)
 
 
 class _ReluRnn(_Rnn):
     """φ = max(·, 0)."""
 
     curve = staticmethod(torch.relu_)
-
-    @staticmethod
-    def slope(grad: Tensor, h: Tensor, out: Tensor) -> Tensor:
-        """See _Rnn."""
-        return _threshold_backward_to(grad, h, 0, grad_input=out)
+    slope = staticmethod(partial(_threshold_backward_to, threshold=0))
 
 
 class _Lstm(_Cell):
     """c_t = f c_t-1 + i g and h_t = o tanh c_t, or W_hr times it; gates in the order i, f, g, o."""
 
-    def forward(self, x: Tensor, h0: Tensor, c0: Tensor | None) -> tuple[Tensor, ...]:
-        """See _Cell."""
-        hs, cs = _history(h0, len(x)), _history(cast(Tensor, c0), len(x))
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, cs = (_history(state, len(x)) for state in first)
         tanh = torch.empty_like(cs[1:])
         # The three sigmoids side by side are one operation.
-        bias = None if self.bias is None else _sigmoids_first(self.bias)
-        gates = _all_steps(x, _sigmoids_first(self.w_ih), bias)
-        w_hh, width = _sigmoids_first(self.w_hh).t(), cs.shape[2]
+        w_ih, w_hh, bias = map(_sigmoids_first, (self.w_ih, self.w_hh, self.b_ih + self.b_hh))
+        gates, width, w_hh = _all_steps(x, w_ih, bias), cs.shape[2], w_hh.t()
         sigmoids = gates[:, :, : 3 * width].unbind(0)
         i, f, o, g = (part.unbind(0) for part in _by_gate(gates).unbind(2))
         h, c = hs.unbind(0), cs.unbind(0)
@@ -197,24 +165,20 @@ class _Lstm(_Cell):
                 torch.mm(inside[t], self.w_hr.t(), out=h[t + 1])
         return hs, cs, gates, tanh
 
-    def backward(self, kept: Sequence[Tensor], passed: _Passed) -> _Found:
-        """See _Cell."""
-        hs, cs, gates, tanh = kept
-        width, direct = cs.shape[2], passed.direct(hs)
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
+        _, cs, gates, tanh = kept
+        width = cs.shape[2]
         inside = None if self.w_hr is None else gates[:, :, 2 * width : 3 * width] * tanh
-        dh = direct.unbind(0)
-        dc = torch.zeros_like(cs[0]) if passed.cell is None else passed.cell.clone()
-        dm, each_gate = torch.empty_like(dc), dc.unsqueeze(1)
+        dc = torch.zeros_like(cs[0]) if last is None else last.clone()
+        dh, scratch, each_gate = direct.unbind(0), torch.empty_like(dc), dc.unsqueeze(1)
         grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
         by_cell = _by_gate(gates)[:, :, :3].unbind(0)
         for start, end in reversed(_blocks(gates)):
             f, slope = self._factors(gates[start:end], cs[start:end], tanh[start:end])
             for t in reversed(range(start, end)):
-                k = t - start
-                if self.w_hr is None:
-                    dm = dh[t + 1]
-                else:
-                    torch.mm(dh[t + 1], self.w_hr, out=dm)
+                k, dm = t - start, dh[t + 1]
+                if self.w_hr is not None:
+                    dm = torch.mm(dm, self.w_hr, out=scratch)
                 dc.addcmul_(dm, slope[k])
                 do[t].mul_(dm)
                 by_cell[t].mul_(each_gate)
@@ -223,9 +187,7 @@ class _Lstm(_Cell):
         return _Found(gates, gates, dh[0], dc, None if inside is None else (direct[1:], inside))
 
     @staticmethod
-    def _factors(
-        gates: Tensor, cs: Tensor, tanh: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _factors(gates: Tensor, cs: Tensor, tanh: Tensor) -> tuple[_Rows, _Rows]:
         """Write over gates what ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) are times in their gradients.
 
         These are in torch's order. Returns f_t = ∂c_t+1/∂c_t and ∂h_t/∂c_t.
@@ -245,16 +207,13 @@ class _Gru(_Cell):
     torch's order is r, z, n. Here a step is r, z, q, n: one product adds W_hh h to the first three.
     """
 
-    def forward(self, x: Tensor, h0: Tensor, c0: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """See _Cell."""
-        hs, width = _history(h0, len(x)), h0.shape[1]
-        gates = x.new_zeros(*x.shape[:2], 4 * width)
-        rows, two = gates.flatten(0, 1), 2 * width
-        inputs, w_ih, w_hh = x.flatten(0, 1), self.w_ih.t(), self.w_hh.t()
-        torch.mm(inputs, w_ih[:, :two], out=rows[:, :two])
-        torch.mm(inputs, w_ih[:, two:], out=rows[:, 3 * width :])
-        if self.b_ih is not None and self.bias is not None and self.b_hh is not None:
-            rows += torch.cat([self.bias[:two], self.b_hh[two:], self.b_ih[two:]])
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, width, w_hh = _history(first[0], len(x)), first[0].shape[1], self.w_hh.t()
+        gates, two = x.new_empty(*x.shape[:2], 4 * width), 2 * width
+        bias = self.b_ih + self.b_hh
+        _product(x, self.w_ih[:two], bias[:two], gates[:, :, :two])
+        gates[:, :, two : 3 * width] = self.b_hh[two:]
+        _product(x, self.w_ih[two:], self.b_ih[two:], gates[:, :, 3 * width :])
         h, sums = hs.unbind(0), gates[:, :, : 3 * width].unbind(0)
         sigmoids = gates[:, :, :two].unbind(0)
         r, z, q, n = (part.unbind(0) for part in _by_gate(gates).unbind(2))
@@ -265,10 +224,9 @@ class _Gru(_Cell):
             torch.lerp(n[t], h[t], z[t], out=h[t + 1])
         return hs, gates
 
-    def backward(self, kept: Sequence[Tensor], passed: _Passed) -> _Found:
-        """See _Cell."""
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
         hs, gates = kept
-        width, direct = hs.shape[2], passed.direct(hs)
+        width = hs.shape[2]
         dh, each_gate = direct.unbind(0), direct.unsqueeze(2).unbind(0)
         outer, by_gate = gates[:, :, : 3 * width], _by_gate(gates).unbind(0)
         grads = outer.unbind(0)
@@ -281,7 +239,7 @@ class _Gru(_Cell):
         return _Found(inner, outer, dh[0])
 
     @staticmethod
-    def _factors(gates: Tensor, hs: Tensor) -> tuple[Tensor, ...]:
+    def _factors(gates: Tensor, hs: Tensor) -> _Rows:
         """Write over r, z, q, n what ∂ℓ/∂h_t is times in their gradients; returns z."""
         r, z, q, n = _by_gate(gates).unbind(2)
         kept, dn = z.clone(), _tanh_backward(1 - z, n)
@@ -308,21 +266,14 @@ class _Recurrence(torch.autograd.Function):
     """A cell's outputs [T, B, P], last h and, of an LSTM, last c, by autograd from x, h0 and c0."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        h0: Tensor,
-        c0: Tensor | None,
-        anchor: Tensor,  # noqa: ARG004
-        cell: _Cell,
-    ) -> tuple[Tensor, ...]:
-        kept = cell.forward(x, h0, c0)
+    def forward(ctx: Any, cell: _Cell, _: Tensor, x: Tensor, *first: Tensor) -> tuple[Tensor, ...]:
+        kept = cell.forward(x, first)
         ctx.save_for_backward(x, *kept)
         ctx.set_materialize_grads(False)
         ctx.cell = cell
         # Copies, so that the model may write over what it is given.
-        found = kept[0][1:].clone(), kept[0][-1].clone()
-        return found if c0 is None else (*found, kept[1][-1].clone())
+        lasts = (states[-1].clone() for states in kept[: len(first)])
+        return kept[0][1:].clone(), *lasts
 
     @staticmethod
     @once_differentiable
@@ -331,20 +282,22 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, *kept = cast(tuple[Tensor, ...], ctx.saved_tensors)
         cell = cast(_Cell, ctx.cell)
-        found = cell.backward(kept, _Passed(*passed))
+        outputs, hidden, *last = passed
+        found = cell.backward(kept, _direct(kept[0], outputs, hidden), last[0] if last else None)
         # Without its history: whoever keeps it would keep the graph, and the graph whom it tells.
         cell.tell(x.detach(), kept[0], found)
-        dx = _all_steps(found.inner, cell.w_ih.t(), None) if ctx.needs_input_grad[0] else None
-        return dx, found.hidden, found.cell, None, None
+        dx = _all_steps(found.inner, cell.w_ih.t()) if ctx.needs_input_grad[2] else None
+        return None, None, dx, found.hidden, *([found.cell] if last else [])
 
 
 def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...]:
     """What the operation returns of its arguments, (out, hn, cn) or (out, hn).
 
-    Autograd differentiates it with respect to input, h0 and c0; parameters are constants to it. As
-    the gradient passes, `record` is told the factors of every parameter's per-sample gradients; of
-    a layer that no loss depends on it is told nothing. Raises ModelError for an operation that is
-    not in RECURRENT.
+    args: input [B, T, K] (or [T, B, K]), h0 or [h0, c0], the parameters, has_biases, num_layers,
+    dropout, train, bidirectional, batch_first. Autograd differentiates it once, by input, h0 and
+    c0; parameters are constants to it. As the gradient passes, `record` is told the factors of
+    every parameter's per-sample gradients; of a layer that no loss depends on it is told nothing.
+    Raises ModelError: op is not in RECURRENT.
     """
     kind = _CELLS.get(op)
     if kind is None:
@@ -354,11 +307,11 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
         )
     inputs, hx, listed, biased, layers, dropout, train, both, batch_first = cast(Any, args)
     params = [p.detach() for p in cast(Sequence[Tensor], listed)]
-    starts = [s.unbind(0) for s in (hx if kind is _Lstm else [hx])]
+    starts = list(zip(*(s.unbind(0) for s in (hx if kind is _Lstm else [hx])), strict=True))
     x = cast(Tensor, inputs.transpose(0, 1) if batch_first else inputs)
     # Autograd passes where something requires grad: x and h0 may both be data.
     anchor = torch.zeros((), requires_grad=True)
-    size, directions = len(params) // len(starts[0]), 2 if both else 1
+    size, directions = len(params) // len(starts), 2 if both else 1
     lasts: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         x = F.dropout(x, dropout, train) if layer else x
@@ -366,9 +319,8 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
         for k in range(layer * directions, (layer + 1) * directions):
             reverse, place = k % directions == 1, k * size
             cell = kind(params[place : place + size], biased, place, record)
-            first = [s[k] for s in starts] if kind is _Lstm else [starts[0][k], None]
             read = x.flip(0) if reverse else x
-            y, *last = cast(Any, _Recurrence).apply(read, *first, anchor, cell)
+            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
             made.append(y.flip(0) if reverse else y)
             lasts.append(tuple(last))
         x = torch.cat(made, 2) if both else made[0]
@@ -383,9 +335,24 @@ def _history(first: Tensor, steps: int) -> Tensor:
     return values
 
 
-def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tensor:
+    """∂ℓ/∂h_t past all later steps [T+1, B, P], as h_0, ..., h_T, from those of outputs and h_T."""
+    found = torch.empty_like(states)
+    found[0] = 0
+    found[1:] = 0 if outputs is None else outputs
+    if last is not None:
+        found[-1] += last
+    return found
+
+
+def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
     return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+    """The same, written to a part of a larger tensor."""
+    torch.addmm(bias, x.flatten(0, 1), weight.t(), out=out.flatten(0, 1))
 
 
 def _by_gate(rows: Tensor) -> Tensor:

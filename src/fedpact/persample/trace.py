@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
@@ -55,11 +56,11 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
                 program = torch.export.export(
                     _WithLoss(module, loss), tuple(forms), dynamic_shapes=dynamic, strict=False
                 )
-            if any(_changes(node) for node in program.graph.nodes):
-                program = program.run_decompositions({})
-            cells = [n.target for n in program.graph.nodes if name_of(n) in _CELLS]
-            if cells:
-                program = program.run_decompositions({c: c.decompose for c in set(cells)})
+            nodes = program.graph.nodes
+            cells = {n.target: n.target.decompose for n in nodes if name_of(n) in _CELLS}
+            if cells or any(_changes(node) for node in nodes):
+                program = program.run_decompositions(cells)
+                _form_anew(program)
         except Exception as error:
             # The first line says what; the others advise whoever develops models for this tracer.
             first = (str(error).strip() or "no reason given").splitlines()[0]
@@ -69,6 +70,13 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
     return program
+
+
+def _form_anew(program: Any) -> None:
+    """Work out the forms of all values once more: decomposed, torch has some of them wrong."""
+    given = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
+    forms = FakeTensorProp(program.graph_module, given[0].fake_mode)
+    forms.propagate_dont_convert_inputs(*given)
 
 
 class _quiet:
