@@ -235,17 +235,6 @@ def _recurrent(node: Node, at: At) -> State:
     return (where, *[Where(1)] * len(hidden))
 
 
-def _cell(several: int) -> Rule:
-    def rule(node: Node, at: At) -> State:
-        where, count = records_in(node, at)
-        given = [at(n) for n in node.all_input_nodes]
-        if where != Where(0) or count != 2 or any(w not in (None, where) for w in given):
-            raise Mixed(f"operation {node.target} has its batch elsewhere")
-        return (where,) * several if several else where
-
-    return rule
-
-
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
 
@@ -328,6 +317,4 @@ _RULES: dict[str, Rule] = {
     **_named(_embedding, "embedding"),
     **_named(_classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
     **_named(_recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
-    **_named(_cell(0), "gru_cell rnn_tanh_cell rnn_relu_cell"),
-    **_named(_cell(2), "lstm_cell"),
 }

@@ -7,6 +7,7 @@ afterwards is what was traced.
 
 import logging
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,12 +18,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
+from fedpact.persample.cells import CELLS
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
 _MADE_UP = 3
-
-_CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
 class Untraceable(Exception):
@@ -49,7 +49,9 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     forms = [v.new_zeros((size, *v.shape[1:])) for v in (x, y)]
     any_size = torch.export.Dim("batch", min=2)
     dynamic = None if batch else ({0: any_size}, {0: any_size})
-    with _TRACING, _quiet():
+    with _TRACING, _quiet(), warnings.catch_warnings():
+        # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
+        warnings.simplefilter("ignore")
         try:
             # As in training: without gradients some layers take ways that have none.
             with torch.enable_grad():
@@ -57,7 +59,7 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
                     _WithLoss(module, loss), tuple(forms), dynamic_shapes=dynamic, strict=False
                 )
             nodes = program.graph.nodes
-            cells = {n.target: n.target.decompose for n in nodes if name_of(n) in _CELLS}
+            cells = {n.target: CELLS[n.target] for n in nodes if n.target in CELLS}
             if cells or any(_changes(node) for node in nodes):
                 program = program.run_decompositions(cells)
                 _form_anew(program)
