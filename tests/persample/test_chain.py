@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fedpact.persample.stages import Other
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +20,6 @@ from fedpact.models import papers
 from fedpact.params import FlatModel
 from fedpact.persample import products
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.stages import Other
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.

@@ -2,7 +2,7 @@
 
 import copy
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 COMMON = settings(max_examples=50, deadline=None, derandomize=True)
+WAYS = ("dense", "chain", "graph", "records")
 
 
 def mlp(seed=0):
@@ -125,29 +126,32 @@ def test_an_empty_batch_gives_zeros_without_touching_the_model():
         assert kernel.losses(x, y).shape == (0,)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
 @pytest.mark.parametrize("convolution", [True, False])
-def test_a_record_that_is_not_finite_adds_nothing_and_disturbs_no_other(bad, convolution):
+def test_a_record_that_is_not_finite_adds_nothing_and_disturbs_no_other(reference, convolution):
     if convolution:
         module = cnn().double()
-        x, y = torch.rand(6, 1, 28, 28, dtype=torch.float64), torch.arange(6)
+        given = torch.rand(6, 1, 28, 28, dtype=torch.float64), torch.arange(6)
     else:
-        module, (x, y) = mlp(), batch(6)
-    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+        module, given = mlp(), batch(6)
     others = torch.tensor([0, 1, 3, 5])
-    expected = kernel.clipped_sum(x[others], y[others], 0.5)
-    x[2], x[4] = bad, -bad
-    assert torch.equal(kernel.clipped_sum(x, y, 0.5), expected)
-    assert torch.equal(kernel.clipped_sum(x[2:3], y[2:3], 0.5), torch.zeros_like(expected))
+    for kernel in reference.kernels(module, cross_entropy, *WAYS).values():
+        expected = kernel.clipped_sum(given[0][others], given[1][others], 0.5)
+        for bad in (math.nan, math.inf, 1e300):
+            x, y = given[0].clone(), given[1]
+            x[2], x[4] = bad, -bad
+            assert torch.equal(kernel.clipped_sum(x, y, 0.5), expected)
+            assert not kernel.clipped_sum(x[2:3], y[2:3], 0.5).any()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_none(reference, bad):
+def test_a_weight_that_is_not_finite_is_none(reference):
     module, (x, y) = mlp(), batch(4)
     rows = reference.per_sample(module, cross_entropy, x, y)
-    w = torch.tensor([1.0, bad, 0.5, 2.0], dtype=torch.float64)
-    found = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.3, lambda _: w)
-    assert reference.error(found, reference.clipped(rows, 0.3, w.nan_to_num(0, 0, 0))) < 1e-12
+    for kernel in reference.kernels(module, cross_entropy, *WAYS).values():
+        for bad in (math.nan, math.inf, -math.inf):
+            w = torch.tensor([1.0, bad, 0.5, 2.0], dtype=torch.float64)
+            expected = reference.clipped(rows, 0.3, w.nan_to_num(0, 0, 0))
+            found = kernel.clipped_sum(x, y, 0.3, lambda _, w=w: w)
+            assert reference.error(found, expected) < 1e-12
 
 
 def test_a_gradient_that_is_not_finite_behind_a_finite_loss(reference):
@@ -160,8 +164,9 @@ def test_a_gradient_that_is_not_finite_behind_a_finite_loss(reference):
     y[1] = module(x)[1, 0].detach()
     good = torch.tensor([0, 2, 3])
     rows = reference.per_sample(module, root, x[good], y[good])
-    found = PerSampleKernel(FlatModel(module), root).clipped_sum(x, y, 0.3)
-    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
+    for kernel in reference.kernels(module, root, *WAYS).values():
+        found = kernel.clipped_sum(x, y, 0.3)
+        assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
 
 
 def test_a_loss_that_is_not_finite_with_a_finite_gradient(reference):
@@ -171,8 +176,9 @@ def test_a_loss_that_is_not_finite_with_a_finite_gradient(reference):
     module, x = nn.Linear(2, 1).double(), torch.randn(4, 2).double()
     y = torch.tensor([0.0, torch.inf, torch.nan, 1.0]).double()
     rows = reference.per_sample(module, shifted, x[[0, 3]], y[[0, 3]])
-    found = PerSampleKernel(FlatModel(module), shifted).clipped_sum(x, y, 0.3)
-    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
+    for kernel in reference.kernels(module, shifted, *WAYS).values():
+        found = kernel.clipped_sum(x, y, 0.3)
+        assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
 
 
 def test_a_record_without_gradient_keeps_its_weight_of_nothing():
@@ -189,11 +195,13 @@ def test_a_clip_that_bounds_nothing_is_refused(clip):
         kernel.clipped_sum(*batch(2), clip)
 
 
-def test_a_loss_or_weights_that_are_not_one_a_record_are_refused():
-    reducing = PerSampleKernel(FlatModel(mlp()), lambda out, y: F.cross_entropy(out, y))
-    with pytest.raises(ModelError, match="one a record"):
-        reducing.clipped_sum(*batch(3), 1.0)
-    kernel = PerSampleKernel(FlatModel(mlp()), cross_entropy)
+@pytest.mark.parametrize("way", ["chain", "graph", "records"])
+def test_a_loss_or_weights_that_are_not_one_a_record_are_refused(reference, way):
+    reducing = reference.forced(way, mlp(), lambda out, y: F.cross_entropy(out, y))
+    for ask in (lambda *xy: reducing.clipped_sum(*xy, 1.0), reducing.losses):
+        with pytest.raises(ModelError, match="one a record"):
+            ask(*batch(3))
+    kernel = reference.forced(way, mlp(), cross_entropy)
     with pytest.raises(ModelError, match="one each"):
         kernel.clipped_sum(*batch(3), 1.0, lambda losses: losses.sum())
 
@@ -218,20 +226,25 @@ def test_the_plain_kernel_is_the_private_one_without_a_clip(reference):
             assert reference.error(found, expected) < 1e-12
 
 
-def test_sums_follow_the_weights_of_the_model(reference):
-    module, (x, y) = mlp(), batch(5)
-    model = FlatModel(module)
-    kernel = PerSampleKernel(model, cross_entropy)
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_and_losses_follow_the_weights_of_the_model(reference, way):
+    x, y = batch(5)
+    kernel = reference.forced(way, mlp(), cross_entropy)
     kernel.clipped_sum(x, y, 1.0)
-    model.load(torch.randn_like(model.vector))
-    rows = reference.per_sample(copy.deepcopy(module).requires_grad_(True), cross_entropy, x, y)
-    assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-12
-
-
-def test_no_state_of_the_caller_matters_or_is_changed(reference):
-    module, (x, y) = mlp(), batch(5)
+    kernel.model.load(torch.randn_like(kernel.model.vector))
+    module = kernel.model.module
     rows = reference.per_sample(module, cross_entropy, x, y)
-    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-12
+    losses = cross_entropy(module(x), y).detach()
+    assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_state_of_the_caller_matters_or_is_changed(reference, way):
+    x, y = batch(5)
+    kernel = reference.forced(way, mlp(), cross_entropy)
+    module = kernel.model.module
+    rows = reference.per_sample(module, cross_entropy, x, y)
     x.requires_grad_(True)
     with torch.no_grad():
         found = kernel.clipped_sum(x, y, 0.1)
@@ -242,23 +255,19 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference):
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
 
-def test_kernels_in_threads_do_not_disturb_each_other():
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_in_threads_do_not_disturb_each_other(reference, way):
+    """Nor does one that is traced while another sums."""
     x, y = batch(16)
-    expected = [
-        PerSampleKernel(FlatModel(mlp(s)), cross_entropy).clipped_sum(x, y, 0.1) for s in range(4)
-    ]
-    found: dict[int, list[torch.Tensor]] = {s: [] for s in range(4)}
 
-    def work(seed):
-        kernel = PerSampleKernel(FlatModel(models[seed]), cross_entropy)
-        found[seed] = [kernel.clipped_sum(x, y, 0.1) for _ in range(20)]
+    def sums(seed, count):
+        kernel = reference.forced(way, models[seed], cross_entropy)
+        return [kernel.clipped_sum(x, y, 0.1) for _ in range(count)]
 
     models = [mlp(seed) for seed in range(4)]
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    expected = [sums(seed, 1)[0] for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(sums, range(4), [20] * 4))
     for seed in range(4):
         assert len(found[seed]) == 20
         assert all(torch.equal(v, expected[seed]) for v in found[seed])

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fedpact.persample.layers import layer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +13,6 @@ from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import norms
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.layers import layer_of
 
 COMMON = settings(max_examples=30, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.

@@ -180,6 +180,7 @@ class Coordinator:
             "adjacency": ADJACENCY,
             "mechanism": self.plan.privacy.mode,
             "mechanism_meaning": MECHANISMS[self.plan.privacy.mode],
+            "separation": self.federation.workshop(self.plan).separation(),
             "accountant": self.plan.privacy.accountant,
             "accounting": FIXED,
             "accounting_reason": WHY[FIXED],

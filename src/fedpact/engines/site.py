@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact.client import Client
 from fedpact.data import datasets
+from fedpact.engines.entrance import usable
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
@@ -188,7 +189,8 @@ class Site:
                 f"a record of {path} has shape {found[0]} and type {found[1]}: federation.toml has "
                 f"{federation.shape} and {federation.values}; bring the file into that form"
             )
-        return Records(data.x.to(self._device), data.y.to(self._device))
+        records = Records(data.x.to(self._device), data.y.to(self._device))
+        return usable(records, self._bench.private, str(path))
 
 
 class _LastReply:

@@ -55,6 +55,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "adjacency": ADJACENCY,
         "mechanism": scene.plan.privacy.mode,
         "mechanism_meaning": MECHANISMS[scene.plan.privacy.mode],
+        "separation": scene.workshop.separation() if scene.plan.private else "",
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if scene.plan.private else "none",

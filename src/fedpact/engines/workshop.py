@@ -13,6 +13,7 @@ from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.noise import stream
@@ -95,6 +96,11 @@ class Workshop:
         batch_clipped = mode == "batch_clipped"
         kernel = BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain
         return Bench(kernel, partial(SeatDraws, ask))
+
+    def separation(self) -> str:
+        """Return how a private run's kernel keeps the records of a batch apart, in words."""
+        x, y = (v.to(self.device) for v in self.made_up())
+        return WAYS[self.bench().private.way(x, y)]
 
     def made_up(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""

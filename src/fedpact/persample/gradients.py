@@ -247,6 +247,7 @@ class Outer(Share):
         self.batch, self.length, out = g.shape
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
+        self._turned = out > u.shape[2]
 
     @property
     def like(self) -> Tensor:
@@ -258,10 +259,17 @@ class Outer(Share):
         return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
-        """See Share."""
-        g, u = self.g[chunk].mT, self.u[chunk]
-        torch.bmm(g, u, out=out.view(len(g), g.shape[1], u.shape[2]))
+        """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
+        g, u = self.g[chunk], self.u[chunk]
+        a, b = (u, g) if self._turned else (g, u)
+        torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
         return out
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """See Share."""
+        if not self._turned:
+            return total
+        return total.view(*total.shape[:-1], self.u.shape[2], self.g.shape[2]).mT
 
     def minus(self, other: Share) -> list[Share]:
         """g uᵀ - g' u'ᵀ = (g - g') uᵀ + g' (u - u')ᵀ: two terms as small as the difference."""

@@ -35,6 +35,16 @@ _MOST: Final = 1024
 """So many records at most in one pass, and so few at least, however long their gradients."""
 
 
+WAYS: Final = {
+    "chain": "The model is a chain of layers each of which is known to map records one by one.",
+    "graph": "The model was traced, without a branch on values or on the batch's length and "
+    "without state, into operations each of which is known to keep the records of a batch apart; "
+    "what runs is what was traced.",
+    "records": "The model is given each record by itself, as a batch of one.",
+}
+"""How each way keeps the records of a batch apart, as a privacy statement says it."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One pass over n records: losses [n], ‖g_j‖ [n] in float64.

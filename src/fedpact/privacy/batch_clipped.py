@@ -52,6 +52,10 @@ class BatchClippedKernel:
         scale = (clip * (1 - _SLACK) / norm).clamp_max(1)
         return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """See PerSampleKernel.way: how the loss channels keep records apart."""
+        return self._apart.way(x, y)
+
     def verify(self, x: Tensor, y: Tensor) -> None:
         """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""
         self._apart.verify(x, y)
