@@ -120,8 +120,15 @@ def forced(way, module, loss):
     if way in ("graph", "records"):
         kernel._passes.chain = None
     if way == "records":
-        alone = Alone(model, loss, "as the test wants it")
-        kernel._passes._traced = lambda x, y: alone
+        alone = {}
+
+        def traced(x, y):
+            key = x.shape[1:], x.dtype, y.shape[1:], y.dtype
+            if key not in alone:
+                alone[key] = Alone(model, loss, x, y, "as the test wants it")
+            return alone[key]
+
+        kernel._passes._traced = traced
     return kernel
 
 

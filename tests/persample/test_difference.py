@@ -30,8 +30,12 @@ def cnn(reference):
     )  # fmt: skip
 
 
+def positions(reference):
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 60), nn.Flatten())
+
+
 def deep(reference):
-    # 2 T (K + O) < K O with T = 4: norms from Gram matrices.
+    # At the second layer few positions and a wide weight: norms from Gram matrices.
     return nn.Sequential(nn.Conv2d(1, 32, 3), nn.Tanh(), nn.Conv2d(32, 32, 3), nn.Flatten())
 
 
@@ -39,7 +43,7 @@ def words(reference):
     return nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.Flatten())
 
 
-def unit(reference):
+def own(reference):
     return nn.Sequential(nn.Linear(6, 5), reference.Shift(5), nn.Tanh(), nn.Linear(5, 3))
 
 
@@ -51,8 +55,10 @@ def twice(reference):
 
 
 MODELS = {
-    mlp: (6,), cnn: (1, 8, 8), deep: (1, 6, 6), words: (4,), unit: (6,), twice: (6,),
+    mlp: (6,), cnn: (1, 8, 8), deep: (1, 6, 6), positions: (4, 6), words: (4,), own: (6,),
+    twice: (6,),
 }  # fmt: skip
+WAYS = ("chain", "graph", "records")
 
 
 def case(reference, make, seed=0):
@@ -80,12 +86,12 @@ def test_every_kind_of_layer_agrees_with_the_reference(reference, make, keep, mo
     for distance in (1.0, 1e-3):
         anchor = w + distance * direction
         rows = rows_at(reference, module, x, y, w) - rows_at(reference, module, x, y, anchor)
-        kernel = PerSampleKernel(FlatModel(copy.deepcopy(module)), squared_error)
         middle = float(rows.norm(dim=1).median())
-        for bound in (math.inf, middle, 1e-3 * middle):
-            found = kernel.clipped_difference(x, y, w, anchor, bound)
-            assert reference.error(found, reference.clipped(rows, bound)) < 1e-14 / distance
-        assert torch.equal(kernel.model.vector, w)
+        for kernel in reference.kernels(module, squared_error, *WAYS).values():
+            for bound in (math.inf, middle, 1e-3 * middle):
+                found = kernel.clipped_difference(x, y, w, anchor, bound)
+                assert reference.error(found, reference.clipped(rows, bound)) < 1e-14 / distance
+            assert torch.equal(kernel.model.vector, w)
         plain = PlainKernel(FlatModel(copy.deepcopy(module)), squared_error)
         found = plain.difference(x, y, w, anchor)
         assert reference.error(found, rows) < 1e-14 / distance
@@ -97,18 +103,18 @@ def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, make, dis
     # ‖d_j‖ is about `distance` times ‖g_j‖: ‖g‖² + ‖g'‖² - 2⟨g, g'⟩ in float32 would err by
     # 1e-7 / distance², a factor of 100,000 at the end. The bound is far below every difference.
     module, x, y, w, direction = case(reference, make, seed=1)
-    kernel = PerSampleKernel(FlatModel(module.float()), squared_error)
     x, y = (t.float() if t.is_floating_point() else t for t in (x, y))
     w = w.float()
     anchor = w + distance * direction.float()
-    for j in range(len(x)):
-        one = slice(j, j + 1)
-        free = float(kernel.clipped_difference(x[one], y[one], w, anchor, math.inf).norm())
-        bound = 0.01 * free or 1.0
-        found = kernel.clipped_difference(x[one], y[one], w, anchor, bound)
-        assert float(found.double().norm()) <= bound * (1 + 1e-5)
-        if free:
-            assert float(found.double().norm()) >= bound * (1 - 1e-5)
+    for kernel in reference.kernels(module.float(), squared_error, *WAYS).values():
+        for j in range(len(x)):
+            one = slice(j, j + 1)
+            free = float(kernel.clipped_difference(x[one], y[one], w, anchor, math.inf).norm())
+            bound = 0.01 * free or 1.0
+            found = kernel.clipped_difference(x[one], y[one], w, anchor, bound)
+            assert float(found.double().norm()) <= bound * (1 + 1e-5)
+            if free:
+                assert float(found.double().norm()) >= bound * (1 - 1e-5)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -119,11 +125,11 @@ def test_near_the_anchor_float32_is_the_difference_to_what_float32_resolves(refe
     w32 = w.float()
     anchor = w32 + 1e-3 * direction.float()
     rows = rows_at(reference, module, x, y, w32) - rows_at(reference, module, x, y, anchor)
-    kernel = PerSampleKernel(FlatModel(module.float()), squared_error)
     x32, y32 = (t.float() if t.is_floating_point() else t for t in (x, y))
     bound = float(rows.norm(dim=1).median())
-    found = kernel.clipped_difference(x32, y32, w32, anchor, bound)
-    assert reference.error(found, reference.clipped(rows, bound)) < 1e-3
+    for kernel in reference.kernels(module.float(), squared_error, *WAYS).values():
+        found = kernel.clipped_difference(x32, y32, w32, anchor, bound)
+        assert reference.error(found, reference.clipped(rows, bound)) < 1e-3
 
 
 def test_the_points_may_be_the_models_own_vector(reference):
@@ -152,25 +158,28 @@ def test_an_input_that_is_a_view_of_the_weights(reference):
             self.table, self.layer = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 1)
 
         def forward(self, x):
-            return x + self.layer(self.table.expand(len(x), 4, 6)).squeeze(-1)
+            return x + self.layer(self.table.expand(x.shape[0], 4, 6)).squeeze(-1)
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), Positions()).double()
-    # Frozen, the table is no parameter to differentiate by, and the layer keeps its rule.
-    module[1].table.requires_grad_(False)
     x, y = reference.data(5, 4), reference.data(5, 4, seed=1)
-    model = FlatModel(module)
-    w, anchor = model.vector.clone(), torch.randn_like(model.vector)
-    found = PerSampleKernel(model, squared_error).clipped_difference(x, y, w, anchor, math.inf)
-    expected = PlainKernel(model, squared_error).difference(x, y, w, anchor)
-    assert torch.allclose(found, expected, rtol=1e-10)
+    for frozen in (False, True):
+        module[1].table.requires_grad_(not frozen)
+        model = FlatModel(module)
+        w, anchor = model.vector.clone(), torch.randn_like(model.vector)
+        kernel = PerSampleKernel(model, squared_error)
+        found = kernel.clipped_difference(x, y, w, anchor, math.inf)
+        expected = PlainKernel(model, squared_error).difference(x, y, w, anchor)
+        assert kernel.way(x, y) == "graph"
+        assert (found - expected).norm() <= 1e-13 * expected.norm()
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at_anchor", [True, False])
-def test_a_record_that_is_not_finite_at_either_point_adds_nothing(reference, at_anchor):
+def test_a_record_that_is_not_finite_at_either_point_adds_nothing(reference, at_anchor, way):
     module, x, y, w, direction = case(reference, mlp)
     anchor = w + direction
-    kernel = PerSampleKernel(FlatModel(module), squared_error)
+    kernel = reference.forced(way, module, squared_error)
     others = torch.tensor([0, 1, 3, 4, 5, 6])
     expected = kernel.clipped_difference(x[others], y[others], w, anchor, 0.5)
     x[2] = math.nan

@@ -208,8 +208,6 @@ def test_hooks_of_the_model_are_respected(reference):
     reference.check_structure(model)
 
 
-
-
 def test_sequence_losses_and_outputs(reference):
     x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7)).double()

@@ -1,4 +1,8 @@
-"""Modules without a rule: units, their promotion, recurrence, attention, random units."""
+"""Which way a model takes, and that all of them give the same sums: see passes.
+
+Layers that no rule knows, parameters of a model's own, attention, recurrence, random numbers, and
+what is not shown to keep records apart: such models are differentiated record by record.
+"""
 
 import logging
 import math
@@ -8,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedpact.errors import ModelError
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
-from fedpact.persample import fallback, norms
+from fedpact.persample import alone, norms
 from fedpact.persample.kernel import PerSampleKernel
 
 
@@ -22,7 +27,7 @@ class Block(nn.Module):
         self.tokens = nn.Embedding(entries, width)
         self.positions = nn.Parameter(torch.randn(length, width))
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.out = nn.Sequential(nn.Linear(width, width), nn.PReLU())  # a unit within the unit
+        self.out = nn.Sequential(nn.Linear(width, width), nn.PReLU())
         self.head = nn.Linear(width, 3)
 
     def forward(self, x):
@@ -32,40 +37,30 @@ class Block(nn.Module):
         return self.head(h.mean(1))
 
 
-def test_a_transformer_like_block_with_parameters_of_its_own(reference):
-    x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
-    reference.check_structure(Block(), x)
+def words(count=5):
+    return torch.randint(0, 7, (count, 4), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_unit_among_layers_is_announced_once(reference, caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_announced", set())
-    model = nn.Sequential(nn.Linear(4, 4), reference.Shift(4), nn.Linear(4, 2))
-    with caplog.at_level(logging.INFO, logger="fedpact"):
-        assert reference.units(reference.check_structure(model)) == {"1"}
-    assert [r.message for r in caplog.records] == [
-        "Shift (1) has no gradient rule: vmap replays it"
-    ]
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_transformer_like_block_with_parameters_of_its_own(reference, keep, monkeypatch):
+    if not keep:
+        monkeypatch.setattr(norms, "KEEP_BYTES", 0)
+    reference.check_structure(Block(), words())
 
 
-def test_first_units_and_units_that_return_their_input(reference):
+def test_modules_with_parameters_of_their_own(reference):
     class Maybe(reference.Shift):
         def forward(self, x):
             return x
 
     reference.check_structure(nn.Sequential(reference.Shift(4), nn.Tanh(), nn.Linear(4, 2)))
-    model = nn.Sequential(Maybe(4), nn.Linear(4, 2))
+    reference.check_structure(nn.Sequential(nn.Linear(4, 4), reference.Shift(4), nn.PReLU()))
     x = reference.data(5, 4)
-    reference.check_structure(model, x, rows="loop")
+    reference.check_structure(nn.Sequential(Maybe(4), nn.Linear(4, 2)), x, rows="loop")
     assert not x.requires_grad
 
 
-def test_units_whose_gradients_do_not_fit_in_memory(reference, monkeypatch):
-    monkeypatch.setattr(norms, "KEEP_BYTES", 0)
-    x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
-    reference.check_structure(Block(), x)
-
-
-def test_a_unit_called_with_keywords_and_constants(reference):
+def test_a_module_called_with_keywords_and_constants(reference):
     class Power(reference.Shift):
         def forward(self, x, exponent, *, other, flag=None):
             return super().forward(x) ** exponent + other * self.scale
@@ -73,100 +68,203 @@ def test_a_unit_called_with_keywords_and_constants(reference):
     def call(m, x):
         return m.power(x, 2, other=torch.tanh(x), flag=None)
 
-    kernel = reference.check_structure(reference.Apply(call, power=Power(4)))
-    assert reference.units(kernel) == {"power"}
+    reference.check_structure(reference.Apply(call, power=Power(4)))
 
 
-def test_a_unit_without_a_batch_is_promoted(reference):
-    def shifted(m, x):
-        return m.inner(x) + 1
-
+def test_a_module_that_is_given_no_records(reference):
     class Table(reference.Shift):
         def forward(self):
             return self.shift
 
-    inner = reference.Apply(
-        lambda m, x: m.linear(x) * m.table(), linear=nn.Linear(4, 4), table=Table(4)
+    model = reference.Apply(
+        lambda m, x: m.linear(x) * m.table() + 1, linear=nn.Linear(4, 4), table=Table(4)
     )
-    kernel = reference.check_structure(reference.Apply(shifted, inner=inner), rows="loop")
-    assert reference.units(kernel) == {"inner"}
+    reference.check_structure(model, rows="loop")
 
 
-def test_a_unit_behind_a_transposition_is_promoted_before_a_batch_is_as_long(reference):
-    # [B, T, D] -> [T, B, D]: at B = T = 3 the shapes alone tell nothing, at B = 2 they do.
-    inner = reference.Apply(lambda m, x: m.unit(x.mT.contiguous()).mT, unit=reference.Shift(1))
-    x, y = reference.data(3, 3), reference.data(3, 3)
-    kernel = PerSampleKernel(FlatModel(inner.double()), squared_error)
-    rows = reference.per_sample_loop(inner, squared_error, x, y)
-    kernel.verify(x, y)
-    assert reference.units(kernel) == {""}
-    assert reference.error(kernel.clipped_sum(x, y, 0.1), reference.clipped(rows, 0.1)) < 1e-10
+@pytest.mark.parametrize("length", [3, 5])
+def test_a_batch_that_does_not_lead(reference, length):
+    """[B, T, D] -> [T, B, D] and back, and [B, T, D] -> [B T, D] and back, even where B = T."""
+    turned = reference.Apply(
+        lambda m, x: m.unit(m.layer(x.transpose(0, 1)).tanh()).transpose(0, 1),
+        layer=nn.Linear(4, 4), unit=reference.Shift(length, 1, 4),
+    )  # fmt: skip
+    flat = nn.Sequential(
+        nn.Flatten(0, 1), nn.Linear(4, 3), nn.Unflatten(0, (-1, length)), nn.Flatten()
+    )
+    x = reference.data(3, length, 4)
+    for model in (turned, flat):
+        kernel = reference.check_structure(model, x, rows="loop")
+        kernel.verify(x, torch.zeros_like(model(x)).detach())
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_in_a_wrapper(reference, kind, caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_announced", set())
+LAYERS = {
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), (2, 3, 3)),
+    "grouped after pooling": (
+        lambda: nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(2, 4, 2, groups=2)), (2, 6, 6),
+    ),
+    "batch norm at its statistics": (
+        lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Dropout2d(0.5)).eval(), (2, 3, 3),
+    ),
+    "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 3, 3)),
+    "rms norm": (lambda: nn.RMSNorm(3), (2, 3)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), (4,),
+    ),
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_whose_operations_are_known(reference, name):
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = make()
+    for buffer in layer.buffers():
+        if buffer.is_floating_point() and name.startswith("batch"):
+            buffer.uniform_(0.5, 1.5)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
+    reference.check_structure(model, reference.data(4, *shape), rows="loop")
+
+
+def test_an_operation_that_only_vmap_knows(reference):
+    model = reference.Apply(lambda m, x: m.pair(x[:, :2], x[:, 2:]), pair=nn.Bilinear(2, 2, 3))
+    reference.check_structure(model, rows="loop")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(reference, kind):
     def last(m, x):
         return m.cell(x)[0][:, -1]
 
-    wrapped = reference.Apply(last, cell=kind(4, 3, batch_first=True))
-    with caplog.at_level(logging.INFO, logger="fedpact"):
-        model = nn.Sequential(nn.Linear(4, 4), wrapped, nn.Linear(3, 2))
-        kernel = reference.check_structure(model, reference.data(4, 5, 4), rows="loop")
-    assert reference.units(kernel) == {"1"}
-    assert [(r.levelname, r.message.split(" ")[0]) for r in caplog.records] == [
-        ("WARNING", "Apply")
-    ]
+    def turned(m, x):
+        return m.cell(x.transpose(0, 1))[0][-1]
+
+    for function, settings in ((last, {"num_layers": 2, "bidirectional": True}), (turned, {})):
+        cell = kind(4, 3, batch_first=function is last, **settings)
+        width = 3 * (1 + cell.bidirectional)
+        model = nn.Sequential(
+            nn.Linear(4, 4), reference.Apply(function, cell=cell), nn.Linear(width, 2)
+        )
+        reference.check_structure(model, reference.data(4, 5, 4), rows="loop")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(reference, kind):
+    def steps(m, x):
+        h = None
+        for t in range(x.shape[1]):
+            h = m.cell(x[:, t], h)
+        return h[0] if isinstance(h, tuple) else h
+
+    model = reference.Apply(steps, cell=kind(4, 3))
+    reference.check_structure(model, reference.data(4, 3, 4), rows="loop")
 
 
 def test_multihead_attention_and_its_encoder_layer(reference):
     def attend(m, x):
-        return m.attention(x, x, x, need_weights=False)[0].mean(1)
+        return m.attention(x, x, x, need_weights=m.weights)[0].mean(1)
 
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    reference.check_structure(
-        nn.Sequential(reference.Apply(attend, attention=attention)),
-        reference.data(3, 5, 4),
-        rows="loop",
-    )
+    for weights in (False, True):
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        model = reference.Apply(attend, attention=attention)
+        model.weights = weights
+        reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
     encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = nn.Sequential(encoder, nn.Linear(4, 2))
-    assert reference.units(
-        reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
-    ) == {"0"}
+    reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
 
 
-def test_parametrised_layers_go_through_the_fallback(reference):
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
-    assert reference.units(reference.check_structure(model)) == {"0"}
+MIXING = {
+    "cumsum": lambda x: x.cumsum(0),
+    "mean": lambda x: x - x.mean(0),
+    "roll": lambda x: x + x.roll(1, 0),
+    "sorted": lambda x: x.sort(0).values,
+    "product": lambda x: x @ x.mT @ x,
+    "softmax": lambda x: F.softmax(x, 0),
+    "size": lambda x: x / x.shape[0],
+    "first": lambda x: x * x[:1],
+}
 
 
-def test_a_unit_that_vmap_refuses_is_looped(reference):
-    class Branch(reference.Shift):
-        def forward(self, x):
-            return super().forward(x) if float(self.scale.detach()) > -9 and x.sum().item() else x
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_records_is_asked_for_each_by_itself(reference, name):
+    """No record enters another's gradient, which is that of a batch of one."""
+    model = reference.Apply(lambda m, x: MIXING[name](m.layer(x)), layer=nn.Linear(4, 4))
+    reference.check_structure(model, rows="loop", way="records")
 
-    reference.check_structure(nn.Sequential(Branch(4), nn.Linear(4, 2)), rows="loop")
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_records_of_a_model_that_is_not_traced(reference, recurrent, caplog, monkeypatch):
+    """By vmap, or in a loop where torch's recurrent layers keep out of its sight: told once."""
+    monkeypatch.setattr(alone, "_announced", set())
+
+    def by_length(m, x):
+        h = m.cell(x)[0] if recurrent else x
+        return m.head(h.reshape(len(x), -1))
+
+    cell = {"cell": nn.GRU(4, 4, batch_first=True)} if recurrent else {}
+    model = reference.Apply(by_length, head=nn.Linear(12, 2), **cell)
+    with caplog.at_level(logging.INFO, logger="fedpact"):
+        reference.check_structure(model, reference.data(5, 3, 4), rows="loop", way="records")
+    (record,) = [r for r in caplog.records if r.name == "fedpact"]
+    assert record.levelname == ("WARNING" if recurrent else "INFO")
+    how = "differentiated in a loop" if recurrent else "vmap differentiates it record by record"
+    assert record.message.startswith("model Apply is not shown to keep records apart")
+    assert how in record.message
 
 
-@pytest.mark.parametrize("recurrent", [True, False])
-def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(
-    reference, recurrent, caplog, monkeypatch
-):
-    # With ℓ = Σ outputs the gradient by `scale` is Σ of the unit's dropped input, which the loss
-    # itself shows: equal masks forward and backward are seen from (gradient, loss) pairs.
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-            self.cell = nn.GRU(1, 1) if recurrent else None
+def test_what_neither_vmap_nor_a_trace_takes_is_refused(reference):
+    def branch(m, x):
+        return m.layer(x) if x.sum().item() > 0 else x
 
-        def forward(self, x):
-            return self.scale * F.dropout(x, 0.5)
+    model = reference.Apply(branch, layer=nn.Linear(4, 4)).double()
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x = reference.data(3, 4)
+    for ask in (lambda: kernel.clipped_sum(x, x, 1.0), lambda: kernel.losses(x, x)):
+        with pytest.raises(ModelError, match="cannot be differentiated record by record"):
+            ask()
 
-    model = FlatModel(Noisy().double())
-    kernel = PerSampleKernel(model, lambda out, y: out.flatten(1).sum(1))
+
+@pytest.mark.parametrize("keep", [0, 20 * 2**20])
+def test_records_are_taken_as_many_at_a_time_as_there_is_room_for(reference, keep, monkeypatch):
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+    x, y = reference.data(40, 4), reference.data(40, 2, seed=1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    kernel = reference.forced("records", model, squared_error)
+    seen = []
+
+    def weights(losses):
+        seen.append(len(losses))
+        return torch.ones_like(losses)
+
+    found = kernel.clipped_sum(x, y, 0.3, weights)
+    assert seen == ([1] * 40 if keep == 0 else [13, 13, 14])
+    rows = reference.per_sample(model, squared_error, x, y)
+    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
+    losses = squared_error(model(x), y).detach()
+    assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", ["chain", "graph", "records", "loop"])
+@pytest.mark.parametrize("layer", [True, False])
+def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
+    """With ℓ = Σ outputs at weights 1 the gradient is the dropped input, of which ℓ is the sum."""
+    torch.manual_seed(0)
+    last = nn.Linear(30, 1, bias=False)
+    nn.init.ones_(last.weight)
+    if layer:
+        model = nn.Sequential(nn.Dropout(0.5), last)
+    else:
+        model = reference.Apply(lambda m, x: m.last(F.dropout(x, 0.5)), last=last)
+    # Dropout is no layer of a chain.
+    kernel = reference.forced(
+        "records" if way == "loop" else way, model.double(), lambda out, y: out[:, 0]
+    )
+    assert kernel._passes.chain is None
+    if way == "loop":
+        kernel._passes._traced(None, None)._by_vmap = False
     seen: list[torch.Tensor] = []
 
     def weights(losses):
@@ -174,12 +272,34 @@ def test_a_unit_with_dropout_differentiates_the_whole_model_at_once(
         return torch.ones_like(losses)
 
     x = reference.data(40, 30)
-    monkeypatch.setattr(fallback, "_announced", set())
-    with caplog.at_level(logging.WARNING, logger="fedpact"):
-        total = kernel.clipped_sum(x, torch.zeros(40), math.inf, weights)
-    assert bool(caplog.records) == recurrent, "only what vmap cannot batch is looped"
+    total = kernel.clipped_sum(x, torch.zeros(40), math.inf, weights)
     drawn = torch.cat(seen)
-    assert len(drawn) >= 40
-    assert math.isclose(float(total[0]), float(drawn[-40:].sum()), rel_tol=1e-12)
-    # 30 masked normals agree with their full sum with probability 0.
-    assert not torch.isclose(drawn[-40:], x.sum(1)).any()
+    assert len(drawn) == 40
+    assert math.isclose(float(total.sum()), float(drawn.sum()), rel_tol=1e-12)
+    # 30 masked normals agree with their full sum with probability 0; no two records have one mask.
+    assert not torch.isclose(drawn, x.sum(1)).any()
+    ones = kernel.losses(torch.ones(40, 30).double(), torch.zeros(40))
+    assert len(ones.unique()) > 1
+
+
+def test_a_trace_follows_training_and_hooks(reference):
+    model = reference.Apply(
+        lambda m, x: m.last(m.drop(m.first(x))),
+        first=nn.Linear(4, 4), drop=nn.Dropout(0.5), last=nn.Linear(4, 2),
+    ).double()  # fmt: skip
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x, y = reference.data(5, 4), reference.data(5, 2, seed=1)
+
+    def exact():
+        rows = reference.per_sample_loop(model, squared_error, x, y)
+        return reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-12
+
+    assert not exact()
+    model.eval()
+    assert exact()
+    handle = model.first.register_forward_hook(lambda _m, _args, output: output * 3)
+    assert exact()
+    handle.remove()
+    assert exact()
+    model.drop.forward = lambda h: torch.sigmoid(h)
+    assert exact()

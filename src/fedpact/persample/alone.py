@@ -1,17 +1,17 @@
 """Record by record: the way for models that are not shown to keep the records of a batch apart.
 
-vmap runs the model on single records, as a batch of one each, so no record is there for another to
-meet; a branch on values cannot be taken under it, nor a number be asked for. Where torch cannot
-batch an operation, the model as it was traced for a batch of one runs record by record: the trace
-has no branch and no state either. What neither can do is refused.
+The model is traced with a batch of one, so no record is there for another to meet, a branch on
+values cannot be taken, and no state goes from one pass to another: Python runs once, on records
+that have no values. vmap then differentiates the trace for many records, and a loop does where
+torch cannot batch an operation. What cannot be traced so is refused.
 """
 
 import logging
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch import Tensor
+from torch.func import grad_and_value, vmap
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
@@ -28,57 +28,59 @@ _announced: set[str] = set()
 
 
 class Alone:
-    """Differentiates a model and its loss for each record. why: why nothing better could."""
+    """Differentiates a model and its loss for each record. why: why nothing better could.
 
-    def __init__(self, model: FlatModel, loss: Loss, why: str) -> None:
-        self._model, self._module, self._loss, self._why = model, model.module, loss, why
+    Raises ModelError for what cannot be traced with a batch of one.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:
+        self._model, self._why = model, why
+        try:
+            self._one = Program(model, loss, x, y, 1)
+        except Untraceable as error:
+            raise ModelError(
+                f"model {self._name} is not shown to keep the records of a batch apart ({why}), "
+                f"and cannot be differentiated record by record ({error}): write it without "
+                "branches on values and without state that a pass changes"
+            ) from error
         size = model.size * model.vector.element_size()
         self.step = max(1, min(CHUNK, norms.KEEP_BYTES // size))
-        # Recurrent layers keep their weights in a list of their own, out of vmap's sight.
-        self._by_vmap = not any(isinstance(m, nn.RNNBase) for m in model.module.modules())
-        self._one: Program | None = None
+        self._by_vmap = True
+
+    @property
+    def _name(self) -> str:
+        return type(self._model.module).__name__
 
     def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
-        """Losses [B] of at most `step` records, and shares by the parameters' names.
-
-        Raises ModelError where records cannot be differentiated one by one.
-        """
+        """Losses [B] of at most `step` records, and shares by the parameters' names."""
         losses, rows = self._rows(x, y)
         return losses, {name: [Made(found)] for name, found in rows.items()}
 
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] of records x, y [B, ...]."""
+        slices = [slice(i, i + self.step) for i in range(0, len(x), self.step)]
+        return torch.cat([self._rows(x[rows], y[rows])[0] for rows in slices])
+
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        refused = "it has a recurrent layer"
         if self._by_vmap:
             try:
                 found = self._vmapped(x, y)
                 self._announce(logging.INFO, "vmap differentiates it record by record")
                 return found
-            except RuntimeError as error:
-                refused, self._by_vmap = str(error).strip().splitlines()[0], False
-        if self._one is None:
-            self._one = self._traced(x, y, refused)
+            except RuntimeError:
+                self._by_vmap = False
         self._announce(logging.WARNING, "its records are differentiated in a loop: exact, but slow")
-        return _looped(self._one, self._model, x, y)
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] of records x, y [B, ...]."""
-        return torch.cat([self._rows(x[rows], y[rows])[0] for rows in self._slices(len(x))])
-
-    def _slices(self, batch: int) -> list[slice]:
-        return [slice(i, i + self.step) for i in range(0, batch, self.step)]
+        return self._looped(x, y)
 
     def _announce(self, level: int, how: str) -> None:
-        name = type(self._module).__name__
-        message = f"model {name} is not shown to keep records apart ({self._why}): {how}"
+        message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
         if message not in _announced:
             _announced.add(message)
             _logger.log(level, message)
 
     def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
-            output = cast(Tensor, functional_call(self._module, w, (record.unsqueeze(0),)))
-            losses = self._loss(output, target.unsqueeze(0))
-            return _only(losses)
+            return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w))
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
@@ -91,16 +93,19 @@ class Alone:
             switch(True)
         return losses, rows
 
-    def _traced(self, x: Tensor, y: Tensor, refused: str) -> Program:
-        try:
-            return Program(self._model, self._loss, x, y, 1)
-        except Untraceable as error:
-            raise ModelError(
-                f"model {type(self._module).__name__} is not shown to keep the records of a batch "
-                f"apart ({self._why}), and cannot be differentiated record by record: vmap says "
-                f"{refused!r}, torch.export {str(error)!r}. Write it without branches on values "
-                "and without state that a pass changes"
-            ) from error
+    def _looped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = {name: p.detach().requires_grad_() for name, p in self._model.own.items()}
+        losses: list[Tensor] = []
+        rows: list[tuple[Tensor, ...]] = []
+        for j in range(len(x)):
+            with torch.enable_grad():
+                loss = _only(self._one.losses(x[j : j + 1], y[j : j + 1], weights))
+            losses.append(loss.detach())
+            given = list(weights.values())
+            rows.append(torch.autograd.grad(loss, given, materialize_grads=True))
+        columns = zip(*rows, strict=True)
+        found = {n: torch.stack(column) for n, column in zip(weights, columns, strict=True)}
+        return torch.stack(losses), found
 
 
 def _only(losses: Tensor) -> Tensor:
@@ -111,21 +116,3 @@ def _only(losses: Tensor) -> Tensor:
             "record; let the model return a row for each, and the loss not reduce over the batch"
         )
     return losses[0]
-
-
-def _looped(
-    program: Program, model: FlatModel, x: Tensor, y: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    weights = {name: p.detach().requires_grad_() for name, p in model.own.items()}
-    losses: list[Tensor] = []
-    rows: list[tuple[Tensor, ...]] = []
-    for j in range(len(x)):
-        with torch.enable_grad():
-            loss = _only(program.losses(x[j : j + 1], y[j : j + 1], weights))
-        losses.append(loss.detach())
-        found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-        rows.append(found)
-    columns = zip(*rows, strict=True)
-    return torch.stack(losses), {
-        n: torch.stack(column) for n, column in zip(weights, columns, strict=True)
-    }

@@ -11,6 +11,7 @@ chain. A stage keeps from forward what its backward needs, and lets go of it the
 is given is its own to overwrite.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.losses import Loss, cross_entropy
+from fedpact.losses import Loss, cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer, Share
@@ -28,8 +29,14 @@ _aten = cast(Any, torch.ops.aten)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_LARGE = 2**21
-"""From so many multiplications on it pays to ask oneDNN."""
+LARGE = 2**15
+"""From so many weights on it pays to ask oneDNN."""
+
+ALIKE = 16
+"""Passes have a multiple of so many records, or more: see padded."""
+
+KNOWN = (cross_entropy, squared_error)
+"""Losses that give each record its own."""
 
 _Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
 
@@ -212,14 +219,17 @@ class Flatten(Stage):
     """Records [B, ...] as [B, m]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Stage."""
+        """See Stage. With rows of zeros behind, as padded would add them."""
         self._shape = x.shape
         self._by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        return x.flatten(1)
+        flat = x.new_empty(wanted(x.shape[0], ALIKE), math.prod(x.shape[1:]))
+        flat[: x.shape[0]].view(x.shape).copy_(x)
+        flat[x.shape[0] :] = 0
+        return flat
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
         """See Stage."""
-        g = g.view(self._shape)
+        g = g[: self._shape[0]].view(self._shape)
         return g.contiguous(memory_format=torch.channels_last) if self._by_pixel else g
 
 
@@ -267,10 +277,14 @@ class Chain:
         return x.dim() == 4 if self._by_image else x.dim() >= 2
 
     def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Shares]:
-        """Losses, and the shares of each parameter: none where no loss depends on the output."""
+        """Losses, and the shares of each parameter: none where no loss depends on the output.
+
+        Both may be of a few records more, which are zeros.
+        """
+        x = padded(x, 1 if self._by_image else ALIKE)
         for stage in self._stages:
             x = stage.forward(x)
-        losses, g = _differentiated(loss, x, y)
+        losses, g = _differentiated(loss, x, padded(y, x.shape[0]))
         del x
         if g is None:
             return losses, {}
@@ -357,6 +371,27 @@ def flattens(module: nn.Module) -> bool:
     return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
 
 
+def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
+    """Rows [n, ...] with zeros behind, so that their number is a multiple, and at least two.
+
+    A product gives a row other last bits where the number of rows is another, for its edges are
+    multiplied by other code; at a kink of the model that may be another gradient. So that one
+    record more changes no other's numbers, all rows are multiplied as those in the middle are.
+    """
+    count, all_rows = rows.shape[0], wanted(rows.shape[0], multiple)
+    if all_rows == count:
+        return rows
+    more = rows.new_empty(all_rows, *rows.shape[1:])
+    more[:count] = rows
+    more[count:] = 0
+    return more
+
+
+def wanted(count: int, multiple: int) -> int:
+    """How many rows `padded` makes of so many."""
+    return max(2, -(-count // multiple) * multiple)
+
+
 def _positions(t: Tensor) -> Tensor:
     """[B, ..., N] as [B, T, N]."""
     return t.reshape(t.shape[0], -1, t.shape[-1])
@@ -366,7 +401,9 @@ def _both(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, large: bool | None = None
+) -> Tensor:
     """x Wᵀ + b for x [..., K], W [O, K] in any layout, b [O]; without gradient.
 
     torch multiplies float32 matrices by MKL (or OpenBLAS), which on some processors runs at half
@@ -375,7 +412,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     should.
     """
     fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
-    if _onednn is not None and fits and x.shape[0] * weight.numel() >= _LARGE:
+    # Not by the number of records: one more must not change what the others are multiplied by.
+    large = weight.numel() >= LARGE if large is None else large
+    if _onednn is not None and fits and large:
         return _onednn(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 

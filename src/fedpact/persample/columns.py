@@ -40,6 +40,20 @@ def like(z: Array, v: Array) -> Array:
     return v.to(z.dtype) if isinstance(v, Tensor) else v.astype(z.dtype)
 
 
+def double(v: Array) -> Array:
+    """Return v as float64."""
+    return v.double() if isinstance(v, Tensor) else v.astype(np.float64)
+
+
+def where(condition: Array, value: float, other: Array) -> Array:
+    """Return the other array with the value where the condition holds."""
+    return (
+        other.where(~condition, value)
+        if isinstance(other, Tensor)
+        else np.where(condition, value, other)
+    )
+
+
 def cut(array: Array, bounds: Bounds) -> list[Tensor]:
     """Return each site's columns."""
     if len(bounds) == 1:
@@ -64,6 +78,9 @@ def lengths(x: Tensor) -> Array:
     if at_hand(x) and x.shape[1] <= BLOCK:
         rows = x.numpy()
         found = np.vecdot(rows, rows)
-        if not (found < SMALL).any():
-            return found
+        small = found < SMALL
+        if small.any():
+            # These alone: the others' lengths must not follow from who is beside them.
+            found[small] = array(square_sums(x[tensor(small)]))
+        return found.astype(np.float64)
     return array(square_sums(x))

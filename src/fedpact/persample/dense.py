@@ -12,7 +12,7 @@ are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import chain_of, flattens, linear
+from fedpact.persample.chain import ALIKE, LARGE, chain_of, flattens, linear, padded
 from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together
 from fedpact.persample.norms import LONGEST
@@ -94,31 +94,49 @@ class Dense:
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
 
+    def sum_of(self, asked: Sum) -> Tensor | None:
+        """Return one question's sum [d], in several passes where one holds too few records."""
+        count, most = asked.y.shape[0], MOST // self._width // ALIKE * ALIKE
+        if count <= most or not most or asked.weights is not None:
+            return self.sums([asked])[0]
+        exact = torch.zeros_like(asked.model.vector, dtype=torch.float64)
+        for start in range(0, count, most):
+            some = slice(start, start + most)
+            one = Sum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
+            found = self._sums([one], exact=True)[0] if self._fits(one) else None
+            if found is None:
+                return None
+            exact += found
+        return exact.to(self._dtype)
+
     def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
 
-        That is where there is no record or too many for a pass, and where records or labels are
-        none of the model's. A record whose loss, norm or weight is not finite is left out; in a
-        plain run that, too, is the site's to decide.
+        That is where there is no record or too many for a pass, and where records are none of the
+        model's. A record whose loss, norm or weight is not finite, or whose label is none of the
+        model's, is left out; in a plain run that, too, is the site's to decide.
         """
         found: list[Tensor | None] = [None] * len(asked)
         for some in self._groups(asked):
             answers = self._sums([asked[i] for i in some])
             for i, answer in zip(some, answers, strict=True):
-                found[i] = answer
+                found[i] = None if answer is None else answer.to(self._dtype)
         return found
+
+    def _fits(self, one: Sum) -> bool:
+        x, y = one.x, one.y
+        fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
+        rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
+        one_each = y.dim() == 1 and x.shape[0] == y.shape[0]
+        return fits and rows and one_each and 0 < y.shape[0] * self._width <= MOST
 
     def _groups(self, asked: Sequence[Sum]) -> Iterator[list[int]]:
         """Yield the places of questions that can be answered, together no more than MOST."""
         group: list[int] = []
         size = 0
         for i, one in enumerate(asked):
-            x, y = one.x, one.y
-            own = y.shape[0] * self._width
-            fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
-            rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-            one_each = y.dim() == 1 and x.shape[0] == y.shape[0]
-            if not (fits and rows and one_each and 0 < own <= MOST):
+            own = one.y.shape[0] * self._width
+            if not self._fits(one):
                 continue
             if size + own > MOST:
                 yield group
@@ -128,36 +146,30 @@ class Dense:
         if group:
             yield group
 
-    def _sums(self, asked: list[Sum]) -> Sequence[Tensor | None]:
-        y = columns.side_by_side([columns.array(one.y) for one in asked])
+    def _sums(self, asked: list[Sum], *, exact: bool = False) -> Sequence[Tensor | None]:
+        """The sums, in float64 where there are many records or it is asked for."""
+        y = columns.side_by_side([columns.array(padded(one.y)) for one in asked])
         strange = (y < 0) | (y >= self._classes)
-        if self._at_hand and strange.any():
-            # Somebody's: each is asked anew, by the kernel that knows what to say of it.
-            return [None] * len(asked)
         with np.errstate(all="ignore"):
             made = self._forward(asked)
-            y = y if self._at_hand else y.where(~strange, 0)
-            losses, g = _cross_entropy(made.values[-1], y)
+            # A record without a label of the model's is left out, and changes nothing for others.
+            losses, g = _cross_entropy(made.values[-1], columns.where(strange, 0, y))
             made.grads = self._backward(g, made)
-            squares, longest = self._squares(made)
-            if self._at_hand and not longest <= FAR:
-                # Beyond, a coefficient times a gradient may have no digits: see gradients.balanced.
-                return [None] * len(asked)
-            norms = squares**0.5
-            w = _weights(asked, losses, made.bounds)
-            c = columns.like(g, _coefficients(asked, w, norms, made.bounds))
+            norms = self._squares(made) ** 0.5
+            w = _weights(asked, losses, made)
+            made.exact = [exact or one.y.shape[0] > IN_FLOAT32 for one in asked]
+            c = columns.like(g, _coefficients(asked, w, norms, made))
             known = losses + norms if w is None else losses + norms + w
+            known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
-                known = known.where(norms <= LONGEST, torch.inf)
-                return _weighted(self._order, *_without_bad(asked, c, known, strange, made))
+                return _weighted(self._order, *_without_bad(asked, c, known, made))
             totals = _weighted(self._order, c, made)
         # A sum is finite only if its terms are.
-        if norms.max() <= LONGEST and math.isfinite(known.sum()):
+        if math.isfinite(known.sum()):
             return totals
-        known = np.where(norms <= LONGEST, known, np.inf)
-        each = zip(asked, totals, made.bounds, strict=True)
+        each = zip(asked, totals, made.own, strict=True)
         w = np.ones_like(norms) if w is None else w
-        return [self._of_good(one, total, w[i:j], known[i:j]) for one, total, (i, j) in each]
+        return [self._of_good(one, total, w[own], known[own]) for one, total, own in each]
 
     def _of_good(self, one: Sum, total: Tensor, w: Array, known: Array) -> Tensor | None:
         """Return the total, or that of the records [n] with finite numbers alone."""
@@ -169,12 +181,16 @@ class Dense:
         if not good.any():
             return torch.zeros_like(total)
         some = Sum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
-        return self.sums([some])[0]
+        return self._sums([some], exact=total.dtype == torch.float64)[0]
 
     def _forward(self, asked: list[Sum]) -> "_Pass":
-        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
+        xs = [padded(one.x if one.x.dim() == 2 else one.x.flatten(1)) for one in asked]
         weights = [one.model.own for one in asked]
         bounds = list(pairwise(accumulate((x.shape[0] for x in xs), initial=0)))
+        own = [
+            slice(start, start + one.y.shape[0])
+            for one, (start, _) in zip(asked, bounds, strict=True)
+        ]
         values: list[Array] = [None]
         for i, kind in enumerate(self._kinds):
             x = values[-1]
@@ -184,13 +200,13 @@ class Dense:
                 continue
             reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
             made: list[Array] = []
-            for own, rows in zip(weights, reads, strict=True):
-                z = columns.array(linear(own[self._weight[i]], rows))
+            for w, rows in zip(weights, reads, strict=True):
+                z = columns.array(_by_columns(w[self._weight[i]], rows))
                 if i in self._bias:
-                    z += columns.array(own[self._bias[i]])[:, None]
+                    z += columns.array(w[self._bias[i]])[:, None]
                 made.append(z)
             values.append(columns.side_by_side(made))
-        return _Pass(xs, weights, bounds, values, {})
+        return _Pass(xs, weights, bounds, own, values, {})
 
     def _backward(self, g: Array, made: "_Pass") -> dict[int, Array]:
         found: dict[int, Array] = {}
@@ -202,123 +218,146 @@ class Dense:
             found[i] = g
             if i:
                 pairs = zip(made.weights, columns.cut(g, made.bounds), strict=True)
-                below = [linear(own[self._weight[i]].t(), part.t()) for own, part in pairs]
+                below = [_by_columns(own[self._weight[i]].t(), part.t()) for own, part in pairs]
                 g = columns.side_by_side([columns.array(one) for one in below])
         return found
 
-    def _squares(self, made: "_Pass") -> tuple[Array, float]:
-        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64.
-
-        And the largest ‖x_j‖², of what is finite, where it may be looked at.
-        """
+    def _squares(self, made: "_Pass") -> Array:
+        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
         total: Array = 0
-        longest = 0.0
         for i, g in made.grads.items():
             read = made.values[i]
             each = [columns.squares(read)] if i else [columns.lengths(x) for x in made.xs]
-            lengths = columns.side_by_side(each)
-            if self._at_hand:
-                longest = max(longest, float(np.where(np.isfinite(lengths), lengths, 0).max()))
-            total = total + columns.squares(g) * (lengths + 1 if i in self._bias else lengths)
-        return total, longest
+            made.lengths[i] = columns.side_by_side(each)
+            factor = made.lengths[i] + 1 if i in self._bias else made.lengths[i]
+            total = total + columns.squares(g) * factor
+        return total
 
 
 @dataclass(eq=False, slots=True)
 class _Pass:
-    """Records x [n, K] and weights of each site, where its columns are, and what was found.
+    """Records x [n, K] and weights of each site, and what was found.
 
-    values: what each layer reads, [K, N] but for the first, and the last one's output. grads:
-    ∂ℓ_j/∂output [O, N] of every linear layer, by its place.
+    bounds: where each site's columns are, with those of zeros behind (chain.padded); own: where its
+    records' are. lengths: ‖·‖² [N] of what each linear layer reads. exact: which sites' sums are
+    float64. values: what each layer reads, [K, N] but for the first, and the last one's output.
+    grads: ∂ℓ_j/∂output [O, N] of every linear layer, by its place.
     """
 
     xs: list[Tensor]
     weights: list[dict[str, Tensor]]
     bounds: Bounds
+    own: list[slice]
     values: list[Array]
     grads: dict[int, Array]
+    lengths: dict[int, Array] = field(default_factory=dict[int, Array])
+    exact: list[bool] = field(default_factory=list[bool])
 
 
 def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tensor]:
     """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
-    for g in made.grads.values():
-        g *= c
+    reads, grads = _scaled(made)
+    for i in made.grads:
+        # A coefficient times a gradient may have no digits where the layer reads very long vectors.
+        grads[i] = grads[i] * c if i in grads else made.grads[i]
+        made.grads[i] *= c
     found: list[Tensor] = []
-    for x, (start, end) in zip(made.xs, made.bounds, strict=True):
+    for site, (start, end) in enumerate(made.bounds):
         parts: list[Array] = []
         for i, weight in order:
-            own = made.grads[i][:, start:end]
             if not weight:
-                parts.append(_added(own))
+                parts.append(_added(made.grads[i][:, start:end], made.exact[site]))
                 continue
-            read = columns.tensor(made.values[i][:, start:end]) if i else x.t()
-            parts.append(columns.array(_product(columns.tensor(own), read)).reshape(-1))
+            read = made.values[i][:, start:end] if i else made.xs[site].t()
+            read = reads[i][:, start:end] if i in reads else read
+            own = columns.tensor(grads[i][:, start:end])
+            product = _product(own, columns.tensor(read), made.exact[site])
+            parts.append(columns.array(product).reshape(-1))
         found.append(columns.tensor(columns.side_by_side(parts)))
     return found
 
 
-def _added(own: Array) -> Array:
-    """Σ_j of columns [O, n], in float64 where they are many."""
-    if own.shape[1] <= IN_FLOAT32:
-        return own.sum(1)
-    many = own.double() if isinstance(own, Tensor) else own.astype(np.float64)
-    return columns.like(own, many.sum(1))
+def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
+    """What layers read, and their gradients, balanced, of layers where a record needs it."""
+    reads: dict[int, Array] = {}
+    grads: dict[int, Array] = {}
+    for i, g in made.grads.items():
+        lengths = columns.tensor(made.lengths[i])
+        if at_hand(lengths) and not ((lengths > FAR) & lengths.isfinite()).any():
+            continue
+        read = (
+            made.values[i] if i else columns.side_by_side([columns.array(x.t()) for x in made.xs])
+        )
+        of_g, of_u = balanced(columns.tensor(g).t(), columns.tensor(read).t(), lengths)
+        reads[i], grads[i] = columns.array(of_u.t()), columns.array(of_g.t())
+    return reads, grads
 
 
-def _product(own: Tensor, read: Tensor) -> Tensor:
+def _by_columns(weight: Tensor, rows: Tensor) -> Tensor:
+    """weight rowsᵀ, by a library that the weight decides and not the number of records."""
+    return linear(weight, rows, large=weight.numel() >= LARGE)
+
+
+def _added(own: Array, exact: bool) -> Array:
+    """Σ_j of columns [O, n]."""
+    return own.sum(1) if not exact else columns.double(own).sum(1)
+
+
+def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
     """own readᵀ for own [O, n], read [K, n]: float32 adds no more records than slack allows."""
-    if not at_hand(own):
-        g, u = balanced(own.t(), read.t(), read.double().square().sum(0))
-        own, read = g.t(), u.t()
-    batch = own.shape[1]
-    if batch <= TOGETHER:
-        return linear(own, read)
-    if batch > IN_FLOAT32:
-        return linear(own.double(), read.double()).to(own.dtype)
+    large = own.shape[0] * read.numel() >= 64 * LARGE
+    if exact:
+        return linear(own.double(), read.double(), large=large)
+    if own.shape[1] <= TOGETHER:
+        return linear(own, read, large=large)
     total = own.new_zeros(own.shape[0], read.shape[0])
-    for some in together(batch):
-        total += linear(own[:, some], read[:, some])
+    for some in together(own.shape[1]):
+        total += linear(own[:, some], read[:, some], large=large)
     return total
 
 
-def _without_bad(
-    asked: list[Sum], c: Tensor, known: Tensor, strange: Tensor, made: _Pass
-) -> tuple[Tensor, _Pass]:
+def _without_bad(asked: list[Sum], c: Tensor, known: Tensor, made: _Pass) -> tuple[Tensor, _Pass]:
     """Return c and the pass with zeros for records that are not finite, in a private run.
 
     Whether or not there are any: the host would have to wait to know.
     """
-    c, good = c.where(~strange, torch.nan), known.isfinite() & ~strange
-    for one, (start, end) in zip(asked, made.bounds, strict=True):
+    good = known.isfinite()
+    for one, own in zip(asked, made.own, strict=True):
         if one.plain:
-            good[start:end] = True
+            good[own] = True
+            # Those without a label of the model's spread, as without privacy.
+            c[own] = c[own].where(known[own].isfinite(), torch.nan)
     rows = zip(made.xs, made.bounds, strict=True)
-    clean = _Pass(
-        [x.where(good[start:end, None], 0) for x, (start, end) in rows],
-        made.weights,
-        made.bounds,
-        [None if v is None else v.where(good, 0) for v in made.values],
-        {i: g.where(good, 0) for i, g in made.grads.items()},
+    clean = replace(
+        made,
+        xs=[x.where(good[start:end, None], 0) for x, (start, end) in rows],
+        values=[None if v is None else v.where(good, 0) for v in made.values],
+        grads={i: g.where(good, 0) for i, g in made.grads.items()},
+        lengths={i: v.where(good, 0) for i, v in made.lengths.items()},
     )
     return c.where(good, 0), clean
 
 
-def _weights(asked: list[Sum], losses: Array, bounds: Bounds) -> Array | None:
+def _weights(asked: list[Sum], losses: Array, made: _Pass) -> Array | None:
     """Return w [N], None where all are 1."""
     if all(one.weights is None for one in asked):
         return None
     w = columns.module(losses).ones_like(losses)
-    for one, (start, end) in zip(asked, bounds, strict=True):
+    for one, own in zip(asked, made.own, strict=True):
         if one.weights is not None:
-            found = weights_of(one.weights, columns.tensor(losses[start:end])).clamp_min(0)
-            w[start:end] = columns.array(found)
+            found = weights_of(one.weights, columns.tensor(losses[own])).clamp_min(0)
+            w[own] = columns.array(found)
     return w
 
 
-def _coefficients(asked: list[Sum], w: Array | None, norms: Array, bounds: Bounds) -> Array:
-    """Return c = min(w, C/‖g‖) [N]."""
-    each = zip(asked, bounds, strict=True)
-    limits = columns.side_by_side([one.clip / norms[start:end] for one, (start, end) in each])
-    return limits.clip(max=1) if w is None else columns.module(norms).minimum(w, limits)
+def _coefficients(asked: list[Sum], w: Array | None, norms: Array, made: _Pass) -> Array:
+    """Return c = min(w, C/‖g‖) [N], 0 for what is no record."""
+    xp = columns.module(norms)
+    c = xp.zeros_like(norms)
+    for one, own in zip(asked, made.own, strict=True):
+        limits = one.clip / norms[own]
+        c[own] = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
+    return c
 
 
 def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:

@@ -22,6 +22,7 @@ Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashim
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.norms import chosen, exact, flattened, rough_squares, square_sums
+from fedpact.persample.norms import LONGEST, chosen, exact, flattened, rough_squares, square_sums
 
 TOGETHER = 128
 """So many records' terms float32 may add in one product; docs/privacy.md has why."""
@@ -298,8 +299,8 @@ class Outer(Share):
         squares = square_sums(g) * lengths
         if not at_hand(squares):
             # 0 times infinity is no number, and on a card nobody looks for either.
-            good = squares.isfinite()
-            g, u = chosen(good, g), chosen(good, u)
+            good = squares <= LONGEST**2
+            g, u, lengths = chosen(good, g), chosen(good, u), torch.where(good, lengths, 0)
         g, u = balanced(g, u, lengths)
 
         def add(c: Tensor, view: Tensor) -> None:
@@ -464,6 +465,11 @@ class Through(Share):
         return Through(self._share, lambda rows: -self._pull(rows), self.size)
 
 
+def unit_of(clip: float) -> float:
+    """A power of two to count small clips in: a coefficient of 1e-40 has no digits in float32."""
+    return 2.0 ** math.floor(math.log2(clip)) if clip < 2.0**-20 else 1.0
+
+
 def together(batch: int) -> list[slice]:
     """Slices of a batch that float32 may sum at a time."""
     return [slice(i, min(i + TOGETHER, batch)) for i in range(0, batch, TOGETHER)]
@@ -479,11 +485,11 @@ def _joined(shares: list[Share]) -> Share:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one form are known to hold the same numbers."""
-    if a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
-        return True
-    # On a card that would be to wait for it; a difference of 0 costs a product and changes nothing.
-    return at_hand(a) and a.equal(b)
+    """Whether two tensors of one form are the same memory.
+
+    Not whether they hold the same numbers: of one record that would decide how others are summed.
+    """
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 
 def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -494,5 +500,6 @@ def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     far = (lengths > FAR) & lengths.isfinite()
     if at_hand(far) and not far.any():
         return g, u
-    exponent = torch.frexp(lengths.where(far, 0.5))[1] // 2
-    return torch.ldexp(g, exponent[:, None]), torch.ldexp(u, -exponent[:, None])
+    # At most 2^64, the root of the longest ‖u‖: a power of two, so no digit is lost.
+    exponent = torch.where(far, torch.frexp(lengths)[1] // 2, 0).clamp_max(64)[:, None]
+    return torch.ldexp(g, exponent), torch.ldexp(u, -exponent)

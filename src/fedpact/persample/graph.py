@@ -21,8 +21,8 @@ from fedpact.persample import recurrent
 from fedpact.persample.gradients import Made, Outer, Share, Through
 from fedpact.persample.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.rules import Call, Place, shares_of
-from fedpact.persample.separable import states
-from fedpact.persample.trace import Program, arguments, evaluated, name_of
+from fedpact.persample.separable import kind_of, states
+from fedpact.persample.trace import Program, arguments, evaluated
 
 Shares = dict[str, list[Share]]
 
@@ -100,7 +100,10 @@ class Graph:
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
         self._steps = self._compiled(program.nodes, self._weighted(program.nodes))
-        self.instance = sum(map(_instance, self._steps)) * model.vector.element_size()
+        # A recurrence is as slow for a few records as for many: its batch is not cut into slices.
+        recurs = any(step.do in recurrent.RECURRENT for step in self._steps)
+        numbers = 0 if recurs else sum(map(_instance, self._steps))
+        self.instance = numbers * model.vector.element_size()
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
@@ -208,7 +211,7 @@ class Graph:
             if node not in needed:
                 last.append(node)
             # torch may have traced a view that another layout of the same numbers has not.
-            do = torch.ops.aten.reshape.default if name_of(node) == "view" else node.target
+            do = torch.ops.aten.reshape.default if kind_of(node) == "view" else node.target
             steps.insert(0, _Step(node, cast(Any, do), last, use))
         return steps
 
@@ -306,7 +309,7 @@ def _instance(step: _Step) -> int:
     """About how many numbers of per-sample gradients a use makes for one record."""
     if step.use is None:
         return 0
-    name = name_of(step.node)
+    name = kind_of(step.node)
     if name == "embedding":
         return _numbers(step.node)
     if name in ("linear", "addmm", "mm", "matmul") and _numbers(step.node) == _last(step.node):

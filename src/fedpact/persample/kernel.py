@@ -29,7 +29,7 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Sum
-from fedpact.persample.gradients import IN_FLOAT32, TOGETHER
+from fedpact.persample.gradients import IN_FLOAT32, TOGETHER, unit_of
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.separation import Mixers, check_separation
 from fedpact.persample.weighting import Weights, weights_of
@@ -169,21 +169,50 @@ class PerSampleKernel:
         if batch == 0:
             return torch.zeros_like(vector)
         self._mixers.check()
-        exact = batch > IN_FLOAT32
-        total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
+        total = torch.zeros_like(
+            vector, dtype=torch.float64 if batch > IN_FLOAT32 else vector.dtype
+        )
         with torch.no_grad(), _all_digits(vector):
-            for rows, measured in measure(x, y):
-                w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
-                good = _bad_left_out(measured, w) if at_hand(x) else None
-                if good is None:
-                    measured.add(_coefficients(measured, w, clip).to(total.dtype), total)
-                else:
-                    # 0 times infinity is no number, so the others are summed without the bad ones.
-                    again = None if w is None else partial(_fixed, w[good])
-                    total += self._sum(measure, x[rows][good], y[rows][good], clip, again)
-                # Let go of it before the next slice is measured.
-                del measured
-        return total.to(vector.dtype)
+            self._add(total, measure, x, y, _Clip(clip, unit_of(clip)), weigh)
+        return (total * unit_of(clip)).to(vector.dtype)
+
+    def _add(
+        self,
+        total: Tensor,
+        measure: _Measure,
+        x: Tensor,
+        y: Tensor,
+        clip: "_Clip",
+        weigh: _Weigh | None,
+    ) -> None:
+        for rows, measured in measure(x, y):
+            w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
+            good = _bad_left_out(measured, w) if at_hand(x) else None
+            if good is None:
+                measured.add(clip.coefficients(measured, w).to(total.dtype), total)
+            elif good.any():
+                # 0 times infinity is no number, so the others are summed without the bad ones.
+                again = None if w is None else partial(_fixed, w[good])
+                self._add(total, measure, x[rows][good], y[rows][good], clip, again)
+            # Let go of it before the next slice is measured.
+            del measured
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """A clip, in which unit: c_j are in units of it, so that none is too small for float32."""
+
+    clip: float
+    unit: float
+
+    def coefficients(self, measured: Measured, w: Tensor | None) -> Tensor:
+        """c [n] in float64; on a card 0 for records that the pass has found not to be finite."""
+        c = self.clip / measured.norms
+        c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
+        if at_hand(c):
+            return c
+        known = measured.losses + measured.norms
+        return torch.where((known if w is None else known + w).isfinite(), c, 0)
 
 
 @dataclass(frozen=True)
@@ -332,16 +361,6 @@ def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
         return None
     good = torch.stack(known).isfinite().all(0)
     return None if good.all() else good
-
-
-def _coefficients(measured: Measured, w: Tensor | None, clip: float) -> Tensor:
-    """c [n] in float64; on a card 0 for records that the pass has found not to be finite."""
-    c = clip / measured.norms
-    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c)
-    if at_hand(c):
-        return c
-    known = measured.losses + measured.norms
-    return torch.where((known if w is None else known + w).isfinite(), c, 0)
 
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:

@@ -11,7 +11,6 @@ records  each record by itself (alone)
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Final
 
 import torch
@@ -22,7 +21,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
-from fedpact.persample.chain import Chain
+from fedpact.persample.chain import ALIKE, KNOWN, Chain, wanted
 from fedpact.persample.dense import Dense, Sum
 from fedpact.persample.gradients import Share, Space, difference, part
 from fedpact.persample.graph import Graph
@@ -30,9 +29,8 @@ from fedpact.persample.norms import LONGEST
 from fedpact.persample.places import Mixed
 from fedpact.persample.trace import Untraceable
 
-_FEW: Final = 8
 _MOST: Final = 1024
-"""So many records at most in one pass, and so few at least, however long their gradients."""
+"""So many records at most in one pass."""
 
 
 WAYS: Final = {
@@ -71,7 +69,8 @@ class Passes:
     def __init__(self, model: FlatModel, loss: Loss) -> None:
         _keep_memory()
         self._model, self._loss = model, loss
-        self.chain = Chain.of(model)
+        # A chain does not look at the loss; any other is traced with the model.
+        self.chain = Chain.of(model) if loss in KNOWN else None
         # A card gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._ways: dict[object, _Way] = {}
@@ -87,7 +86,7 @@ class Passes:
         """Return what is asked for [d], None where it takes the passes that the others make."""
         if self.dense is None or self.chain is None or not self.chain.holds:
             return None
-        return self.dense.sums([asked])[0]
+        return self.dense.sum_of(asked)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Which way records of the form of x, y take: "chain", "graph" or "records"."""
@@ -106,8 +105,8 @@ class Passes:
         every = self._slices(x, y)
         for rows in every:
             some = (x, y) if len(every) == 1 else (x[rows], y[rows])
-            losses, shares = self._pass(*some, held=False)
-            yield rows, self._measured(losses, shares)
+            losses, shares = self._pass(*self._given(*some), held=False)
+            yield rows, self._measured(losses, shares, rows)
 
     def differences(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
@@ -117,13 +116,14 @@ class Passes:
         The losses are those at w, and not finite where one of the two is not.
         """
         for rows in self._slices(x, y):
+            some = self._given(x[rows], y[rows])
             self._model.load(anchor)
-            below, before = self._pass(x[rows], y[rows], held=True)
+            below, before = self._pass(*some, held=True)
             self._model.load(w)
-            above, after = self._pass(x[rows], y[rows], held=False)
+            above, after = self._pass(*some, held=False)
             names = dict.fromkeys([*after, *before])
             both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
-            yield rows, self._measured(torch.where(below.isfinite(), above, below), both)
+            yield rows, self._measured(torch.where(below.isfinite(), above, below), both, rows)
 
     def _slices(self, x: Tensor, y: Tensor) -> list[slice]:
         """So many records at once that most of their gradients can be kept."""
@@ -132,19 +132,30 @@ class Passes:
             return slices(len(x), way.step)
         most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
         # A few records at a time would cost more than making their gradients twice.
-        return slices(len(x), min(max(most, _FEW), _MOST))
+        return slices(len(x), min(max(most // ALIKE, 1) * ALIKE, _MOST))
+
+    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The records as their way takes them.
+
+        Images by pixel; and for a graph the last record over and over behind, see chain.padded.
+        """
+        if self._images and x.dim() == 4:
+            x = _by_pixel(x)
+        more = wanted(x.shape[0], ALIKE) - x.shape[0]
+        if self._chain(x) is not None or isinstance(self._traced(x, y), Alone) or not more:
+            return x, y
+        return tuple(torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
         chain = self._chain(x)
         if chain is not None:
-            losses, shares = chain.run(_by_pixel(x) if self._images else x, y, self._loss)
-            return one_each(losses, len(x)), shares
+            losses, shares = chain.run(x, y, self._loss)
+            return losses, shares
         way = self._traced(x, y)
         if isinstance(way, Alone):
             return way.run(x, y)
-        by_pixel = self._images and x.dim() == 4
-        return way.run(_by_pixel(x) if by_pixel else x, y, held=held)
+        return way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain
@@ -157,7 +168,7 @@ class Passes:
             try:
                 self._ways[key] = Graph(self._model, self._loss, x, y)
             except (Mixed, Untraceable) as why:
-                self._ways[key] = Alone(self._model, self._loss, str(why))
+                self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
         return self._ways[key]
 
     def _state(self) -> tuple[object, ...]:
@@ -172,7 +183,9 @@ class Passes:
             for m in self._modules
         )
 
-    def _measured(self, losses: Tensor, shares: Shares) -> Measured:
+    def _measured(self, losses: Tensor, shares: Shares, rows: slice) -> Measured:
+        count = rows.stop - rows.start
+        losses = losses[:count]
         self._space.reset()
         parts = {name: part(some, self._space) for name, some in shares.items() if some}
 
@@ -181,9 +194,10 @@ class Passes:
                 place = self._model.own[name]
                 # model.views in one operation.
                 view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-                one.add(c, view)
+                behind = one.squares.shape[0] - count
+                one.add(torch.cat([c, c.new_zeros(behind)]) if behind else c, view)
 
-        squares = [one.squares for one in parts.values()]
+        squares = [one.squares[:count] for one in parts.values()]
         if not squares:
             return Measured(losses, losses.new_zeros(len(losses), dtype=torch.float64), add)
         total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
@@ -210,10 +224,11 @@ def _by_pixel(x: Tensor) -> Tensor:
 
 
 def slices(batch: int, most: int) -> list[slice]:
-    """A batch in slices of nearly equal length, at most `most`."""
-    count = -(-batch // max(1, most))
-    ends = [i * batch // count for i in range(count + 1)] if count else [0]
-    return [slice(i, j) for i, j in pairwise(ends)]
+    """A batch in slices of `most` records, the last of those that are left.
+
+    Not of equal length: then one record more would move the others to other places.
+    """
+    return [slice(i, min(i + most, batch)) for i in range(0, batch, most)]
 
 
 def trainable(model: FlatModel) -> list[nn.Parameter]:

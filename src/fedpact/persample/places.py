@@ -4,7 +4,7 @@ A batch may share its dimension with others, as in [B·heads, T, E] or [T·B, E]
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Node
@@ -33,7 +33,7 @@ Rule = Callable[[Node, At], State]
 
 def is_size(node: Node) -> bool:
     """Whether a node is a number that follows from the batch's size."""
-    return isinstance(node.meta.get("val"), torch.SymInt)
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def shape_of(node: Any) -> list[Size]:
@@ -45,11 +45,11 @@ def multiple(size: Size) -> int | None:
     """How many times the batch a size is; None for a number. Raises Mixed for anything else."""
     if isinstance(size, int):
         return None
-    expression = size.node.expr
+    expression: Any = cast(Any, size).node.expr
     if expression.is_number:
         return None
-    symbols = list(expression.free_symbols)
-    factor = expression / symbols[0]
+    symbols: list[Any] = list(expression.free_symbols)
+    factor: Any = expression / symbols[0]
     if len(symbols) > 1 or not factor.is_Integer:
         raise Mixed(f"a dimension of {expression} entries is no multiple of the batch")
     return int(factor)

@@ -8,7 +8,7 @@ nothing around them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -116,7 +116,7 @@ def _matmul(call: Call) -> Shares:
 
 def _addmm(call: Call) -> Shares:
     """b + x W for x [B, K]."""
-    if call.kwargs or cast(Tensor, call.args[0]).dim() != 1:
+    if call.kwargs or call.at(0).shape != call.at(2).shape[1:]:
         return replayed(call)
     g = call.positions(call.grad)
     found: Shares = {}
@@ -243,6 +243,13 @@ def _expanded(call: Call) -> Shares:
     return {0: _reduced(call, cast(Tensor, call.grads[0]), 0)}
 
 
+def _repeated(call: Call) -> Shares:
+    """A parameter that is repeated for each record: of one record, as often as the others say."""
+    times, where = list(call.args[1]), call.out[0]
+    times[where.dim] = where.inner
+    return replayed(replace(call, args=[call.args[0], times]))
+
+
 def replayed(call: Call) -> Shares:
     """Any operation: vmap differentiates it record by record, a loop where vmap cannot.
 
@@ -294,4 +301,5 @@ _RULES: dict[str, Rule] = {
     "aten.sub.Tensor": _added(-1),
     "aten.mul.Tensor": _multiplied,
     "aten.expand.default": _expanded,
+    "aten.repeat.default": _repeated,
 }

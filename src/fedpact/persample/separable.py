@@ -75,43 +75,74 @@ def states(nodes: Sequence[Node], records: set[str]) -> dict[Node, State]:
     return found
 
 
+# They check what is known here, and give nothing back.
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
+
+
 def _state(node: Node, at: At, found: dict[Node, State]) -> State:
     if node.target is operator.getitem:
-        several = cast(tuple[State, ...], found[cast(Node, node.args[0])])
-        return several[cast(int, node.args[1])]
-    if is_size(node):
+        several = found[cast(Node, node.args[0])]
+        return (
+            None if several is None else cast(tuple[State, ...], several)[cast(int, node.args[1])]
+        )
+    if is_size(node) or kind_of(node) in _CHECKS:
         return None
-    name = str(node.target)
     inputs = node.all_input_nodes
     if any(found.get(n) is not None for n in inputs):
-        if name not in _RULES:
-            raise Mixed(f"operation {name} is not in the table of those that keep records apart")
-        return _RULES[name](node, at)
-    if any(is_size(n) for n in inputs):
-        return _from_size(node, name)
-    return None
+        rule = _RULES.get(str(node.target))
+        if rule is None:
+            raise Mixed(
+                f"operation {node.target} is not in the table of those that keep records apart"
+            )
+        return _checked(node, rule(node, at))
+    return _from_size(node) if any(is_size(n) for n in inputs) else None
+
+
+def kind_of(node: Node) -> str:
+    """An operation's name without its library and overload, as "linear"."""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""
+
+
+def _checked(node: Node, state: State) -> State:
+    """Raise Mixed unless each result has the batch where it is said to be, and nowhere else."""
+    value = node.meta["val"]
+    results = [value] if isinstance(state, Where) else list(value)
+    places = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state or ()))
+    for one, where in zip(results, places, strict=True):
+        found = {d: m for d, size in enumerate(one.shape) if (m := multiple(size)) is not None}
+        if found != {where.dim: where.outer * where.inner}:
+            raise Mixed(f"operation {node.target} has the batch in dimensions {sorted(found)}")
+    return state
 
 
 _CONSTANT = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "rand", "randn")
 
 
-def _from_size(node: Node, name: str) -> State:
+def _from_size(node: Node) -> State:
     """Where a tensor that no record enters has the batch's size: the same entry for each record."""
-    kind = name.split(".")[1]
+    kind = kind_of(node)
     if kind not in (*_CONSTANT, "expand", "repeat"):
-        raise Mixed(f"operation {name} depends on the batch's size")
+        raise Mixed(f"operation {node.target} depends on the batch's size")
     if kind in ("full", "new_full") and is_size_arg(node.args[1 if kind == "full" else 2]):
-        raise Mixed(f"operation {name} depends on the batch's size")
+        raise Mixed(f"operation {node.target} depends on the batch's size")
     places = [(d, m) for d, s in enumerate(shape_of(node)) if (m := multiple(s)) is not None]
     if len(places) != 1:
-        raise Mixed(f"operation {name} has the batch in {len(places)} dimensions")
+        raise Mixed(f"operation {node.target} has the batch in {len(places)} dimensions")
     dim, times = places[0]
     if kind in ("expand", "repeat"):
         source = shape_of(node.args[0])
         before = dim - (len(shape_of(node)) - len(source))
         if times != 1 or (before >= 0 and source[before] != 1):
-            raise Mixed(f"operation {name} does not give each record the same")
+            raise Mixed(f"operation {node.target} does not give each record the same")
     return Where(dim, 1, times)
+
+
+def _made_like(node: Node, at: At) -> State:
+    """x.new_zeros(...): of x it takes the type alone."""
+    del at
+    sized = any(multiple(size) is not None for size in shape_of(node))
+    return _from_size(node) if sized else None
 
 
 def _matmul(node: Node, at: At) -> State:
@@ -257,16 +288,17 @@ _RULES: dict[str, Rule] = {
         "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout "
         "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
         "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli "
-        "bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac prelu",
+        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac prelu",
     ),
     **_named(unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"),
     **_named(unreduced(3), "binary_cross_entropy"),
     **_named(unreduced(4), "binary_cross_entropy_with_logits"),
+    **_named(_made_like, "new_zeros new_ones new_full"),
     **_named(regrouped, "view reshape _unsafe_view flatten.using_ints unflatten.int view_as"),
     **_named(permuted, "permute"),
     **_named(swapped, "transpose.int swapaxes swapdims t numpy_T mT"),
     **_named(moved, "movedim.int movedim.intlist moveaxis.int moveaxis.intlist"),
-    **_named(expanded, "expand expand_as"),
+    **_named(expanded, "expand expand_as broadcast_to"),
     **_named(unsqueezed, "unsqueeze"),
     **_named(squeezed, "squeeze.dim squeeze.dims"),
     **_named(selected, "select.int"),

@@ -49,6 +49,8 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     forms = [v.new_zeros((size, *v.shape[1:])) for v in (x, y)]
     any_size = torch.export.Dim("batch", min=2)
     dynamic = None if batch else ({0: any_size}, {0: any_size})
+    # What a module writes on itself while it is traced has no values, and is forgotten.
+    held = [(vars(m), dict(vars(m))) for m in module.modules()]
     with _TRACING, _quiet(), warnings.catch_warnings():
         # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
         warnings.simplefilter("ignore")
@@ -67,8 +69,13 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
             # The first line says what; the others advise whoever develops models for this tracer.
             first = (str(error).strip() or "no reason given").splitlines()[0]
             raise Untraceable(f"{type(error).__name__}: {first}") from error
+        finally:
+            for state, before in held:
+                state.clear()
+                state.update(before)
     signature = program.graph_signature
-    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    kinds = ("buffers_to_mutate", "parameters_to_mutate", "user_inputs_to_mutate")
+    changed = [name for kind in kinds for name in getattr(signature, kind, {}).values()]
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
     return program
@@ -94,11 +101,6 @@ class _quiet:
     def __exit__(self, *_: object) -> None:
         for name, level in self._before:
             logging.getLogger(name).setLevel(level)
-
-
-def name_of(node: Node) -> str:
-    """An operation's name without its library and kind, as "linear"; "" for other nodes."""
-    return str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
 
 
 def _changes(node: Node) -> bool:
