@@ -98,6 +98,19 @@ def per_sample_loop(module, loss, x, y):
     return torch.stack(rows)
 
 
+def dealt(w):
+    """Weights w [B] that are no function of the losses, for a batch that is asked in slices."""
+    start = 0
+
+    def weights(losses):
+        nonlocal start
+        found = w[start : start + len(losses)].to(losses.dtype)
+        start = (start + len(losses)) % len(w)
+        return found
+
+    return weights
+
+
 def clipped(rows, clip=math.inf, w=None):
     """Contributions c_j g_j [B, d] with c_j = min(max(w_j, 0), C/‖g_j‖)."""
     w = torch.ones(len(rows), dtype=rows.dtype) if w is None else w.to(rows.dtype)
@@ -160,7 +173,7 @@ def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph"):
     for name, kernel in kernels(module, loss).items():
         for clip in (math.inf, middle, 1e-3 * middle):
             for weights in (None, w):
-                given = None if weights is None else (lambda losses: w.to(losses.dtype))
+                given = None if weights is None else dealt(w)
                 total = kernel.clipped_sum(x, y, clip, given)
                 off = error(total, clipped(rows, clip, weights))
                 assert off < tolerance, f"{name} is off by {off:.1e} at clip {clip}"
@@ -216,6 +229,7 @@ def reference():
         per_sample=per_sample,
         per_sample_loop=per_sample_loop,
         clipped=clipped,
+        dealt=dealt,
         error=error,
         forced=forced,
         kernels=kernels,

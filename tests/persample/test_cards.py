@@ -5,7 +5,6 @@ looks at a number, for which a card would have to be waited for. What a card its
 for tests/gpu.
 """
 
-import copy
 import math
 
 import pytest
@@ -15,11 +14,11 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample import norms
 
 
-class Mixed(nn.Module):
-    """A layer with parameters of its own, which no rule knows."""
+class Own(nn.Module):
+    """A layer with a parameter of its own."""
 
     def __init__(self, size):
         super().__init__()
@@ -48,8 +47,12 @@ MODELS = {
     "words": (
         lambda: nn.Sequential(nn.Embedding(7, 5, 0), nn.Flatten(), nn.Linear(30, 3)), (6,),
     ),
-    "a unit": (
-        lambda: nn.Sequential(nn.Linear(5, 4), Mixed(4), nn.Tanh(), nn.Linear(4, 3)),
+    "few and wide": (
+        lambda: nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Flatten(), nn.Linear(240, 3)),
+        (4, 20),
+    ),
+    "own": (
+        lambda: nn.Sequential(nn.Linear(5, 4), Own(4), nn.Tanh(), nn.Linear(4, 3)),
         (5,),
     ),
 }  # fmt: skip
@@ -75,114 +78,114 @@ def test_who_looks_is_found(look, nobody_looks, reference):
         look(torch.arange(3.0))
 
 
+WAYS = ("chain", "graph", "records")
+
+
+def kernels(reference, module, x, y):
+    """Every way's kernel. What is made once, as a trace is, may look at numbers."""
+    found = reference.kernels(module, cross_entropy, *WAYS).values()
+    for kernel in found:
+        kernel.way(x, y)
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("level", ["plan", "tape"])
-def test_sums_are_those_of_numbers_at_hand_and_nobody_looks(
-    reference, name, level, card, nobody_looks
-):
+def test_sums_are_those_of_numbers_at_hand_and_nobody_looks(reference, name, card, nobody_looks):
     module, x, y = case(name)
     rows = reference.per_sample(module, cross_entropy, x, y)
-    for clip, weights in ((math.inf, None), (0.5, None), (0.5, lambda ell: ell - 0.5)):
-        one = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy)
-        if level == "tape":
-            one._level.plan = None
-        with nobody_looks:
-            found = one.clipped_sum(x, y, clip, weights)
-        w = None if weights is None else weights(cross_entropy(module(x), y).detach())
-        assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-12
+    for one in kernels(reference, module, x, y):
+        for clip, weights in ((math.inf, None), (0.5, None), (0.5, lambda ell: ell - 0.5)):
+            with nobody_looks:
+                found = one.clipped_sum(x, y, clip, weights)
+            w = None if weights is None else weights(cross_entropy(module(x), y).detach())
+            assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-12
 
 
 SPOILT = {"nan": math.nan, "inf": math.inf, "overflow": 1e30}
 
 
 @pytest.mark.parametrize("bad", SPOILT)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("level", ["plan", "tape"])
-def test_records_that_are_not_finite_add_nothing(name, level, bad, card, nobody_looks):
-    """In float32, in which 1e30 is finite and what the layers make of it is not, or beyond 1e19."""
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "words"])
+def test_records_that_are_not_finite_add_nothing(reference, name, bad, card, nobody_looks):
+    """In float32, in which 1e30 is finite, and what the layers make of it may be or not."""
     module, x, y = case(name, dtype=torch.float32)
-    if not x.is_floating_point():
-        # Words are what they are; weights are what may not be finite.
-        module[0].weight.data[1] = math.nan
-        assert (
-            not PerSampleKernel(FlatModel(module), cross_entropy)
-            .clipped_sum(x, y, 0.5)
-            .isnan()
-            .any()
-        )
-        return
-    others = torch.tensor([0, 2, 3, 5, 6, 7])
-    one = PerSampleKernel(FlatModel(module), cross_entropy)
-    if level == "tape":
-        one._level.plan = None
-    expected = one.clipped_sum(x[others], y[others], 0.5)
-    spoilt = x.clone()
-    spoilt[[1, 8]] = SPOILT[bad]
-    spoilt[4].view(-1)[3] = -SPOILT[bad]
-    with nobody_looks:
-        found = one.clipped_sum(spoilt, y, 0.5)
-    assert found.isfinite().all()
-    if bad == "overflow" and name == "norms":
-        # Normalisation makes 1e30 an ordinary number again, and another one than it was.
-        return
-    assert float((found - expected).norm()) <= 1e-5 * 0.5 * len(x)
+    x[[1, 8]] = SPOILT[bad]
+    x[4].view(-1)[3] = -SPOILT[bad]
+    # As float64 sees them: not a number, or longer than counts as finite, or as good as others.
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    rows = rows[rows.norm(dim=1) <= norms.LONGEST]
+    assert len(rows) == 6 or bad == "overflow"
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert found.isfinite().all()
+        if bad == "overflow" and name == "norms":
+            # Normalisation makes 1e30 an ordinary number, and in float32 another one.
+            continue
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+def test_weights_that_are_not_finite_leave_nothing(reference, card, nobody_looks):
+    module, x, y = case("words", dtype=torch.float32)
+    module[0].weight.data[1] = math.nan
+    spoilt = (x == 1).any(1)
+    rows = reference.per_sample(module, cross_entropy, x[~spoilt], y[~spoilt])
+    assert 0 < len(rows) < len(x)
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_none(bad, card, nobody_looks):
+def test_a_weight_that_is_not_finite_is_none(reference, bad, card, nobody_looks):
     module, x, y = case("cnn")
-    one = PerSampleKernel(FlatModel(module), cross_entropy)
     w = torch.ones(9, dtype=torch.float64)
     w[[2, 5]] = bad
     others = torch.tensor([0, 1, 3, 4, 6, 7, 8])
-    expected = one.clipped_sum(x[others], y[others], 0.5)
-    with nobody_looks:
-        found = one.clipped_sum(x, y, 0.5, lambda _: w)
-    assert (found - expected).norm() <= 1e-12 * expected.norm()
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5, reference.dealt(w))
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_differences(name, spoilt, card, nobody_looks, monkeypatch):
+def test_differences(reference, name, spoilt, card, nobody_looks):
     module, x, y = case(name)
-    model = FlatModel(module)
-    w = model.vector.clone()
+    w = FlatModel(module).vector.clone()
     anchor = w + 0.1 * torch.randn(len(w), dtype=w.dtype)
-    one = PerSampleKernel(model, cross_entropy)
     used = torch.arange(9)
     if spoilt and x.is_floating_point():
         x[4] = math.nan
         used = used[used != 4]
-    with nobody_looks:
-        found = one.clipped_difference(x, y, w, anchor, 0.05)
-    monkeypatch.undo()
-    expected = one.clipped_difference(x[used], y[used], w, anchor, 0.05)
-    assert (found - expected).norm() <= 1e-10 * expected.norm()
+    rows = []
+    for point in (w, anchor):
+        nn.utils.vector_to_parameters(point, module.parameters())
+        rows.append(reference.per_sample(module, cross_entropy, x[used], y[used]))
+    expected = reference.clipped(rows[0] - rows[1], 0.05)
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_difference(x, y, w, anchor, 0.05)
+        assert reference.error(found, expected) < 1e-12
 
 
-def test_other_losses_by_the_whole_model(card, nobody_looks, reference):
-    """Dropout in a unit: the model is differentiated as a whole, and rows are cleaned there."""
-
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-            self.drop = nn.Dropout(0.5)
-
-        def forward(self, x):
-            return self.drop(x * self.weight)
-
-    module = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 2)).double()
-    one = PerSampleKernel(FlatModel(module), squared_error)
+@pytest.mark.parametrize("way", ["graph", "records"])
+def test_dropout_beside_records_that_are_not_finite(reference, way, card, nobody_looks):
+    module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    one = reference.forced(way, module, squared_error)
     x, y = reference.data(6, 4), reference.data(6, 2, seed=1)
     x[2] = math.inf
-    found = one.clipped_sum(x, y, 0.5)
+    one.way(x, y)
+    with nobody_looks:
+        found = one.clipped_sum(x, y, 0.5)
     assert found.isfinite().all()
     assert 0 < float(found.norm()) <= 5 * 0.5
 
 
 class Singular(nn.Module):
-    """A unit whose gradient is not finite at 0, nor at what is not finite."""
+    """A layer whose gradient is not finite at 0, nor at what is not finite."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +196,7 @@ class Singular(nn.Module):
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf, 1e30])
-def test_units_that_are_singular_at_a_record(reference, bad, card, nobody_looks):
+def test_layers_that_are_singular_at_a_record(reference, bad, card, nobody_looks):
     """Records may be as they should and their gradients not, and the other way round."""
     torch.manual_seed(0)
     module = nn.Sequential(Singular(), nn.Linear(4, 3))
@@ -201,13 +204,13 @@ def test_units_that_are_singular_at_a_record(reference, bad, card, nobody_looks)
     others = torch.tensor([0, 1, 3, 4, 5])
     rows = reference.per_sample(module, cross_entropy, x[others], y[others])
     x[2, 0] = bad
-    one = PerSampleKernel(FlatModel(module), cross_entropy)
-    with nobody_looks:
-        found = one.clipped_sum(x, y, 0.5)
-    if bad == 1e30:  # whose root is a number like others
-        assert found.isfinite().all()
-        return
-    assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        if bad == 1e30:  # whose root is a number like others
+            assert found.isfinite().all()
+            continue
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
 
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(4, eps=0), nn.GroupNorm(2, 4, eps=0)])
@@ -218,24 +221,25 @@ def test_normalisation_of_what_is_all_the_same(reference, layer, card, nobody_lo
     others = torch.tensor([0, 1, 3, 4, 5])
     rows = reference.per_sample(module, cross_entropy, x[others], y[others])
     x[2] = 1.0
-    with nobody_looks:
-        found = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.5)
-    assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
 
 
-def test_a_record_beyond_measure_in_one_layer_adds_nothing_in_others(card, nobody_looks):
+def test_a_record_beyond_measure_in_one_layer_adds_nothing_in_others(reference, card, nobody_looks):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), Mixed(4), nn.Linear(4, 3))
+    module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Linear(4, 3))
     # What such a record is to the other layers is a record like others.
     module[0].weight.data.mul_(1e-30)
     x, y = torch.randn(6, 4), torch.arange(6) % 3
-    one = PerSampleKernel(FlatModel(module), cross_entropy)
     others = torch.tensor([0, 1, 3, 4, 5])
-    expected = one.clipped_sum(x[others], y[others], 0.5)
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
     x[2] = 1e30
-    with nobody_looks:
-        found = one.clipped_sum(x, y, 0.5)
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
 
 
 class Masked(nn.Module):
@@ -251,13 +255,11 @@ class Masked(nn.Module):
         return self.linear(self.attention(x, src_key_padding_mask=mask)[:, 0])
 
 
-def test_a_mask_of_infinities_is_no_record(card, monkeypatch):
+def test_a_mask_of_infinities_is_no_record(reference, card):
     torch.manual_seed(0)
     module = Masked().double()
     x, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
-    one = PerSampleKernel(FlatModel(module), cross_entropy)
-    found = one.clipped_sum(x, y, 0.5)
-    monkeypatch.undo()
-    expected = PerSampleKernel(FlatModel(module), cross_entropy).clipped_sum(x, y, 0.5)
-    assert expected.norm() > 0
-    assert (found - expected).norm() <= 1e-10 * expected.norm()
+    rows = reference.per_sample_loop(module, cross_entropy, x, y)
+    for one in kernels(reference, module, x, y):
+        found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpact.params import at_hand, from_numpy
+from fedpact.persample.chain import padded, wanted
 from fedpact.persample.norms import BLOCK, SMALL, square_sums
 
 # numpy's or torch's: the two agree in every function that is used of them.
@@ -38,6 +39,17 @@ def module(array: Array) -> Any:
 def like(z: Array, v: Array) -> Array:
     """Return v as numbers of z's type."""
     return v.to(z.dtype) if isinstance(v, Tensor) else v.astype(z.dtype)
+
+
+def behind(rows: Tensor, multiple: int) -> Array:
+    """Return rows [n, ...] with zeros behind, as chain.padded does, in numpy on a CPU."""
+    if not at_hand(rows):
+        return padded(rows, multiple)
+    given = rows.numpy()
+    more = wanted(len(given), multiple) - len(given)
+    if not more:
+        return given
+    return np.concatenate((given, np.zeros((more, *given.shape[1:]), given.dtype)))
 
 
 def double(v: Array) -> Array:
@@ -73,14 +85,19 @@ def squares(v: Array) -> Array:
     return np.square(v, dtype=np.float64).sum(0)
 
 
-def lengths(x: Tensor) -> Array:
-    """Return ‖x_j‖² [n] of records x [n, K], n > 0."""
-    if at_hand(x) and x.shape[1] <= BLOCK:
-        rows = x.numpy()
-        found = np.vecdot(rows, rows)
-        small = found < SMALL
-        if small.any():
-            # These alone: the others' lengths must not follow from who is beside them.
-            found[small] = array(square_sums(x[tensor(small)]))
-        return found.astype(np.float64)
-    return array(square_sums(x))
+def lengths(x: Tensor, columns: int) -> Array:
+    """Return ‖x_j‖² of records x [n, K] in float64, and zeros behind, [columns]."""
+    count = x.shape[0]
+    if not at_hand(x):
+        return padded(square_sums(x), columns)
+    found = np.zeros(columns)
+    if x.shape[1] > BLOCK:
+        found[:count] = array(square_sums(x))
+        return found
+    rows = x.numpy()
+    np.vecdot(rows, rows, out=found[:count])
+    small = found[:count] < SMALL
+    if small.any():
+        # These alone: the others' lengths must not follow from who is beside them.
+        found[:count][small] = array(square_sums(x[tensor(small)]))
+    return found

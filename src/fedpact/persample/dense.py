@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import ALIKE, LARGE, chain_of, flattens, linear, padded
+from fedpact.persample.chain import ALIKE, LARGE, chain_of, flattens, linear, wanted
 from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together
 from fedpact.persample.norms import LONGEST
@@ -148,19 +148,22 @@ class Dense:
 
     def _sums(self, asked: list[Sum], *, exact: bool = False) -> Sequence[Tensor | None]:
         """The sums, in float64 where there are many records or it is asked for."""
-        y = columns.side_by_side([columns.array(padded(one.y)) for one in asked])
+        y = columns.side_by_side([columns.behind(one.y, ALIKE) for one in asked])
         strange = (y < 0) | (y >= self._classes)
+        some_strange = not self._at_hand or strange.any()
         with np.errstate(all="ignore"):
             made = self._forward(asked)
             # A record without a label of the model's is left out, and changes nothing for others.
-            losses, g = _cross_entropy(made.values[-1], columns.where(strange, 0, y))
+            y = columns.where(strange, 0, y) if some_strange else y
+            losses, g = _cross_entropy(made.values[-1], y)
             made.grads = self._backward(g, made)
             norms = self._squares(made) ** 0.5
             w = _weights(asked, losses, made)
             made.exact = [exact or one.y.shape[0] > IN_FLOAT32 for one in asked]
             c = columns.like(g, _coefficients(asked, w, norms, made))
             known = losses + norms if w is None else losses + norms + w
-            known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
+            if some_strange or not norms.max() <= LONGEST:
+                known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
                 return _weighted(self._order, *_without_bad(asked, c, known, made))
             totals = _weighted(self._order, c, made)
@@ -184,9 +187,9 @@ class Dense:
         return self._sums([some], exact=total.dtype == torch.float64)[0]
 
     def _forward(self, asked: list[Sum]) -> "_Pass":
-        xs = [padded(one.x if one.x.dim() == 2 else one.x.flatten(1)) for one in asked]
+        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
         weights = [one.model.own for one in asked]
-        bounds = list(pairwise(accumulate((x.shape[0] for x in xs), initial=0)))
+        bounds = list(pairwise(accumulate((wanted(x.shape[0], ALIKE) for x in xs), initial=0)))
         own = [
             slice(start, start + one.y.shape[0])
             for one, (start, _) in zip(asked, bounds, strict=True)
@@ -201,7 +204,8 @@ class Dense:
             reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
             made: list[Array] = []
             for w, rows in zip(weights, reads, strict=True):
-                z = columns.array(_by_columns(w[self._weight[i]], rows))
+                product = _by_columns if i else _of_records
+                z = columns.array(product(w[self._weight[i]], rows))
                 if i in self._bias:
                     z += columns.array(w[self._bias[i]])[:, None]
                 made.append(z)
@@ -227,7 +231,9 @@ class Dense:
         total: Array = 0
         for i, g in made.grads.items():
             read = made.values[i]
-            each = [columns.squares(read)] if i else [columns.lengths(x) for x in made.xs]
+            pairs = zip(made.xs, made.bounds, strict=True)
+            of_x = (columns.lengths(x, end - start) for x, (start, end) in pairs)
+            each = [columns.squares(read)] if i else list(of_x)
             made.lengths[i] = columns.side_by_side(each)
             factor = made.lengths[i] + 1 if i in self._bias else made.lengths[i]
             total = total + columns.squares(g) * factor
@@ -262,16 +268,15 @@ def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tens
         grads[i] = grads[i] * c if i in grads else made.grads[i]
         made.grads[i] *= c
     found: list[Tensor] = []
-    for site, (start, end) in enumerate(made.bounds):
+    for x, own, exact in zip(made.xs, made.own, made.exact, strict=True):
         parts: list[Array] = []
         for i, weight in order:
             if not weight:
-                parts.append(_added(made.grads[i][:, start:end], made.exact[site]))
+                parts.append(_added(made.grads[i][:, own], exact))
                 continue
-            read = made.values[i][:, start:end] if i else made.xs[site].t()
-            read = reads[i][:, start:end] if i in reads else read
-            own = columns.tensor(grads[i][:, start:end])
-            product = _product(own, columns.tensor(read), made.exact[site])
+            read = made.values[i][:, own] if i else x.t()
+            read = reads[i][:, own] if i in reads else read
+            product = _product(columns.tensor(grads[i][:, own]), columns.tensor(read), exact)
             parts.append(columns.array(product).reshape(-1))
         found.append(columns.tensor(columns.side_by_side(parts)))
     return found
@@ -282,12 +287,14 @@ def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
     reads: dict[int, Array] = {}
     grads: dict[int, Array] = {}
     for i, g in made.grads.items():
-        lengths = columns.tensor(made.lengths[i])
-        if at_hand(lengths) and not ((lengths > FAR) & lengths.isfinite()).any():
+        # Not a number is not near either.
+        if not isinstance(g, Tensor) and made.lengths[i].max() <= FAR:
             continue
-        read = (
-            made.values[i] if i else columns.side_by_side([columns.array(x.t()) for x in made.xs])
-        )
+        lengths = columns.tensor(made.lengths[i])
+        read = made.values[i]
+        if not i:
+            each = [columns.tensor(columns.behind(x, ALIKE)).t() for x in made.xs]
+            read = columns.side_by_side([columns.array(one) for one in each])
         of_g, of_u = balanced(columns.tensor(g).t(), columns.tensor(read).t(), lengths)
         reads[i], grads[i] = columns.array(of_u.t()), columns.array(of_g.t())
     return reads, grads
@@ -296,6 +303,15 @@ def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
 def _by_columns(weight: Tensor, rows: Tensor) -> Tensor:
     """weight rowsᵀ, by a library that the weight decides and not the number of records."""
     return linear(weight, rows, large=weight.numel() >= LARGE)
+
+
+def _of_records(weight: Tensor, x: Tensor) -> Tensor:
+    """The same for records x [n, K], with columns of zeros behind; only the last few are copied."""
+    full = x.shape[0] // ALIKE * ALIKE
+    if full == x.shape[0]:
+        return _by_columns(weight, x)
+    last = _by_columns(weight, columns.tensor(columns.behind(x[full:], ALIKE)))
+    return torch.cat([_by_columns(weight, x[:full]), last], 1) if full else last
 
 
 def _added(own: Array, exact: bool) -> Array:
@@ -327,10 +343,10 @@ def _without_bad(asked: list[Sum], c: Tensor, known: Tensor, made: _Pass) -> tup
             good[own] = True
             # Those without a label of the model's spread, as without privacy.
             c[own] = c[own].where(known[own].isfinite(), torch.nan)
-    rows = zip(made.xs, made.bounds, strict=True)
+    rows = zip(made.xs, made.own, strict=True)
     clean = replace(
         made,
-        xs=[x.where(good[start:end, None], 0) for x, (start, end) in rows],
+        xs=[x.where(good[own, None], 0) for x, own in rows],
         values=[None if v is None else v.where(good, 0) for v in made.values],
         grads={i: g.where(good, 0) for i, g in made.grads.items()},
         lengths={i: v.where(good, 0) for i, v in made.lengths.items()},

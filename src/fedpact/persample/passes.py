@@ -137,12 +137,16 @@ class Passes:
     def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The records as their way takes them.
 
-        Images by pixel; and for a graph the last record over and over behind, see chain.padded.
+        Images by pixel; and but for a chain the last record over and over behind, see chain.padded.
         """
         if self._images and x.dim() == 4:
             x = _by_pixel(x)
-        more = wanted(x.shape[0], ALIKE) - x.shape[0]
-        if self._chain(x) is not None or isinstance(self._traced(x, y), Alone) or not more:
+        if self._chain(x) is not None:
+            return x, y
+        way = self._traced(x, y)
+        count = x.shape[0]
+        more = (-count % way.step) if isinstance(way, Alone) else wanted(count, ALIKE) - count
+        if not more:
             return x, y
         return tuple(torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
 

@@ -288,7 +288,8 @@ _RULES: dict[str, Rule] = {
         "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout "
         "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
         "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli "
-        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac prelu",
+        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac "
+        "prelu",
     ),
     **_named(unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"),
     **_named(unreduced(3), "binary_cross_entropy"),
