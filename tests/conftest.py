@@ -124,6 +124,9 @@ def error(found, contributions):
     return float((found.double() - contributions.sum(0)).norm() / scale)
 
 
+WAYS = ("dense", "chain", "graph")
+
+
 def forced(way, module, loss):
     """A kernel of a copy of the model that takes one way: dense, chain, graph or records."""
     model = FlatModel(copy.deepcopy(module))
@@ -146,7 +149,7 @@ def forced(way, module, loss):
 
 
 def kernels(module, loss, *ways):
-    """{way: kernel} for every way that is asked for, all by default, and that the model can take.
+    """{way: kernel} for every way that is asked for, and that the model can take.
 
     Whether the graph can be taken is for whoever asks to know: see PerSampleKernel.way.
     """
@@ -157,10 +160,7 @@ def kernels(module, loss, *ways):
     return found
 
 
-WAYS = ("dense", "chain", "graph")
-
-
-def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph"):
+def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", ways=WAYS):
     """Each way's sums at several clips and weights against the reference; returns the last kernel.
 
     way: the one that is taken of those that a model takes which is no chain, "graph" or "records".
@@ -170,7 +170,7 @@ def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph"):
     rows = per_sample(module, loss, x, y) if rows is None else rows
     middle = float(rows.norm(dim=1).median()) or 1.0
     w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
-    for name, kernel in kernels(module, loss).items():
+    for name, kernel in kernels(module, loss, *ways).items():
         for clip in (math.inf, middle, 1e-3 * middle):
             for weights in (None, w):
                 given = None if weights is None else dealt(w)

@@ -137,13 +137,26 @@ def test_sums_that_the_site_has_to_compute_itself():
         replace(good, y=torch.eye(4)[:, :3].double()),
         replace(good, x=good.x[:0], y=good.y[:0]),
         replace(good, x=good.x[:1].expand(many, 3, 4), y=good.y[:1].expand(many)),
-        replace(good, y=torch.tensor([0, 1, 2, -100])),
-        replace(good, y=torch.tensor([0, 1, 2, 3])),
+        replace(good, y=torch.tensor([0, 1, 2, 3]), plain=True),
     ):
         assert stack.answers([one]) == [None]
     # Of several, those that fit are answered.
     found = stack.answers([good, replace(good, x=good.x.float()), good])
     assert [answer is None for answer in found] == [False, True, False]
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3, 99])
+def test_a_record_with_a_label_of_another_model_is_left_out(label):
+    """Bit for bit as if it were not there: others must not take another way because of it."""
+    model = FlatModel(MODELS["logistic"]().double())
+    stack = Stack.of(model, cross_entropy)
+    (good,) = requests(model, torch.float64, 0.5, sizes=(4,))
+    y = good.y.clone()
+    y[2] = label
+    others = torch.tensor([0, 1, 3])
+    (found,) = stack.answers([replace(good, y=y)])
+    (expected,) = stack.answers([replace(good, x=good.x[others], y=good.y[others])])
+    assert torch.equal(found, expected)
 
 
 def test_too_many_records_for_one_pass_take_several(monkeypatch):

@@ -18,7 +18,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import norms
 from fedpact.persample.gradients import Made, Share
-from fedpact.persample.trace import Program, Untraceable
+from fedpact.persample.trace import Program, Untraceable, without_advice
 
 CHUNK = 16
 """Records that one vmap differentiates at a time."""
@@ -84,13 +84,8 @@ class Alone:
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
-        switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
-        # Not warnings.catch_warnings, which other threads would see.
-        switch(False)
-        try:
+        with without_advice():
             rows, losses = cast(Any, batched)(weights, x.detach(), y)
-        finally:
-            switch(True)
         return losses, rows
 
     def _looped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

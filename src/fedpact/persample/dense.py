@@ -25,7 +25,7 @@ from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
 from fedpact.persample.chain import ALIKE, LARGE, chain_of, flattens, linear, wanted
 from fedpact.persample.columns import Array, Bounds
-from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together
+from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together, unit_of
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.weighting import Weights, weights_of
 
@@ -165,8 +165,12 @@ class Dense:
             if some_strange or not norms.max() <= LONGEST:
                 known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
-                return _weighted(self._order, *_without_bad(asked, c, known, made))
+                c, made = _without_bad(asked, c, known, made)
             totals = _weighted(self._order, c, made)
+            units = [unit_of(one.clip) for one in asked]
+            totals = [t if u == 1 else t * u for t, u in zip(totals, units, strict=True)]
+        if not self._at_hand:
+            return totals
         # A sum is finite only if its terms are.
         if math.isfinite(known.sum()):
             return totals
@@ -372,7 +376,9 @@ def _coefficients(asked: list[Sum], w: Array | None, norms: Array, made: _Pass) 
     c = xp.zeros_like(norms)
     for one, own in zip(asked, made.own, strict=True):
         limits = one.clip / norms[own]
-        c[own] = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
+        some = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
+        # In units of the clip, see gradients.unit_of.
+        c[own] = some / unit_of(one.clip)
     return c
 
 

@@ -35,7 +35,7 @@ def regrouped(node: Node, at: At) -> State:
         if times is None:
             before *= cast(int, size)
             continue
-        outer, rest = divmod(front, before)
+        outer, rest = divmod(front, before) if before else (0, 1)
         inner, left = divmod(times, max(outer, 1))
         if rest or left or not outer:
             break
@@ -173,6 +173,15 @@ def gathered(node: Node, at: At) -> State:
     if at(node.args[2]) != where or dims_of(node.args[1], count) == [where.dim]:
         raise Mixed(f"operation {node.target} reads along the batch")
     return where
+
+
+def copied(node: Node, at: At) -> State:
+    """The second's numbers in the first's form."""
+    of_target, of_source = at(node.args[0]), at(node.args[1])
+    if of_source is None:
+        return of_target
+    shape = shape_of(node)
+    return of_source._replace(dim=of_source.dim + len(shape) - len(shape_of(node.args[1])))
 
 
 def indexed(node: Node, at: At) -> State:

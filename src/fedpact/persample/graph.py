@@ -22,7 +22,7 @@ from fedpact.persample.gradients import Made, Outer, Share, Through
 from fedpact.persample.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.rules import Call, Place, shares_of
 from fedpact.persample.separable import kind_of, states
-from fedpact.persample.trace import Program, arguments, evaluated
+from fedpact.persample.trace import Program, arguments, evaluated, operation, without_advice
 
 Shares = dict[str, list[Share]]
 
@@ -176,7 +176,8 @@ class Graph:
 
         def pull(name: str) -> Callable[[Tensor], Tensor]:
             def rows(given: Tensor) -> Tensor:
-                each = cast(Any, vmap(lambda g: back(g)[0][name]))(given.view(-1, *shape))
+                with without_advice():
+                    each = cast(Any, vmap(lambda g: back(g)[0][name]))(given.view(-1, *shape))
                 return each.flatten(1)
 
             return rows
@@ -210,9 +211,7 @@ class Graph:
             use = self._use(node, weighted) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
-            # torch may have traced a view that another layout of the same numbers has not.
-            do = torch.ops.aten.reshape.default if kind_of(node) == "view" else node.target
-            steps.insert(0, _Step(node, cast(Any, do), last, use))
+            steps.insert(0, _Step(node, operation(node), last, use))
         return steps
 
     def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:

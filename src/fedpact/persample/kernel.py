@@ -19,13 +19,12 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from fedpact import check
-from fedpact.errors import ModelError
+from fedpact.errors import InputError, ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Sum
@@ -41,6 +40,10 @@ _Weigh = Callable[[Tensor, slice], Tensor]
 
 # What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
+
+
+SHORTEST: Final = 2.0**-100
+"""The smallest clip."""
 
 
 def slack(records: int) -> float:
@@ -92,8 +95,7 @@ class PerSampleKernel:
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
-        if clip != math.inf:
-            check.positive(clip=clip)
+        _check_clip("clip", clip)
         x = x.detach()
         total = self._passes.at_once(Sum(self.model, x, y, clip, weights))
         if total is not None:
@@ -110,8 +112,7 @@ class PerSampleKernel:
         however near w is to the anchor. Dropout layers draw anew at either point.
         Raises InputError for another bound, and ModelError as clipped_sum does.
         """
-        if bound != math.inf:
-            check.positive(bound=bound)
+        _check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
 
@@ -338,6 +339,15 @@ def _gradients(
         torch.autograd.grad(output, parameters, grad, allow_unused=True),
     )
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def _check_clip(name: str, clip: float) -> None:
+    """Raise InputError unless a sum of such clips has digits in float32."""
+    if not clip >= SHORTEST:
+        raise InputError(
+            f"{name} is {clip!r}: expected a number of at least 2^-100 = {SHORTEST:.1e}, or "
+            "infinity; shorter ones have no digits in float32; scale loss or weights up"
+        )
 
 
 def _apart(v: Tensor, vector: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.func import vjp, vmap
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer, Share
 from fedpact.persample.places import Where
+from fedpact.persample.trace import without_advice
 
 _aten = cast(Any, torch.ops.aten)
 
@@ -272,7 +273,8 @@ def replayed(call: Call) -> Shares:
         return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))
 
     try:
-        rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
+        with without_advice():
+            rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
     except RuntimeError:
         each = [
             pull({i: x[j] for i, x in inputs.items()}, [g[j] for g in grads])

@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch.fx import Node
 
 from fedpact.persample.forms import (
+    copied,
     expanded,
     gathered,
     indexed,
@@ -40,6 +41,7 @@ from fedpact.persample.places import (
     along,
     batched,
     before,
+    dims_of,
     from_the_end,
     is_size,
     is_size_arg,
@@ -117,6 +119,20 @@ def _checked(node: Node, state: State) -> State:
 
 
 _CONSTANT = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "rand", "randn")
+
+
+def _written(node: Node, at: At) -> State:
+    """x with other numbers along a dimension, at places that are the same for each record."""
+    where, count = records_in(node, at)
+    (dim,) = dims_of(option(node, 2, "dim", 0), count)
+    everything = str(node.target) == "aten.slice_scatter.default" and len(node.args) < 3
+    of_source = at(node.args[1])
+    gone = dim < where.dim and "select" in str(node.target)
+    same = of_source is None or of_source == where._replace(dim=where.dim - gone)
+    only(node, at, 0, 1)
+    if (dim == where.dim and not everything) or not same:
+        raise Mixed(f"operation {node.target} writes along the batch")
+    return where
 
 
 def _from_size(node: Node) -> State:
@@ -285,7 +301,7 @@ _RULES: dict[str, Rule] = {
         "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_not isnan isinf isfinite nan_to_num "
-        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout "
+        "dropout feature_dropout alpha_dropout feature_alpha_dropout "
         "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
         "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli "
         "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac "
@@ -311,6 +327,8 @@ _RULES: dict[str, Rule] = {
     **_named(repeated, "repeat tile"),
     **_named(along(2, default=None), "repeat_interleave.self_int"),
     **_named(gathered, "gather"),
+    **_named(copied, "copy"),
+    **_named(_written, "slice_scatter select_scatter"),
     **_named(along(1), "index_select narrow unfold flip cumsum cumprod logcumsumexp glu"),
     **_named(along(2, default=None), "roll"),
     **_named(along(1), "softmax.int log_softmax.int _softmax _log_softmax"),

@@ -6,9 +6,11 @@ afterwards is what was traced.
 """
 
 import logging
+import operator
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -164,8 +166,49 @@ def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any
             env[node] = values[node.name]
         else:
             args, kwargs = arguments(node, env)
-            env[node] = cast(Any, node.target)(*args, **kwargs)
+            env[node] = operation(node)(*args, **kwargs)
     return env
+
+
+def operation(node: Node) -> Callable[..., Any]:
+    """What a node does; of some operations the same, in a way that can always be done."""
+    if node.op == "get_attr":
+        held = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        return lambda: held
+    return _INSTEAD.get(node.target, cast(Any, node.target))
+
+
+def _copied(into: Tensor, source: Tensor) -> Tensor:
+    return source.expand_as(into).to(into.dtype)
+
+
+def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
+    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
+        return inner(*args)
+
+
+_aten = cast(Any, torch.ops.aten)
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    # torch may have traced a view that another layout of the same numbers has not,
+    _aten.view.default: _aten.reshape.default,
+    # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
+    _aten.copy.default: _copied,
+    cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
+}
+
+
+@contextmanager
+def without_advice() -> Generator[None]:
+    """Without torch's warnings that an operation is slow under vmap; one pass has few of them.
+
+    Not warnings.catch_warnings, which other threads would see.
+    """
+    switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
