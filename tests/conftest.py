@@ -160,23 +160,29 @@ def kernels(module, loss, *ways):
     return found
 
 
-def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", ways=WAYS):
+def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", ways=None):
     """Each way's sums at several clips and weights against the reference; returns the last kernel.
 
-    way: the one that is taken of those that a model takes which is no chain, "graph" or "records".
+    way: the one that is taken where the model is taken for no chain, "graph" or "records".
+    ways: those to try, and to find; by default what there is.
     The records are the site's own at a sampling rate of 1, so they have to be left as they are.
     """
     given_x = x.clone()
     rows = per_sample(module, loss, x, y) if rows is None else rows
     middle = float(rows.norm(dim=1).median()) or 1.0
     w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
-    for name, kernel in kernels(module, loss, *ways).items():
+    found = kernels(module, loss, *(ways or ()))
+    assert not ways or set(ways) - found.keys() <= {"dense"}
+    each = [loss(module(x[j : j + 1].clone()), y[j : j + 1]) for j in range(len(x))]
+    for name, kernel in found.items():
         for clip in (math.inf, middle, 1e-3 * middle):
             for weights in (None, w):
                 given = None if weights is None else dealt(w)
                 total = kernel.clipped_sum(x, y, clip, given)
                 off = error(total, clipped(rows, clip, weights))
                 assert off < tolerance, f"{name} is off by {off:.1e} at clip {clip}"
+        losses = torch.cat(each).detach()
+        assert torch.allclose(kernel.losses(x, y), losses, rtol=10 * tolerance, atol=tolerance)
         assert kernel.way(x, y) == (way if name == "graph" else "chain")
     assert torch.equal(given_x, x)
     return kernel

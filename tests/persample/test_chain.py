@@ -1,16 +1,13 @@
 """Chains of layers, in one go, by the chain and by the graph, against ordinary autograd.
 
-Random chains in float64 to about 1e-14, and the papers' models in float32.
+In float64 to about 1e-14, and the papers' models in float32.
 """
 
 import copy
 import math
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from fedpact.losses import cross_entropy, squared_error
@@ -19,131 +16,12 @@ from fedpact.params import FlatModel
 from fedpact.persample import chain
 from fedpact.persample.kernel import PerSampleKernel
 
-MANY = settings(max_examples=80, deadline=None, derandomize=True)
-FEW = settings(MANY, max_examples=8)
-BOTH = ("chain", "graph")
+WAYS = ("dense", "chain", "graph")
 
 
-def check(reference, module, loss, x, y, tolerance=1e-13, rows=None, ways=("dense", *BOTH)):
+def check(reference, module, loss, x, y, tolerance=1e-13, rows=None, ways=WAYS):
     rows = reference.per_sample_loop(module, loss, x, y) if rows is None else rows
-    middle = float(rows.norm(dim=1).median()) or 1.0
-    w = torch.linspace(-0.5, 2, len(x), dtype=torch.float64)
-    kernels = reference.kernels(module, loss, *ways)
-    assert set(ways) - {"dense"} == kernels.keys() - {"dense"}
-    for way, kernel in kernels.items():
-        for clip, weights in ((math.inf, None), (middle, None), (1e-3 * middle, w)):
-            given_weights = None if weights is None else (lambda ell: w.to(ell.dtype))
-            found = kernel.clipped_sum(x, y, clip, given_weights)
-            assert reference.error(found, reference.clipped(rows, clip, weights)) < tolerance
-        losses = loss(module(x), y).detach()
-        assert torch.allclose(kernel.losses(x, y), losses, rtol=10 * tolerance, atol=tolerance)
-        assert kernel.way(x, y) == ("graph" if way == "graph" else "chain")
-
-
-@st.composite
-def convolutions(draw, channels, out, small):
-    if small:
-        return nn.Conv2d(channels, out, 1)
-    size, stride = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    # Padded with as much on both sides: torch warns of its own copy where "same" is not.
-    same = ["same"] if stride == 1 and size % 2 else []
-    padding = draw(st.sampled_from([0, 1, *same]))
-    return nn.Conv2d(
-        channels, out, size, stride, padding if size > 1 else 0,
-        groups=draw(st.sampled_from([1, 1, 2])) if channels % 2 == 0 else 1,
-        bias=draw(st.booleans()),
-    )  # fmt: skip
-
-
-@st.composite
-def image_layers(draw, kinds):
-    """Layers [B, C, H, W] -> [B, C', H', W'], ReLU before and behind pooling, overlaps, others."""
-    channels, layers, side = draw(st.sampled_from([1, 3, 8])), [], 13
-    start = channels
-    for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(kinds))
-        if kind == "conv":
-            out = draw(st.sampled_from([2, 8, 16]))
-            layers.append(draw(convolutions(channels, out, small=side <= 3)))
-            channels = out
-        elif kind == "pool" and side > 3:
-            size, stride = draw(st.sampled_from([(2, 2), (3, 2), (2, 1)]))
-            layers.append(nn.MaxPool2d(size, stride, draw(st.integers(0, 1)),
-                                       ceil_mode=draw(st.booleans())))  # fmt: skip
-        elif kind == "curve":
-            layers.append(draw(st.sampled_from([nn.Tanh(), nn.Sigmoid()])))
-        elif kind == "norm":
-            layers.append(nn.GroupNorm(1, channels))
-        elif kind == "other" and side > 3:
-            layers.append(draw(st.sampled_from([nn.AvgPool2d(2), nn.Softplus(), nn.Identity()])))
-        if draw(st.booleans()):
-            # Autograd itself refuses to overwrite what a tanh, for one, has to remember.
-            free = bool(layers) and isinstance(layers[-1], nn.Conv2d | nn.MaxPool2d | nn.GroupNorm)
-            relu = nn.ReLU(inplace=free and draw(st.booleans()))
-            layers.append(relu if draw(st.booleans()) else nn.Sequential(relu))
-        side = nn.Sequential(*layers)(torch.zeros(1, start, 13, 13)).shape[-1]
-    return start, layers
-
-
-def check_images(reference, case, batch, seed, ways):
-    channels, layers = case
-    torch.manual_seed(seed)
-    x = torch.randn(batch, channels, 13, 13).double()
-    width = nn.Sequential(*layers)(x[:1].float()).numel()
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)).double()
-    check(reference, model, cross_entropy, x, torch.arange(batch) % 3, ways=ways)
-
-
-KNOWN = ["conv", "conv", "pool", "curve", "flat"]
-
-
-@MANY
-@given(image_layers(KNOWN), st.integers(1, 5), st.integers(0, 2**16))
-def test_chains_of_image_layers(reference, case, batch, seed):
-    check_images(reference, case, batch, seed, ("dense", "chain"))
-
-
-@FEW
-@given(image_layers([*KNOWN, "norm", "other"]), st.integers(1, 5), st.integers(0, 2**16))
-def test_graphs_of_image_layers(reference, case, batch, seed):
-    check_images(reference, case, batch, seed, ("graph",))
-
-
-@st.composite
-def row_layers(draw, known):
-    widths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=4))
-    layers = []
-    first = [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh()]
-    then = [nn.ReLU(), nn.Sigmoid()]
-    if not known:
-        first, then = [*first, nn.Identity(), nn.ELU(inplace=True)], [*then, nn.GELU()]
-    for inputs, outputs in pairwise(widths):
-        layers.append(nn.Linear(inputs, outputs, bias=draw(st.booleans())))
-        if not known and draw(st.booleans()):
-            layers.append(nn.LayerNorm(outputs))
-        layers.append(draw(st.sampled_from(first)))
-        layers += draw(st.lists(st.sampled_from(then), max_size=1))
-    return widths[0], draw(st.lists(st.integers(1, 3), max_size=1)), layers
-
-
-def check_rows(reference, case, batch, seed, ways):
-    width, positions, layers = case
-    torch.manual_seed(seed)
-    model = nn.Sequential(*layers, nn.Flatten()).double()
-    x = torch.randn(batch, *positions, width).double()
-    check(reference, model, squared_error, x, torch.randn_like(model(x)).detach(), ways=ways)
-
-
-@MANY
-@given(row_layers(known=True), st.integers(1, 5), st.integers(0, 2**16))
-def test_chains_of_row_layers(reference, case, batch, seed):
-    check_rows(reference, case, batch, seed, ("chain",))
-
-
-@FEW
-@given(row_layers(known=False), st.integers(1, 5), st.integers(0, 2**16))
-def test_graphs_of_row_layers(reference, case, batch, seed):
-    check_rows(reference, case, batch, seed, ("graph",))
+    reference.check(module, loss, x, y, tolerance, rows, ways=ways)
 
 
 PAPERS = [
@@ -204,7 +82,7 @@ def test_batches_of_every_size_in_turn(reference):
     torch.manual_seed(0)
     model = papers.cnn((1, 28, 28), 10)
     x, y = torch.rand(17, 1, 28, 28), torch.arange(17) % 10
-    kernels = reference.kernels(model, cross_entropy, *BOTH).values()
+    kernels = reference.kernels(model, cross_entropy, *WAYS[1:]).values()
     for n in (3, 17, 0, 1, 16, 2):
         a, b = (k.clipped_sum(x[:n], y[:n], 0.1) for k in kernels)
         assert torch.allclose(a, b, rtol=0, atol=1e-6 * max(n, 1) * 0.1)

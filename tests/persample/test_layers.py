@@ -69,7 +69,8 @@ def check_layers(reference, layers, x, seed, keep=True):
         x = torch.randn(x.shape, dtype=torch.float64)
     beside = Beside(layers, behind)
     links = [layer for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
-    chains = [nn.Sequential(layer, nn.Tanh(), nn.Flatten()) for layer in links]
+    alone = [nn.Sequential(layer, nn.Tanh(), nn.Flatten()) for layer in links]
+    chains = [m for m in alone if reference.kernels(m, squared_error, "chain")]
     for model in (beside, *chains):
         model.double().requires_grad_(True)
         for p in model.parameters():

@@ -103,10 +103,10 @@ class Linear(Weighted):
     """y = x Wᵀ + b for x [B, ..., K]."""
 
     def _apply(self, x: Tensor) -> Tensor:
-        return linear(x, self._own.weight, self._own.bias)
+        return linear(*aligned(x, self._own.weight), self._own.bias)
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:  # noqa: ARG002
-        return linear(g, self._own.weight.t())
+        return linear(*aligned(g, self._own.weight.t()))
 
     def _weight(self, x: Tensor, g: Tensor) -> Share:
         return Outer(_positions(g), _positions(x))
@@ -385,6 +385,15 @@ def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
     more[:count] = rows
     more[count:] = 0
     return more
+
+
+def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] and weight [O, K] for x weightᵀ, with zeros so that rows begin at 16 bytes.
+
+    Elsewhere a row is multiplied by other code, so its last bits would follow from its place.
+    """
+    more = -x.shape[-1] % 4
+    return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (x, weight)
 
 
 def wanted(count: int, multiple: int) -> int:

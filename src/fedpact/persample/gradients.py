@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.params import at_hand
@@ -244,8 +245,11 @@ class Outer(Share):
     """Σ_t g_t u_tᵀ [O, K] from g [B, T, O] and u [B, T, K]."""
 
     def __init__(self, g: Tensor, u: Tensor) -> None:
-        self.g, self.u = g, u
         self.batch, self.length, out = g.shape
+        if self.length > 1 and (self.length * out % 4 or self.length * u.shape[2] % 4):
+            # A record's matrices begin at 16 bytes: elsewhere other code multiplies them.
+            g, u = (F.pad(t, (0, 0, 0, -self.length % 4)) for t in (g, u))
+        self.g, self.u = g, u
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
         self._turned = out > u.shape[2]

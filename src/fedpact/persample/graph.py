@@ -81,7 +81,9 @@ def _tapped(
     for one in several:
         if one.is_floating_point() and not one.requires_grad:
             one.requires_grad_()
-    call = Call(step.do, list(args), dict(kwargs), use.places, use.out, [*use.sources], batch)
+    call = Call(
+        step.node.target, list(args), dict(kwargs), use.places, use.out, [*use.sources], batch
+    )
     call.grads = list(several)
     calls.append((use, call, recorded))
     return tuple(several) if isinstance(found, (tuple, list)) else several[0]

@@ -58,7 +58,7 @@ def slack(records: int) -> float:
     """
     unit = 2.0**-24
     added = (TOGETHER + 16) * unit * min(records, IN_FLOAT32)
-    rounded = unit * (1 + 2.0**-10) * records if records > IN_FLOAT32 else 0.0
+    rounded = unit * (1 + 2.0**-5) * records if records > IN_FLOAT32 else 0.0
     return 2.0**-14 + 2 * max(added, rounded)
 
 
@@ -170,9 +170,8 @@ class PerSampleKernel:
         if batch == 0:
             return torch.zeros_like(vector)
         self._mixers.check()
-        total = torch.zeros_like(
-            vector, dtype=torch.float64 if batch > IN_FLOAT32 else vector.dtype
-        )
+        exact = batch > IN_FLOAT32 or self._passes.cut_small(x, y)
+        total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         with torch.no_grad(), _all_digits(vector):
             self._add(total, measure, x, y, _Clip(clip, unit_of(clip)), weigh)
         return (total * unit_of(clip)).to(vector.dtype)

@@ -28,7 +28,7 @@ BLOCK = 1024
 LONGEST = 2.0**63
 """A gradient beyond counts as infinite: C over its norm could be a number that float32 rounds."""
 
-SMALL = 1e-28
+SMALL = 1e-24
 """Up to 10^8 squares that are each below 1e-38 are a millionth of this."""
 
 _norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
@@ -90,4 +90,6 @@ def joined(tensors: list[Tensor], dim: int) -> Tensor:
 def chunks(batch: int, size: int, most: int | None = None) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
     step = max(1, min(CHUNK_BYTES // max(1, size), most or batch))
+    # A power of two, which divides a pass: a product of one record alone may be other code's.
+    step = 1 << (step.bit_length() - 1)
     return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]

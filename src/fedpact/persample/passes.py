@@ -21,7 +21,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
-from fedpact.persample.chain import ALIKE, KNOWN, Chain, wanted
+from fedpact.persample.chain import ALIKE, KNOWN, Chain, padded, wanted
 from fedpact.persample.dense import Dense, Sum
 from fedpact.persample.gradients import Share, Space, difference, part
 from fedpact.persample.graph import Graph
@@ -94,6 +94,10 @@ class Passes:
             return "chain"
         return "graph" if isinstance(self._traced(x, y), Graph) else "records"
 
+    def cut_small(self, x: Tensor, y: Tensor) -> bool:
+        """Whether passes may hold so few records that float32 would add too many of them up."""
+        return self._chain(x) is None and isinstance(self._traced(x, y), Alone)
+
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
         if self._chain(x) is not None:
@@ -139,10 +143,11 @@ class Passes:
 
         Images by pixel; and but for a chain the last record over and over behind, see chain.padded.
         """
-        if self._images and x.dim() == 4:
-            x = _by_pixel(x)
+        by_pixel = self._images and x.dim() == 4
         if self._chain(x) is not None:
-            return x, y
+            # One image by itself is convolved by other code than two are.
+            return (_by_pixel(padded(x, 1)) if by_pixel else x), y
+        x = _by_pixel(x) if by_pixel else x
         way = self._traced(x, y)
         count = x.shape[0]
         more = (-count % way.step) if isinstance(way, Alone) else wanted(count, ALIKE) - count

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -21,6 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample.cells import CELLS
+from fedpact.persample.chain import aligned
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -182,6 +184,15 @@ def _copied(into: Tensor, source: Tensor) -> Tensor:
     return source.expand_as(into).to(into.dtype)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b with rows that begin at 16 bytes, forward and back; see chain.aligned."""
+    (out, width), more = weight.shape, -weight.shape[0] % 4
+    if not more and width % 4 == 0:
+        return F.linear(x, weight, bias)
+    x, weight = aligned(x, F.pad(weight, (0, 0, 0, more)))
+    return F.linear(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
+
+
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return inner(*args)
@@ -191,6 +202,7 @@ _aten = cast(Any, torch.ops.aten)
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     # torch may have traced a view that another layout of the same numbers has not,
     _aten.view.default: _aten.reshape.default,
+    _aten.linear.default: _linear,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
     _aten.copy.default: _copied,
     cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,

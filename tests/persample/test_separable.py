@@ -1,0 +1,234 @@
+"""The table of operations that keep records apart: every rule of it, and models that mix them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.persample import uses_layers  # noqa: F401  (adds its own to USES)
+from tests.persample.attacked import moved
+from tests.persample.drawn import tried
+from tests.persample.uses import USES
+from torch import nn
+
+from fedpact.errors import ModelError
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.persample import norms
+from fedpact.persample.kernel import PerSampleKernel, slack
+from fedpact.persample.separable import _RULES
+
+MOST = 40
+ENOUGH = 2
+
+
+def test_every_operation_of_the_table_is_tried():
+    assert set(USES) == set(_RULES)
+
+
+@pytest.mark.parametrize("name", sorted(_RULES))
+def test_what_the_table_claims_of_an_operation_is_so(name):
+    # Two uses that it is claimed for, of up to 40 drawn: other records' results stay as they are
+    # when one record is another, and when it is missing.
+    shown = 0
+    for seed in range(MOST):
+        shown += tried(name, USES[name], seed) == "shown"
+        if shown == ENOUGH:
+            break
+    assert shown == ENOUGH
+
+
+@pytest.mark.parametrize("name", ["cumsum", "sort", "flip", "roll", "softmax.int", "amax"])
+def test_the_check_finds_a_rule_that_claims_too_much(name, monkeypatch):
+    # Rules that never look which dimension it is.
+    name = f"aten.{name if '.' in name else name + '.default'}"
+    results = 2 if "sort" in name else 1
+
+    def careless(node, at):
+        found = at(node.args[0])
+        return (found,) * results if results > 1 else found
+
+    monkeypatch.setitem(_RULES, name, careless)
+    with pytest.raises(AssertionError):
+        for seed in range(MOST):
+            tried(name, USES[name], seed)
+
+
+class Mixing(nn.Module):
+    """A layer, what is done with its output h [B, 6], and a head."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.first, self.head, self.middle = nn.Linear(6, 6), nn.Linear(6, 3), middle
+        self.gate = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return self.head(self.middle(self, torch.tanh(self.first(x))))
+
+
+def _over_the_batch(model, h):
+    return h + model.gate * F.scaled_dot_product_attention(h[None], h[None], h[None])[0]
+
+
+def _in_place(_, h):
+    h = h.clone()
+    h[1:] = h[:-1]
+    return h
+
+
+MIXING = {
+    "any": lambda _, h: torch.where((h > 0.9).any(), -h, h),
+    "max": lambda _, h: h * (h.max() < 0.9),
+    "mean": lambda _, h: h + 1e-9 * h.mean(0),
+    "norm": lambda _, h: h / h.norm(),
+    "variance": lambda _, h: h / (1 + h.var(0, correction=0)),
+    "statistics": lambda _, h: torch.where(h > h.mean(0), h, 0.0),
+    "sum": lambda _, h: h + h.sum(0),
+    "cumsum": lambda _, h: h + 1e-9 * h.cumsum(0),
+    "roll": lambda _, h: h + 0.1 * h.roll(1, 0),
+    "flip": lambda _, h: h.flip(0),
+    "sort": lambda _, h: h.sort(0)[0],
+    "topk": lambda _, h: h * h.topk(1, 0)[0],
+    "softmax": lambda _, h: h.softmax(0),
+    "first": lambda _, h: h + h[0],
+    "last": lambda _, h: h + h[-1:],
+    "attention": _over_the_batch,
+    "gram": lambda _, h: (h @ h.T) @ h,
+    "einsum": lambda _, h: torch.einsum("bi,ci->bc", h, h) @ h,
+    "summed": lambda _, h: h + torch.einsum("bi->i", h),
+    "distances": lambda _, h: h + torch.cdist(h, h).sum(1, keepdim=True),
+    "length": lambda _, h: h / h.shape[0],
+    "reciprocal": lambda _, h: h * (1.0 / h.shape[0]),
+    "root": lambda _, h: h * h.shape[0] ** 0.5,
+    "len": lambda _, h: h * len(h),
+    "numel": lambda _, h: h * h.numel(),
+    "branch on length": lambda _, h: h if h.shape[0] < 12 else -h,
+    "branch on values": lambda _, h: h if h.max() < 0.9 else -h,
+    "arange": lambda _, h: h * torch.arange(h.shape[0])[:, None],
+    "expand": lambda _, h: h * torch.sin(9 * h[:, :1].expand(-1, h.shape[0]).sum(1, True)),
+    "full": lambda _, h: h * torch.full((6,), 1.0 * h.shape[0]),
+    "ones": lambda _, h: torch.ones(h.shape[0], h.shape[0]) @ h,
+    "eye": lambda _, h: torch.eye(h.shape[0]) @ h,
+    "repeat": lambda _, h: h.repeat(2, 1)[h.shape[0] // 2 :][: h.shape[0]],
+    "view": lambda _, h: h.reshape(6, -1).T,
+    "time": lambda _, h: h.reshape(3, -1, 2).transpose(0, 1).reshape(-1, 6),
+    "interleave": lambda _, h: h.repeat_interleave(2, 0)[: h.shape[0]],
+    "index": lambda _, h: h[torch.zeros(1, dtype=torch.long)] + h,
+    "gather": lambda _, h: h + h.gather(0, torch.zeros_like(h, dtype=torch.long)),
+    "diagonal": lambda _, h: h + torch.diagonal(h @ h.T)[:, None],
+    "strided": lambda _, h: h.as_strided(h.shape, (6, 1)),
+    "unfold": lambda _, h: F.pad(h, (0, 0, 1, 0)).unfold(0, 2, 1).sum(2),
+    "batch norm": lambda _, h: F.batch_norm(h, None, None, training=True),
+    "layer norm": lambda _, h: F.layer_norm(h.T, h.shape[:1]).T,
+    "in place": _in_place,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Mixing(MIXING[name])), cross_entropy)
+    x, y = torch.randn(9, 6), torch.arange(9) % 3
+    r, clip = torch.full((1, 6), 30.0), 0.05
+
+    def summed(x, y):
+        return kernel.clipped_sum(x, y, clip)
+
+    try:
+        total = kernel.clipped_sum(x, y, math.inf)
+        # Each record by the model itself, as a batch of one.
+        error = float((total - kernel.alone(x, y).sum(0)).norm())
+        assert error <= 1e-5 * float(total.norm())
+        for place in (0, 5, 9):
+            assert moved(summed, x, y, r, y[:1], place) <= clip * (1 + slack(10))
+    except ModelError:
+        return
+
+
+class Remembering(Mixing):
+    """Mixes by what earlier passes left in Python: h + h.cumsum(0) makes it no graph."""
+
+    def __init__(self, middle):
+        super().__init__(middle)
+        self.seen, self.calls = None, 0
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.head(self.middle(self, h + 1e-9 * h.cumsum(0)))
+
+
+def _previous(model, h):
+    found = h if model.seen is None else h + model.seen.sum()
+    model.seen = h.detach()
+    return found
+
+
+def _running(model, h):
+    model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
+    return h - model.mean
+
+
+def _buffer(model, h):
+    model.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return h - model.mean
+
+
+def _weights(model, h):
+    model.head.bias.data.add_(h.detach().mean())
+    return h
+
+
+def _hundredth(model, h):
+    model.calls += 1
+    return h if model.calls <= 100 else h - 10 * h.mean(0)
+
+
+@pytest.mark.parametrize("middle", [_previous, _running, _buffer, _weights, _hundredth])
+@pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
+def test_no_record_is_remembered_for_another(middle, keep, monkeypatch):
+    # keep: as many records at a time as fit, and one at a time.
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Remembering(middle)), cross_entropy)
+    x, y = torch.randn(16, 6), torch.arange(16) % 3
+    other = x.clone()
+    other[0] = 50.0
+    try:
+        before = kernel.clipped_sum(x, y, 0.05)
+        for _ in range(0 if middle is not _hundredth else 110):
+            kernel.clipped_sum(x[:2], y[:2], 0.05)
+        kernel.clipped_sum(other, y, 0.05)
+        assert torch.equal(kernel.clipped_sum(x, y, 0.05), before)
+    except ModelError:
+        return
+
+
+def _reweighted(outputs, y):
+    return cross_entropy(outputs, y) * torch.where((outputs.abs() > 50).any(), -1.0, 1.0)
+
+
+def _branching(outputs, y):
+    losses = cross_entropy(outputs, y)
+    return -losses if bool((outputs.abs() > 50).any()) else losses
+
+
+def _centred(outputs, y):
+    return cross_entropy(outputs - outputs.mean(0), y)
+
+
+@pytest.mark.parametrize("loss", [_reweighted, _branching, _centred])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_loss_that_mixes_records_is_exact_on_each_or_refused(loss, layers):
+    torch.manual_seed(0)
+    chain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)], nn.Tanh(), nn.Linear(4, 3))
+    x, y, r = torch.randn(20, 4), torch.arange(20) % 3, torch.full((1, 4), 1e6)
+    with torch.no_grad():
+        chain[-1].weight.mul_(100)
+    try:
+        kernel = PerSampleKernel(FlatModel(chain), loss)
+        found = moved(lambda x, y: kernel.clipped_sum(x, y, 0.05), x, y, r, y[:1])
+        assert found <= 0.05 * (1 + slack(21))
+        assert torch.allclose(kernel.losses(x, y)[:5], kernel.losses(x[:5], y[:5]), rtol=1e-5)
+    except ModelError:
+        return
