@@ -26,19 +26,21 @@ def test_every_operation_of_the_table_is_tried():
     assert set(USES) == set(_RULES)
 
 
-@pytest.mark.parametrize("name", sorted(_RULES))
-def test_what_the_table_claims_of_an_operation_is_so(name):
-    # Two uses that it is claimed for, of up to 40 drawn: other records' results stay as they are
-    # when one record is another, and when it is missing.
+def _shown(name, enough):
+    """How many uses, of up to 40 that are drawn, are claimed to keep records apart and do."""
     shown = 0
     for seed in range(MOST):
-        shown += tried(name, USES[name], seed) == "shown"
-        if shown == ENOUGH:
-            break
-    assert shown == ENOUGH
+        shown += shown < enough and tried(name, USES[name], seed) == "shown"
+    return shown
 
 
-@pytest.mark.parametrize("name", ["cumsum", "sort", "flip", "roll", "softmax.int", "amax"])
+@pytest.mark.parametrize("name", sorted(_RULES))
+def test_what_the_table_claims_of_an_operation_is_so(name):
+    # Other records' results stay as they are when one is another, and when it is missing.
+    assert _shown(name, ENOUGH) == ENOUGH
+
+
+@pytest.mark.parametrize("name", ["cumsum", "sort", "flip", "roll", "softmax.int"])
 def test_the_check_finds_a_rule_that_claims_too_much(name, monkeypatch):
     # Rules that never look which dimension it is.
     name = f"aten.{name if '.' in name else name + '.default'}"
@@ -50,8 +52,7 @@ def test_the_check_finds_a_rule_that_claims_too_much(name, monkeypatch):
 
     monkeypatch.setitem(_RULES, name, careless)
     with pytest.raises(AssertionError):
-        for seed in range(MOST):
-            tried(name, USES[name], seed)
+        _shown(name, MOST)
 
 
 class Mixing(nn.Module):

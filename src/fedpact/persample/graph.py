@@ -74,16 +74,15 @@ def _tapped(
         # It tells its gradients when it is gone back through, so its input has to want one.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
-        found = recurrent.run(step.do, args, lambda *one: recorded.append(one))
+        found: Any = recurrent.run(step.do, args, lambda i, g, u: recorded.append((i, g, u)))
     else:
         found = step.do(*args, **kwargs)
-    several = list(found) if isinstance(found, (tuple, list)) else [found]
+    several = cast(list[Tensor], list(found) if isinstance(found, (tuple, list)) else [found])
     for one in several:
         if one.is_floating_point() and not one.requires_grad:
             one.requires_grad_()
-    call = Call(
-        step.node.target, list(args), dict(kwargs), use.places, use.out, [*use.sources], batch
-    )
+    op, wanted = cast(Any, step.node.target), [*use.sources]
+    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
     call.grads = list(several)
     calls.append((use, call, recorded))
     return tuple(several) if isinstance(found, (tuple, list)) else several[0]
@@ -177,9 +176,12 @@ class Graph:
         back = cast(Callable[[Tensor], tuple[dict[str, Tensor]]], vjp(value, weights)[1])
 
         def pull(name: str) -> Callable[[Tensor], Tensor]:
+            def one(g: Tensor) -> Tensor:
+                return back(g)[0][name]
+
             def rows(given: Tensor) -> Tensor:
                 with without_advice():
-                    each = cast(Any, vmap(lambda g: back(g)[0][name]))(given.view(-1, *shape))
+                    each = cast(Any, vmap(one))(given.view(-1, *shape))
                 return each.flatten(1)
 
             return rows

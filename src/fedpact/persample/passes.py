@@ -153,7 +153,8 @@ class Passes:
         more = (-count % way.step) if isinstance(way, Alone) else wanted(count, ALIKE) - count
         if not more:
             return x, y
-        return tuple(torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
+        x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
+        return x, y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [B] and shares by the parameters' names; held: they outlast other weights."""

@@ -70,7 +70,7 @@ def records_in(node: Node, at: At, place: int = 0) -> tuple[Where, int]:
 
 def dims_of(dims: Any, count: int) -> list[int]:
     """Dimensions of a tensor of so many as 0, 1, ...; all of them where none is named."""
-    given = [dims] if isinstance(dims, int) else list(dims or range(count))
+    given: list[Any] = [dims] if isinstance(dims, int) else list(dims or range(count))
     if not all(isinstance(d, int) for d in given):
         raise Mixed("a dimension is not a number")
     return [d % max(count, 1) for d in given]

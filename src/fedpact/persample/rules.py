@@ -61,7 +61,9 @@ class Call:
 
     def put(self, values: "dict[Place, Tensor]") -> list[Any]:
         """The arguments with others in these places."""
-        args = [list(a) if isinstance(a, (list, tuple)) else a for a in self.args]
+        args: list[Any] = [
+            list(cast(list[Any], a)) if isinstance(a, (list, tuple)) else a for a in self.args
+        ]
         for place, value in values.items():
             if isinstance(place, int):
                 args[place] = value
@@ -136,7 +138,7 @@ def _convolution(call: Call) -> Shares:
     defaults = [1, 0, 1, 1] if weight.dim() == 4 else [[1], [0], [1], 1]
     given = call.args[3:]
     settings = [*given, *defaults[len(given) :]]
-    lists = [v if isinstance(v, (list, tuple, str)) else [v] for v in settings[:3]]
+    lists: list[Any] = [v if isinstance(v, (list, tuple, str)) else [v] for v in settings[:3]]
     geometry = Geometry.by(tuple(weight.shape[2:]), [*lists, settings[3]])
     g = cast(Tensor, call.grads[0])
     found: Shares = {}
@@ -266,8 +268,10 @@ def replayed(call: Call) -> Shares:
     def pull(inputs: dict[Place, Tensor], grads: list[Tensor]) -> tuple[Tensor, ...]:
         def run(*weights: Tensor) -> tuple[Tensor, ...]:
             given_args = call.put({**inputs, **dict(zip(call.wanted, weights, strict=True))})
-            found = call.op(*given_args, **call.kwargs)
-            several = found if isinstance(found, (tuple, list)) else [found]
+            found: Any = call.op(*given_args, **call.kwargs)
+            several = cast(
+                list[Tensor], list(found) if isinstance(found, (tuple, list)) else [found]
+            )
             return tuple(v for v, wanted in zip(several, given, strict=False) if wanted)
 
         return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))

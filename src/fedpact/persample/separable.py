@@ -126,7 +126,7 @@ def _written(node: Node, at: At) -> State:
     where, count = records_in(node, at)
     (dim,) = dims_of(option(node, 2, "dim", 0), count)
     everything = str(node.target) == "aten.slice_scatter.default" and len(node.args) < 3
-    of_source = at(node.args[1])
+    of_source = at(option(node, 1, "src"))
     gone = dim < where.dim and "select" in str(node.target)
     same = of_source is None or of_source == where._replace(dim=where.dim - gone)
     only(node, at, 0, 1)

@@ -162,7 +162,7 @@ def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
 def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     """A weighted sum over a batch of LARGE records, which are these over and over."""
     rows = tried.alone(x, y).double()
-    norms = rows.norm(dim=1)
+    norms = _norms(rows)
     rows = torch.where(norms.isfinite()[:, None], rows, 0)
     clip = 0.5 * float(torch.median(norms))
     chosen = torch.arange(LARGE, device=x.device) % len(x)
@@ -171,7 +171,7 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
         return
     c = torch.minimum(w.double(), clip / norms[chosen]).where(norms[chosen].isfinite(), 0)
     found = tried.summed(x[chosen], y[chosen], clip, w).double()
-    error = float((found - c @ rows[chosen]).norm())
+    error = float(_norms((found - c @ rows[chosen])[None]))
     if not error <= 100 * _TOLERANCE[w.dtype] * LARGE * clip:
         name = type(tried.model.module).__name__
         raise ModelError(_MIXES.format(name, f"the sum over a batch of {LARGE}"))

@@ -67,7 +67,7 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
             nodes = program.graph.nodes
             cells = {n.target: CELLS[n.target] for n in nodes if n.target in CELLS}
             if cells or any(_changes(node) for node in nodes):
-                program = program.run_decompositions(cells)
+                program = cast(Any, program).run_decompositions(cells)
                 _form_anew(program)
         except Exception as error:
             # The first line says what; the others advise whoever develops models for this tracer.
@@ -177,7 +177,7 @@ def operation(node: Node) -> Callable[..., Any]:
     if node.op == "get_attr":
         held = operator.attrgetter(str(node.target))(node.graph.owning_module)
         return lambda: held
-    return _INSTEAD.get(node.target, cast(Any, node.target))
+    return _INSTEAD.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
 
 
 def _copied(into: Tensor, source: Tensor) -> Tensor:
