@@ -20,7 +20,7 @@ from fedpact.params import FlatModel
 from fedpact.persample import recurrent
 from fedpact.persample.gradients import Made, Outer, Share, Through
 from fedpact.persample.places import Mixed, Where, is_size, shape_of
-from fedpact.persample.rules import Call, Place, shares_of
+from fedpact.persample.rules import Call, Place, results_of, shares_of
 from fedpact.persample.separable import kind_of, states
 from fedpact.persample.trace import Program, arguments, evaluated, operation, without_advice
 
@@ -77,7 +77,7 @@ def _tapped(
         found: Any = recurrent.run(step.do, args, lambda i, g, u: recorded.append((i, g, u)))
     else:
         found = step.do(*args, **kwargs)
-    several = cast(list[Tensor], list(found) if isinstance(found, (tuple, list)) else [found])
+    several: list[Tensor] = results_of(found)
     for one in several:
         if one.is_floating_point() and not one.requires_grad:
             one.requires_grad_()

@@ -91,6 +91,11 @@ Shares = dict[Place, Share]
 Rule = Callable[[Call], Shares]
 
 
+def results_of(found: Any) -> list[Tensor]:
+    """An operation's results, one or several."""
+    return list(found) if type(found) in (list, tuple) else [found]
+
+
 def shares_of(call: Call) -> Shares:
     """The shares that a call leaves of the arguments that are wanted."""
     return _RULES.get(str(call.op), replayed)(call)
@@ -269,9 +274,7 @@ def replayed(call: Call) -> Shares:
         def run(*weights: Tensor) -> tuple[Tensor, ...]:
             given_args = call.put({**inputs, **dict(zip(call.wanted, weights, strict=True))})
             found: Any = call.op(*given_args, **call.kwargs)
-            several = cast(
-                list[Tensor], list(found) if isinstance(found, (tuple, list)) else [found]
-            )
+            several: list[Tensor] = results_of(found)
             return tuple(v for v, wanted in zip(several, given, strict=False) if wanted)
 
         return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))
