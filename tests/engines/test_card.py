@@ -1,4 +1,6 @@
-"""Whole runs by what is done otherwise on a card, tried on a CPU; see tests/persample/test_cards.py.
+"""Whole runs by what is done otherwise on a card, tried on a CPU.
+
+See tests/persample/test_cards.py.
 
 The noise is left as it is on a CPU: then a run is the same run, up to rounding.
 """

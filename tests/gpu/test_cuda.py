@@ -29,8 +29,9 @@ pytestmark = [
 CARD = "cuda"
 
 
+@pytest.mark.parametrize("way", ["chain", "graph", "records"])
 @pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
-def test_the_kernels_sums_are_those_of_the_cpu(name):
+def test_the_kernels_sums_are_those_of_the_cpu(reference, name, way):
     shape = (1, 28, 28)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(17, *shape, generator=generator, dtype=torch.float64)
@@ -38,7 +39,7 @@ def test_the_kernels_sums_are_those_of_the_cpu(name):
     module = getattr(papers, name)(shape, 10).double()
     here = PerSampleKernel(FlatModel(module), cross_entropy)
     expected = [here.clipped_sum(x, y, clip) for clip in (0.1, math.inf)]
-    there = PerSampleKernel(FlatModel(module.to(CARD)), cross_entropy)
+    there = reference.forced(way, module.to(CARD), cross_entropy)
     for clip, total in zip((0.1, math.inf), expected, strict=True):
         found = there.clipped_sum(x.to(CARD), y.to(CARD), clip)
         assert found.device.type == CARD
@@ -80,9 +81,10 @@ def nobody_waits():
     torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.parametrize("way", ["any", "graph"])
 @pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_step_waits_for_nothing(name, secure, request):
+def test_a_step_waits_for_nothing(reference, name, secure, way, request):
     shape = (1, 28, 28)
     model = FlatModel(getattr(papers, name)(shape, 10).to(CARD))
     records = Records(torch.rand(40, *shape, device=CARD), torch.arange(40, device=CARD) % 10)
@@ -90,7 +92,9 @@ def test_a_step_waits_for_nothing(name, secure, request):
     draws = SecureDraws() if secure else SeededDraws(0, "site", 1)
     kernel = PerSampleKernel(model, cross_entropy)
     stack = Stack.of(model, cross_entropy)
-    if stack is not None:  # a chain of dense layers, which sites may be stacked of
+    if way == "graph":
+        kernel = reference.forced(way, model.module, cross_entropy)
+    elif stack is not None:  # a chain of dense layers, which sites may be stacked of
         kernel = Seat(model, cross_entropy, lambda question: stack.answers([question])[0])
     oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None)
     w = model.vector.clone()
@@ -102,9 +106,10 @@ def test_a_step_waits_for_nothing(name, secure, request):
         w -= 0.1 * batch.gradient(w)
 
 
-def test_records_that_are_not_finite_add_nothing():
+@pytest.mark.parametrize("way", ["chain", "graph", "records"])
+def test_records_that_are_not_finite_add_nothing(reference, way):
     shape = (1, 28, 28)
-    kernel = PerSampleKernel(FlatModel(papers.cnn(shape, 10).to(CARD)), cross_entropy)
+    kernel = reference.forced(way, papers.cnn(shape, 10).to(CARD), cross_entropy)
     x, y = torch.rand(9, *shape, device=CARD), torch.arange(9, device=CARD)
     others = torch.tensor([0, 2, 3, 5, 6, 7], device=CARD)
     expected = kernel.clipped_sum(x[others], y[others], 0.5)

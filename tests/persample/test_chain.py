@@ -33,8 +33,10 @@ PAPERS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "shape"), PAPERS)
-@pytest.mark.parametrize("batch", [1, 13])
+@pytest.mark.parametrize(
+    ("make", "shape", "batch"),
+    [*((*one, 13) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
+)
 def test_the_papers_models_are_chains_and_agree_in_both_precisions(reference, make, shape, batch):
     torch.manual_seed(0)
     x, y = torch.rand(batch, *shape), torch.arange(batch) % 10

@@ -16,7 +16,7 @@ from fedpact.params import FlatModel
 from fedpact.persample import norms
 from fedpact.persample.kernel import PerSampleKernel
 
-COMMON = settings(max_examples=10, deadline=None, derandomize=True)
+COMMON = settings(max_examples=6, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
 asymmetric = pytest.mark.filterwarnings("ignore:Using padding='same'")
 seeds = st.integers(0, 2**16)
@@ -118,7 +118,7 @@ def convolutions(draw, dimensions):
 
 
 @asymmetric
-@settings(COMMON, max_examples=15)
+@settings(COMMON, max_examples=10)
 @given(convolutions(2), seeds, st.booleans())
 def test_conv2d(reference, case, seed, keep):
     check_layers(reference, *case, seed, keep)
