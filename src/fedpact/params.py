@@ -10,7 +10,7 @@ card was told to do before, and the card then waits for whoever looked.
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from numpy.typing import NDArray
@@ -43,11 +43,16 @@ def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:
     torch counts how often a tensor is written to, by whatever view and even with what it holds.
     """
     if x._version != version:
-        raise ModelError(
-            f"model {type(module).__name__} writes over its input, so the records would be others "
-            "after every pass: build its first layers without inplace=True, and write x = x - 1 "
-            "for x -= 1"
-        )
+        refuse_writing(module)
+
+
+def refuse_writing(module: nn.Module) -> NoReturn:
+    """Raise ModelError: the module writes over its input."""
+    raise ModelError(
+        f"model {type(module).__name__} writes over its input, so the records would be others "
+        "after every pass: build its first layers without inplace=True, and write x = x - 1 "
+        "for x -= 1"
+    )
 
 
 class FlatModel:

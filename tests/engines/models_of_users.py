@@ -71,5 +71,20 @@ class _Pixels(nn.Module):
         return self.last(x.flatten(1))
 
 
+class _Coded(nn.Module):
+    """Of codes that are 0 to 4 and never 1."""
+
+    def __init__(self, width, classes):
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 2), nn.Linear(2 * width, classes)
+
+    def forward(self, x):
+        return self.last(self.table(x * (x - 2)).flatten(1))
+
+
+def coded(shape, classes):
+    return _Coded(math.prod(shape), classes)
+
+
 def pixels(shape, classes):
     return _Pixels(math.prod(shape), classes)

@@ -220,11 +220,21 @@ def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, 
         assert mode == "none" or not (tmp_path / mode).exists()
 
 
-def test_a_model_that_takes_no_made_up_records_is_told_of_them(tmp_path, monkeypatch):
-    """Private runs try it on such records. A plain run does not, and trains it."""
+def test_a_model_that_looks_at_values_is_refused(tmp_path, monkeypatch):
+    """Nobody could say whether it mixes records. A plain run trains it."""
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
-    told = r"'models_of_users:pixels' failed on four made-up records.*ValueError: pixels are 0 to 1"
+    data = from_arrays(torch.randint(2, 5, (40, 6)), torch.randint(3, (40,)))
+    told = r"'models_of_users:coded' failed on four made-up records, zeros and ones.*IndexError: "
     with pytest.raises(ModelError, match=told):
+        simulate(plan(model="models_of_users:coded"), tmp_path / "private", data=data)
+    assert not (tmp_path / "private").exists()
+    asked = plan(model="models_of_users:coded", privacy={"mode": "none"})
+    assert simulate(asked, tmp_path / "plain", data=data).summary["status"] == "finished"
+
+
+def test_a_model_that_looks_at_its_records_trains_without_privacy_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(ModelError, match="cannot be differentiated record by record"):
         simulate(plan(model="models_of_users:pixels"), tmp_path / "private")
     assert not (tmp_path / "private").exists()
     asked = plan(model="models_of_users:pixels", privacy={"mode": "none"})

@@ -3,6 +3,8 @@
 Each succeeded on an earlier kernel. What is asserted is always ‖S(D + r) - S(D)‖ <= C (1 + slack).
 """
 
+from functools import cache
+
 import pytest
 import torch
 from tests.persample.attacked import Attention, Means, allowed, moved
@@ -64,15 +66,25 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("big", [1e4, 1e7, 1e10, 1e13, 1e16, 1e18])
-@pytest.mark.parametrize("name", LAYERS)
-def test_positions_that_cancel_swallow_nobody(name, big):
-    module, shape, places = LAYERS[name]
-    kernel = made(module())
-    x = torch.randn(100, *shape, generator=torch.Generator().manual_seed(0))
+@cache
+def layer(name):
+    return made(LAYERS[name][0]())
+
+
+def agreeing(count, shape):
+    """Records that agree on one position or channel."""
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))
     x[:, 0] += 3
-    for clip in (1.0, 1e-3):
-        assert shifted(kernel, x, cancelling(shape, big, places), clip) <= 1
+    return x
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_positions_that_cancel_swallow_nobody(name):
+    _, shape, places = LAYERS[name]
+    for big in (1e4, 1e7, 1e10, 1e13, 1e16, 1e18):
+        for clip in (1.0, 1e-3):
+            r = cancelling(shape, big, places)
+            assert shifted(layer(name), agreeing(100, shape), r, clip) <= 1
 
 
 @pytest.mark.parametrize("big", [1e6, 1e12, 1e17])
@@ -103,13 +115,12 @@ def test_a_joint_product_of_what_the_norm_was_not_taken_from_would_be_found(monk
         return gradients.Part(squares, add)
 
     monkeypatch.setattr(gradients.Outer, "special", joint)
-    module, shape, places = LAYERS["linear"]
-    x = torch.randn(100, *shape, generator=torch.Generator().manual_seed(0))
-    x[:, 0] += 3
-    worst = max(
-        shifted(made(module()), x, cancelling(shape, big, places), 1.0) for big in (1e13, 1e16)
-    )
-    assert worst > 2
+    _, shape, places = LAYERS["linear"]
+    found = [
+        shifted(layer("linear"), agreeing(100, shape), cancelling(shape, big, places), 1.0)
+        for big in (1e13, 1e16)
+    ]
+    assert max(found) > 2
 
 
 def test_a_release_of_the_oracle_moves_by_no_more_than_what_is_accounted_for():
@@ -158,7 +169,7 @@ def test_sums_of_many_records_that_are_alike_round_within_the_slack(count, dense
     kernel = made(nn.Sequential(nn.Linear(4, 3)))
     if not dense:
         kernel._passes.dense = None
-    for seed in range(3 if count < 10**5 else 1):
+    for seed in range(2 if count < 10**5 else 1):
         v = 3 * torch.randn(1, 4, generator=torch.Generator().manual_seed(seed))
         x = v.expand(count, 4).contiguous()
         for clip in (1.0, 0.01):
@@ -220,14 +231,14 @@ def test_a_coefficient_keeps_its_digits_beside_very_long_inputs(balance, monkeyp
     assert (worst <= 1) == balance
 
 
-@pytest.mark.parametrize("loud", [3e38, 1e30, 1e19, 9e18, torch.inf, torch.nan])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.usefixtures("card")
-def test_what_is_not_finite_spoils_nobodys_sum_on_a_card(name, loud):
-    module, shape, _ = LAYERS[name]
-    x = torch.randn(20, *shape)
-    for record in (torch.full((1, *shape), loud), cancelling(shape, loud, [(0,) * len(shape)] * 2)):
-        assert shifted(made(module()), x, record, 1.0, place=3) <= 1
+def test_what_is_not_finite_spoils_nobodys_sum_on_a_card(name):
+    _, shape, places = LAYERS[name]
+    x = agreeing(20, shape)
+    for loud in (3e38, 1e30, 1e19, 9e18, torch.inf, torch.nan):
+        for r in (torch.full((1, *shape), loud), cancelling(shape, loud, places)):
+            assert shifted(layer(name), x, r, 1.0, place=3) <= 1
 
 
 def null_space(kernel, count, scale):
@@ -246,7 +257,7 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
         kernel._passes.dense = None
     x = null_space(kernel, 130, 1e9)
     long = torch.full((1, shape[0]), 2e12)
-    for count in (1, 2, 7, 10, 15, 16, 41, 63, 64, 127, 130):
+    for count in (1, 2, 10, 15, 16, 41, 127, 130):
         for r in (x[:1], 0 * x[:1], 1e-30 * x[:1], long):
             assert shifted(kernel, x[:count], r, 1.0) <= 1
             assert shifted(kernel, x[:count], r, 1.0, place=0) <= 1

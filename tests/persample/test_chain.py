@@ -13,7 +13,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample import chain
+from fedpact.persample import products
 from fedpact.persample.kernel import PerSampleKernel
 
 WAYS = ("dense", "chain", "graph")
@@ -35,7 +35,7 @@ PAPERS = [
 
 @pytest.mark.parametrize(
     ("make", "shape", "batch"),
-    [*((*one, 13) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
+    [*((*one, 9) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
 )
 def test_the_papers_models_are_chains_and_agree_in_both_precisions(reference, make, shape, batch):
     torch.manual_seed(0)
@@ -209,6 +209,6 @@ def test_both_products_of_matrices_agree(monkeypatch):
     g = torch.randn(7, 260)
     back = g.double() @ weight.double()
     for _ in range(2):
-        assert (chain.linear(x, weight, bias) - exact).abs().max() < 1e-4
-        assert (chain.linear(g, weight.t()) - back).abs().max() < 1e-4
-        monkeypatch.setattr(chain, "_onednn", None)
+        assert (products.linear(x, weight, bias) - exact).abs().max() < 1e-4
+        assert (products.linear(g, weight.t()) - back).abs().max() < 1e-4
+        monkeypatch.setattr(products, "_onednn", None)

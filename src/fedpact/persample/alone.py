@@ -17,7 +17,8 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import norms
-from fedpact.persample.gradients import Made, Share
+from fedpact.persample.gradients import Made
+from fedpact.persample.share import Share
 from fedpact.persample.trace import Program, Untraceable, without_advice
 
 CHUNK = 16

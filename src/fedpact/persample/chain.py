@@ -17,28 +17,21 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
-from fedpact.persample.gradients import Made, Outer, Share
+from fedpact.persample.gradients import Made, Outer
+from fedpact.persample.products import ALIKE, aligned, linear, padded, wanted
+from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-LARGE = 2**15
-"""From so many weights on it pays to ask oneDNN."""
-
-ALIKE = 16
-"""Passes have a multiple of so many records, or more: see padded."""
-
 KNOWN = (cross_entropy, squared_error)
 """Losses that give each record its own."""
-
-_Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
 
 Shares = dict[str, list[Share]]
 """What a pass leaves, by the model's parameter names."""
@@ -371,36 +364,6 @@ def flattens(module: nn.Module) -> bool:
     return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
 
 
-def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
-    """Rows [n, ...] with zeros behind, so that their number is a multiple, and at least two.
-
-    A product gives a row other last bits where the number of rows is another, for its edges are
-    multiplied by other code; at a kink of the model that may be another gradient. So that one
-    record more changes no other's numbers, all rows are multiplied as those in the middle are.
-    """
-    count, all_rows = rows.shape[0], wanted(rows.shape[0], multiple)
-    if all_rows == count:
-        return rows
-    more = rows.new_empty(all_rows, *rows.shape[1:])
-    more[:count] = rows
-    more[count:] = 0
-    return more
-
-
-def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] and weight [O, K] for x weightᵀ, with zeros so that rows begin at 16 bytes.
-
-    Elsewhere a row is multiplied by other code, so its last bits would follow from its place.
-    """
-    more = -x.shape[-1] % 4
-    return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (x, weight)
-
-
-def wanted(count: int, multiple: int) -> int:
-    """How many rows `padded` makes of so many."""
-    return max(2, -(-count // multiple) * multiple)
-
-
 def _positions(t: Tensor) -> Tensor:
     """[B, ..., N] as [B, T, N]."""
     return t.reshape(t.shape[0], -1, t.shape[-1])
@@ -408,34 +371,3 @@ def _positions(t: Tensor) -> Tensor:
 
 def _both(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, large: bool | None = None
-) -> Tensor:
-    """x Wᵀ + b for x [..., K], W [O, K] in any layout, b [O]; without gradient.
-
-    torch multiplies float32 matrices by MKL (or OpenBLAS), which on some processors runs at half
-    the speed of oneDNN, torch's library for convolutions. oneDNN's product is reached by an
-    operation that torch keeps for its own compiler; it is used where it is there and gives what it
-    should.
-    """
-    fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
-    # Not by the number of records: one more must not change what the others are multiplied by.
-    large = weight.numel() >= LARGE if large is None else large
-    if _onednn is not None and fits and large:
-        return _onednn(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def _probe() -> _Product | None:
-    x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4).t()
-    try:
-        product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise.default)
-        good = torch.equal(product(x, weight, None, "none", [], ""), x @ weight.t())
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    return product if good else None
-
-
-_onednn = _probe()

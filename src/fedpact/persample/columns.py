@@ -3,22 +3,33 @@
 numpy begins an operation on a short vector in a third of the time that torch takes.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpact.params import at_hand, from_numpy
-from fedpact.persample.chain import padded, wanted
 from fedpact.persample.norms import BLOCK, SMALL, square_sums
+from fedpact.persample.products import ALIKE, LARGE, linear, padded, wanted
+from fedpact.persample.share import TOGETHER, together
 
 # numpy's or torch's: the two agree in every function that is used of them.
 Array = Any
 
 Bounds = Sequence[tuple[int, int]]
 """Where each site's columns begin and end."""
+
+
+_Curve = Callable[[Array], Array]
+
+# The function in numpy and in torch, and the derivative from the function's value.
+ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
+    nn.ReLU: (lambda z: np.maximum(z, 0), torch.relu, lambda y: y > 0),
+    nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
+    nn.Sigmoid: (lambda z: 1 / (1 + np.exp(-z)), torch.sigmoid, lambda y: y * (1 - y)),
+}
 
 
 def array(tensor: Tensor) -> Array:
@@ -101,3 +112,49 @@ def lengths(x: Tensor, columns: int) -> Array:
         # These alone: the others' lengths must not follow from who is beside them.
         found[:count][small] = array(square_sums(x[tensor(small)]))
     return found
+
+
+def by_columns(weight: Tensor, rows: Tensor) -> Tensor:
+    """weight rowsᵀ, by a library that the weight decides and not the number of records."""
+    return linear(weight, rows, large=weight.numel() >= LARGE)
+
+
+def of_records(weight: Tensor, x: Tensor) -> Tensor:
+    """The same for records x [n, K], with columns of zeros behind; only the last few are copied."""
+    full = x.shape[0] // ALIKE * ALIKE
+    if full == x.shape[0]:
+        return by_columns(weight, x)
+    last = by_columns(weight, tensor(behind(x[full:], ALIKE)))
+    return torch.cat([by_columns(weight, x[:full]), last], 1) if full else last
+
+
+def added(own: Array, exact: bool) -> Array:
+    """Σ_j of columns [O, n]."""
+    return own.sum(1) if not exact else double(own).sum(1)
+
+
+def product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
+    """own readᵀ for own [O, n], read [K, n]: float32 adds no more records than slack allows."""
+    large = own.shape[0] * read.numel() >= 64 * LARGE
+    if exact:
+        return linear(own.double(), read.double(), large=large)
+    if own.shape[1] <= TOGETHER:
+        return linear(own, read, large=large)
+    total = own.new_zeros(own.shape[0], read.shape[0])
+    for some in together(own.shape[1]):
+        total += linear(own[:, some], read[:, some], large=large)
+    return total
+
+
+def cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
+    """Return the losses [N] of outputs z [K, N], and their gradient."""
+    xp = module(z)
+    places = torch.arange(len(y), device=z.device) if isinstance(z, Tensor) else np.arange(len(y))
+    # Not in its place: an activation at the end still has to know what it gave.
+    z = z - xp.amax(z, 0)
+    g = xp.exp(z)
+    total = g.sum(0)
+    losses = xp.log(total) - z[y, places]
+    g /= total
+    g[y, places] -= 1
+    return losses, g

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.gradients import Share, same
+from fedpact.persample.share import Share, same
 
 Conv = nn.Conv1d | nn.Conv2d
 
@@ -153,6 +153,8 @@ class Convolved(Share):
         # torch's routines for groups work on one channel a group or on whole vectors of channels.
         self._few = alone and self._weight.shape[1] % 8 > 0
         self._by_pixel = alone and not self._few and 2 * positions <= patch
+        # Where images do not begin at 16 bytes each is multiplied by itself, as the first one is.
+        self._odd = any(t[0].numel() % 4 for t in (self.x, self.g))
         one = max(1, norms.CHUNK_BYTES // (positions * patch * self.element))
         self.most = one if self._few or self._by_pixel else _GROUPS
 
@@ -173,6 +175,12 @@ class Convolved(Share):
             start = max(chunk.start - 1, 0)
             return self.quick_rows(slice(start, start + 2), None)[chunk.start - start :][:1]
         x, g = self.x[chunk], self.g[chunk]
+        if self._odd:
+            each = [slice(j, j + 1) for j in range(len(x))]
+            return torch.cat([self._made(x[j].clone(), g[j].clone(), None) for j in each])
+        return self._made(x, g, out)
+
+    def _made(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
         if self._by_pixel:
             return self._geometry.weight_rows_by_pixel(x, g, out)
         if self._few:

@@ -11,7 +11,7 @@ are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Final
@@ -23,23 +23,15 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import ALIKE, LARGE, chain_of, flattens, linear, wanted
+from fedpact.persample.chain import chain_of, flattens
 from fedpact.persample.columns import Array, Bounds
-from fedpact.persample.gradients import FAR, IN_FLOAT32, TOGETHER, balanced, together, unit_of
 from fedpact.persample.norms import LONGEST
+from fedpact.persample.products import ALIKE, wanted
+from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
 from fedpact.persample.weighting import Weights, weights_of
 
 MOST: Final = 2**20
 """Of records times the layers' outputs in one pass, which holds a few numbers for each."""
-
-_Curve = Callable[[Array], Array]
-
-# The function in numpy and in torch, and the derivative from the function's value.
-_ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
-    nn.ReLU: (lambda z: np.maximum(z, 0), torch.relu, lambda y: y > 0),
-    nn.Tanh: (np.tanh, torch.tanh, lambda y: 1 - y * y),
-    nn.Sigmoid: (lambda z: 1 / (1 + np.exp(-z)), torch.sigmoid, lambda y: y * (1 - y)),
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +81,7 @@ class Dense:
         if not layers or type(layers[0]) is not nn.Linear:
             return None
         linears = [m for m in layers if type(m) is nn.Linear]
-        fitting = all(type(m) is nn.Linear or type(m) in _ACTIVATIONS for m in layers)
+        fitting = all(type(m) is nn.Linear or type(m) in columns.ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
@@ -155,7 +147,7 @@ class Dense:
             made = self._forward(asked)
             # A record without a label of the model's is left out, and changes nothing for others.
             y = columns.where(strange, 0, y) if some_strange else y
-            losses, g = _cross_entropy(made.values[-1], y)
+            losses, g = columns.cross_entropy(made.values[-1], y)
             made.grads = self._backward(g, made)
             norms = self._squares(made) ** 0.5
             w = _weights(asked, losses, made)
@@ -202,13 +194,13 @@ class Dense:
         for i, kind in enumerate(self._kinds):
             x = values[-1]
             if kind is not nn.Linear:
-                by_numpy, by_torch, _ = _ACTIVATIONS[kind]
+                by_numpy, by_torch, _ = columns.ACTIVATIONS[kind]
                 values.append(by_torch(x) if isinstance(x, Tensor) else by_numpy(x))
                 continue
             reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
             made: list[Array] = []
             for w, rows in zip(weights, reads, strict=True):
-                product = _by_columns if i else _of_records
+                product = columns.by_columns if i else columns.of_records
                 z = columns.array(product(w[self._weight[i]], rows))
                 if i in self._bias:
                     z += columns.array(w[self._bias[i]])[:, None]
@@ -221,12 +213,14 @@ class Dense:
         for i in reversed(range(len(self._kinds))):
             kind = self._kinds[i]
             if kind is not nn.Linear:
-                g *= _ACTIVATIONS[kind][2](made.values[i + 1])
+                g *= columns.ACTIVATIONS[kind][2](made.values[i + 1])
                 continue
             found[i] = g
             if i:
                 pairs = zip(made.weights, columns.cut(g, made.bounds), strict=True)
-                below = [_by_columns(own[self._weight[i]].t(), part.t()) for own, part in pairs]
+                below = [
+                    columns.by_columns(own[self._weight[i]].t(), part.t()) for own, part in pairs
+                ]
                 g = columns.side_by_side([columns.array(one) for one in below])
         return found
 
@@ -276,11 +270,11 @@ def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tens
         parts: list[Array] = []
         for i, weight in order:
             if not weight:
-                parts.append(_added(made.grads[i][:, own], exact))
+                parts.append(columns.added(made.grads[i][:, own], exact))
                 continue
             read = made.values[i][:, own] if i else x.t()
             read = reads[i][:, own] if i in reads else read
-            product = _product(columns.tensor(grads[i][:, own]), columns.tensor(read), exact)
+            product = columns.product(columns.tensor(grads[i][:, own]), columns.tensor(read), exact)
             parts.append(columns.array(product).reshape(-1))
         found.append(columns.tensor(columns.side_by_side(parts)))
     return found
@@ -302,38 +296,6 @@ def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
         of_g, of_u = balanced(columns.tensor(g).t(), columns.tensor(read).t(), lengths)
         reads[i], grads[i] = columns.array(of_u.t()), columns.array(of_g.t())
     return reads, grads
-
-
-def _by_columns(weight: Tensor, rows: Tensor) -> Tensor:
-    """weight rowsᵀ, by a library that the weight decides and not the number of records."""
-    return linear(weight, rows, large=weight.numel() >= LARGE)
-
-
-def _of_records(weight: Tensor, x: Tensor) -> Tensor:
-    """The same for records x [n, K], with columns of zeros behind; only the last few are copied."""
-    full = x.shape[0] // ALIKE * ALIKE
-    if full == x.shape[0]:
-        return _by_columns(weight, x)
-    last = _by_columns(weight, columns.tensor(columns.behind(x[full:], ALIKE)))
-    return torch.cat([_by_columns(weight, x[:full]), last], 1) if full else last
-
-
-def _added(own: Array, exact: bool) -> Array:
-    """Σ_j of columns [O, n]."""
-    return own.sum(1) if not exact else columns.double(own).sum(1)
-
-
-def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
-    """own readᵀ for own [O, n], read [K, n]: float32 adds no more records than slack allows."""
-    large = own.shape[0] * read.numel() >= 64 * LARGE
-    if exact:
-        return linear(own.double(), read.double(), large=large)
-    if own.shape[1] <= TOGETHER:
-        return linear(own, read, large=large)
-    total = own.new_zeros(own.shape[0], read.shape[0])
-    for some in together(own.shape[1]):
-        total += linear(own[:, some], read[:, some], large=large)
-    return total
 
 
 def _without_bad(asked: list[Sum], c: Tensor, known: Tensor, made: _Pass) -> tuple[Tensor, _Pass]:
@@ -380,17 +342,3 @@ def _coefficients(asked: list[Sum], w: Array | None, norms: Array, made: _Pass) 
         # In units of the clip, see gradients.unit_of.
         c[own] = some / unit_of(one.clip)
     return c
-
-
-def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
-    """Return the losses [N] of outputs z [K, N], and their gradient."""
-    xp = columns.module(z)
-    places = torch.arange(len(y), device=z.device) if isinstance(z, Tensor) else np.arange(len(y))
-    # Not in its place: an activation at the end still has to know what it gave.
-    z = z - xp.amax(z, 0)
-    g = xp.exp(z)
-    total = g.sum(0)
-    losses = xp.log(total) - z[y, places]
-    g /= total
-    g[y, places] -= 1
-    return losses, g

@@ -203,3 +203,34 @@ def indexed(node: Node, at: At) -> State:
 def padded(node: Node, at: At) -> State:
     """Padded along the last dimensions."""
     return before(len(cast(Sequence[int], node.args[1])) // 2)(node, at)
+
+
+def written(node: Node, at: At) -> State:
+    """x with other numbers along a dimension, at places that are the same for each record."""
+    where, count = records_in(node, at)
+    (dim,) = dims_of(option(node, 2, "dim", 0), count)
+    everything = str(node.target) == "aten.slice_scatter.default" and len(node.args) < 3
+    of_source = at(option(node, 1, "src"))
+    gone = dim < where.dim and "select" in str(node.target)
+    same = of_source is None or of_source == where._replace(dim=where.dim - gone)
+    only(node, at, 0, 1)
+    if (dim == where.dim and not everything) or not same:
+        raise Mixed(f"operation {node.target} writes along the batch")
+    return where
+
+
+def summed(node: Node, at: At) -> State:
+    """einsum whose operands have the batch under one letter, which the result keeps."""
+    equation = cast(str, node.args[0]).replace(" ", "")
+    operands, arrow, result = equation.partition("->")
+    tensors = cast(Sequence[Node], node.args[1])
+    letters = operands.split(",")
+    found = [(names, where) for names, t in zip(letters, tensors, strict=True) if (where := at(t))]
+    batch = {(names[w.dim], w.outer, w.inner) for names, w in found if "." not in names}
+    if not arrow or "." in equation or len(batch) != 1:
+        raise Mixed(f"einsum {equation} is not known to keep records apart")
+    letter, outer, inner = batch.pop()
+    others = [names for names, t in zip(letters, tensors, strict=True) if at(t) is None]
+    if letter not in result or any(letter in names for names in others):
+        raise Mixed(f"einsum {equation} sums over the batch")
+    return Where(result.index(letter), outer, inner)

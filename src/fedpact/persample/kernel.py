@@ -28,9 +28,9 @@ from fedpact.errors import InputError, ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Sum
-from fedpact.persample.gradients import IN_FLOAT32, TOGETHER, unit_of
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.separation import Mixers, check_separation
+from fedpact.persample.share import IN_FLOAT32, TOGETHER, unit_of
 from fedpact.persample.weighting import Weights, weights_of
 
 _AT_A_TIME = 512

@@ -21,12 +21,14 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
-from fedpact.persample.chain import ALIKE, KNOWN, Chain, padded, wanted
+from fedpact.persample.chain import KNOWN, Chain
 from fedpact.persample.dense import Dense, Sum
-from fedpact.persample.gradients import Share, Space, difference, part
+from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.places import Mixed
+from fedpact.persample.products import ALIKE, padded, wanted
+from fedpact.persample.share import Share, Space
 from fedpact.persample.trace import Untraceable
 
 _MOST: Final = 1024

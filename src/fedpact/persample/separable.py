@@ -28,9 +28,11 @@ from fedpact.persample.forms import (
     selected,
     sliced,
     squeezed,
+    summed,
     swapped,
     unbound,
     unsqueezed,
+    written,
 )
 from fedpact.persample.places import (
     At,
@@ -41,7 +43,6 @@ from fedpact.persample.places import (
     along,
     batched,
     before,
-    dims_of,
     from_the_end,
     is_size,
     is_size_arg,
@@ -121,20 +122,6 @@ def _checked(node: Node, state: State) -> State:
 _CONSTANT = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "rand", "randn")
 
 
-def _written(node: Node, at: At) -> State:
-    """x with other numbers along a dimension, at places that are the same for each record."""
-    where, count = records_in(node, at)
-    (dim,) = dims_of(option(node, 2, "dim", 0), count)
-    everything = str(node.target) == "aten.slice_scatter.default" and len(node.args) < 3
-    of_source = at(option(node, 1, "src"))
-    gone = dim < where.dim and "select" in str(node.target)
-    same = of_source is None or of_source == where._replace(dim=where.dim - gone)
-    only(node, at, 0, 1)
-    if (dim == where.dim and not everything) or not same:
-        raise Mixed(f"operation {node.target} writes along the batch")
-    return where
-
-
 def _from_size(node: Node) -> State:
     """Where a tensor that no record enters has the batch's size: the same entry for each record."""
     kind = kind_of(node)
@@ -208,22 +195,6 @@ def _attention(node: Node, at: At) -> State:
     if where.dim >= len(shape_of(node)) - 2 or any(at(node.args[i]) is None for i in range(3)):
         raise Mixed(f"operation {node.target} attends to others' records")
     return where
-
-
-def _einsum(node: Node, at: At) -> State:
-    equation = cast(str, node.args[0]).replace(" ", "")
-    operands, arrow, result = equation.partition("->")
-    tensors = cast(Sequence[Node], node.args[1])
-    letters = operands.split(",")
-    found = [(names, where) for names, t in zip(letters, tensors, strict=True) if (where := at(t))]
-    batch = {(names[w.dim], w.outer, w.inner) for names, w in found if "." not in names}
-    if not arrow or "." in equation or len(batch) != 1:
-        raise Mixed(f"einsum {equation} is not known to keep records apart")
-    letter, outer, inner = batch.pop()
-    others = [names for names, t in zip(letters, tensors, strict=True) if at(t) is None]
-    if letter not in result or any(letter in names for names in others):
-        raise Mixed(f"einsum {equation} sums over the batch")
-    return Where(result.index(letter), outer, inner)
 
 
 def _bilinear(node: Node, at: At) -> State:
@@ -328,7 +299,7 @@ _RULES: dict[str, Rule] = {
     **_named(along(2, default=None), "repeat_interleave.self_int"),
     **_named(gathered, "gather"),
     **_named(copied, "copy"),
-    **_named(_written, "slice_scatter select_scatter"),
+    **_named(written, "slice_scatter select_scatter"),
     **_named(along(1), "index_select narrow unfold flip cumsum cumprod logcumsumexp glu"),
     **_named(along(2, default=None), "roll"),
     **_named(along(1), "softmax.int log_softmax.int _softmax _log_softmax"),
@@ -345,7 +316,7 @@ _RULES: dict[str, Rule] = {
     **_named(before(1), "linear"),
     **_named(_matmul, "matmul mm bmm mv linalg_matmul"),
     **_named(_addmm, "addmm"),
-    **_named(_einsum, "einsum"),
+    **_named(summed, "einsum"),
     **_named(_bilinear, "bilinear"),
     **_named(_attention, "scaled_dot_product_attention"),
     **_named(batched(3), "conv1d conv1d.padding conv_transpose1d"),

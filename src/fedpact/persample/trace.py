@@ -20,9 +20,9 @@ from torch.fx import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fedpact.losses import Loss
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, refuse_writing
 from fedpact.persample.cells import CELLS
-from fedpact.persample.chain import aligned
+from fedpact.persample.products import aligned
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -78,7 +78,9 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
                 state.clear()
                 state.update(before)
     signature = program.graph_signature
-    kinds = ("buffers_to_mutate", "parameters_to_mutate", "user_inputs_to_mutate")
+    if signature.user_inputs_to_mutate:
+        refuse_writing(module)
+    kinds = ("buffers_to_mutate", "parameters_to_mutate")
     changed = [name for kind in kinds for name in getattr(signature, kind, {}).values()]
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")

@@ -1,0 +1,81 @@
+"""Products of matrices whose rows are records, each multiplied as if the others were not there.
+
+Also what that takes: passes of a form that does not follow from the number of records (`padded`),
+and rows that begin where all of them are multiplied by the same code (`aligned`).
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGE = 2**15
+"""From so many weights on it pays to ask oneDNN."""
+
+ALIKE = 16
+"""Passes have a multiple of so many records, or more: see padded."""
+
+_Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
+
+
+def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
+    """Rows [n, ...] with zeros behind, so that their number is a multiple, and at least two.
+
+    A product gives a row other last bits where the number of rows is another, for its edges are
+    multiplied by other code; at a kink of the model that may be another gradient. So that one
+    record more changes no other's numbers, all rows are multiplied as those in the middle are.
+    """
+    count, all_rows = rows.shape[0], wanted(rows.shape[0], multiple)
+    if all_rows == count:
+        return rows
+    more = rows.new_empty(all_rows, *rows.shape[1:])
+    more[:count] = rows
+    more[count:] = 0
+    return more
+
+
+def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] and weight [O, K] for x weightᵀ, with zeros so that rows begin at 16 bytes.
+
+    Elsewhere a row is multiplied by other code, so its last bits would follow from its place.
+    """
+    more = -x.shape[-1] % 4
+    return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (x, weight)
+
+
+def wanted(count: int, multiple: int) -> int:
+    """How many rows `padded` makes of so many."""
+    return max(2, -(-count // multiple) * multiple)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, large: bool | None = None
+) -> Tensor:
+    """x Wᵀ + b for x [..., K], W [O, K] in any layout, b [O]; without gradient.
+
+    torch multiplies float32 matrices by MKL (or OpenBLAS), which on some processors runs at half
+    the speed of oneDNN, torch's library for convolutions. oneDNN's product is reached by an
+    operation that torch keeps for its own compiler; it is used where it is there and gives what it
+    should.
+    """
+    fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
+    # Not by the number of records: one more must not change what the others are multiplied by.
+    large = weight.numel() >= LARGE if large is None else large
+    if _onednn is not None and fits and large:
+        return _onednn(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _probe() -> _Product | None:
+    x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4).t()
+    try:
+        product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise.default)
+        good = torch.equal(product(x, weight, None, "none", [], ""), x @ weight.t())
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return product if good else None
+
+
+_onednn = _probe()
