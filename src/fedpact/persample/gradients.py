@@ -149,7 +149,9 @@ class Outer(Share):
         self.g, self.u = g, u
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
-        self._turned = out > u.shape[2]
+        # Nor are products written where a record's do not begin at 16 bytes.
+        self._more = -u.shape[2] % 4 if self.size % 4 else 0
+        self._turned = out > u.shape[2] and not self._more
 
     @property
     def like(self) -> Tensor:
@@ -158,10 +160,13 @@ class Outer(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
+        u = F.pad(self.u[chunk], (0, self._more)) if self._more else self.u[chunk]
+        return flattened(torch.bmm(self.g[chunk].mT, u)[:, :, : self.u.shape[2]])
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
+        if self._more:
+            return self.rows(chunk)
         g, u = self.g[chunk], self.u[chunk]
         a, b = (u, g) if self._turned else (g, u)
         torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))

@@ -136,6 +136,10 @@ class Program:
         self.names = {n: of_parameter[id(p)] for n, p in every if id(p) in of_parameter}
         self.nodes: list[Node] = list(program.graph.nodes)
         self.result = cast(Any, self.nodes.pop().args[0])[0]
+        strange = [str(n.target) for n in self.nodes if not _known(n)]
+        if strange:
+            # Transformations of functions and the like, which would run code of their own.
+            raise Untraceable(f"{strange[0]} is no operation on tensors")
         self.inputs = _inputs(program)
 
     def given(self, name: str) -> Tensor:
@@ -160,6 +164,15 @@ class Program:
             if kind == "parameter" and target in self.names:
                 values[name] = weights[self.names[target]]
         return evaluated(self.nodes, values)[self.result]
+
+
+def _known(node: Node) -> bool:
+    """Whether a node is an operation on tensors, or arithmetic of the batch's size."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr")
+    sized = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    own = hasattr(node.target, "_schema") and str(node.target).startswith("aten.")
+    return own or sized or node.target is operator.getitem or node.target in _INSTEAD
 
 
 def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
