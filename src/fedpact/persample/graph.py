@@ -106,6 +106,10 @@ class Graph:
         recurs = any(step.do in recurrent.RECURRENT for step in self._steps)
         numbers = 0 if recurs else sum(map(_instance, self._steps))
         self.instance = numbers * model.vector.element_size()
+        values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
+        held = 0 if recurs else sum(map(_numbers, values))
+        # What a pass holds of one record, about: values, and the gradients of those tapped.
+        self.activations = held * model.vector.element_size()
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""

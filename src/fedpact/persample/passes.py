@@ -137,6 +137,8 @@ class Passes:
         if isinstance(way, Alone):
             return slices(len(x), way.step)
         most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
+        if way is not None:
+            most = min(most, 2 * norms.KEEP_BYTES // max(1, way.activations))
         # A few records at a time would cost more than making their gradients twice.
         return slices(len(x), min(max(most // ALIKE, 1) * ALIKE, _MOST))
 

@@ -55,7 +55,7 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     dynamic = None if batch else ({0: any_size}, {0: any_size})
     # What a module writes on itself while it is traced has no values, and is forgotten.
     held = [(vars(m), dict(vars(m))) for m in module.modules()]
-    with _TRACING, _quiet(), warnings.catch_warnings():
+    with _TRACING, _quiet(), _sizes_by_len(module, loss), warnings.catch_warnings():
         # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
         warnings.simplefilter("ignore")
         try:
@@ -92,6 +92,31 @@ def _form_anew(program: Any) -> None:
     given = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
     forms = FakeTensorProp(program.graph_module, given[0].fake_mode)
     forms.propagate_dont_convert_inputs(*given)
+
+
+@contextmanager
+def _sizes_by_len(module: nn.Module, loss: Loss) -> Generator[None]:
+    """Let `len(x)` be x.shape[0] in the files of the model, which may be any number.
+
+    Python's own has to give a number, so a model that calls it, as many do, would be traced for
+    batches of one size alone.
+    """
+    functions = [vars(m).get("forward", type(m).forward) for m in module.modules()]
+    scopes = [getattr(f, "__globals__", {}) for f in (*functions, loss)]
+    own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
+    changed = [s for s in own.values() if "len" not in s]
+    for scope in changed:
+        scope["len"] = _size
+    try:
+        yield
+    finally:
+        for scope in changed:
+            del scope["len"]
+
+
+def _size(of: Any) -> Any:
+    size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
+    return size if isinstance(size, torch.SymInt) else len(of)
 
 
 class _quiet:
