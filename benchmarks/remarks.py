@@ -11,12 +11,34 @@ _SMALL_STEPS = (
     "Python, which two workers cannot share."
 )
 
+_MATRICES = (
+    "A weight's gradient is made for each record, as 64 matrices that are written once and read "
+    "twice where the plain step writes one: a third of the time. Ghost norms would save that, and "
+    "with it what proves how far a record moves the sum."
+)
+_RECURRENCE = (
+    "The plain LSTM is torch's fused one. Ours goes step by step, some twenty operations each, as "
+    "the fused one does not tell the gradients of its gates."
+)
+
 REMARKS: dict[tuple[str, str], str] = {
     ("step-A", "fedpact, batch 75"): (
         "The clipped sum takes 0.78 of the plain step; noise, its key and the oracle's checks are "
         "0.1 ms more, a third of it because each drives the other's code from the processor's "
         "caches. At a batch of 300 the step is at 1.0, and so are sixteen sites in lockstep at 75."
     ),
+    ("step-resnet", "fedpact, batch 64"): (
+        "The gradients of 64 records by their convolutions take half as long again as their sum "
+        "does, most of it for the small images of the deep layers, and are read twice more."
+    ),
+    ("step-transformer", "fedpact, batch 64"): _MATRICES,
+    ("step-vit", "fedpact, batch 64"): _MATRICES,
+    ("step-lora", "fedpact, batch 64"): (
+        "What is left beside the plain step are the factors' gradients record by record, and a "
+        "trace's operations one by one."
+    ),
+    ("step-lstm", "fedpact, 2x256, batch 32"): _RECURRENCE,
+    ("step-lstm", "fedpact, 2x64, batch 32"): _RECURRENCE,
     ("stacked", "A: stacked"): (
         "The two products over the records are 0.3 of the plain step, the rest of the sums 0.2, "
         "noise 0.15; what each site does for itself, its batch, its checks and its turns, 0.25."
