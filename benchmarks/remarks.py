@@ -23,9 +23,12 @@ _RECURRENCE = (
 
 REMARKS: dict[tuple[str, str], str] = {
     ("step-A", "fedpact, batch 75"): (
-        "The clipped sum takes 0.78 of the plain step; noise, its key and the oracle's checks are "
-        "0.1 ms more, a third of it because each drives the other's code from the processor's "
-        "caches. At a batch of 300 the step is at 1.0, and so are sixteen sites in lockstep at 75."
+        "The clipped sum takes most of a plain step, of which passes of one form, so that no "
+        "record changes another's last bits, are a tenth; noise, its key and the oracle's checks "
+        "are the rest."
+    ),
+    ("step-A", "fedpact, batch 300"): (
+        "More than 128 records are summed in several products, so that the sum's rounding is bound."
     ),
     ("step-resnet", "fedpact, batch 64"): (
         "The gradients of 64 records by their convolutions take half as long again as their sum "
@@ -44,11 +47,12 @@ REMARKS: dict[tuple[str, str], str] = {
         "noise 0.15; what each site does for itself, its batch, its checks and its turns, 0.25."
     ),
     ("step-B", "fedpact, generic kernel, batch 75"): (
-        "Autograd's functions and its order cost what the compiled level saves."
+        "Autograd's functions and its order, and gradients of the second convolution made without "
+        "the zeros that max-pooling leaves."
     ),
     ("step-B", "fedpact, batch 75"): (
-        "The clipped sum is 0.75; a simulation's noise, at half the price of torch's normal "
-        "numbers, and the step itself are what is left."
+        "The clipped sum is nine tenths of it; a simulation's noise, at half the price of torch's "
+        "normal numbers, and the step itself are what is left."
     ),
     ("step-B", "Opacus, ghost / fedpact, batch 75"): (
         "Ghost norms cost Opacus two backward passes and little more; at a batch of 300, where "
