@@ -105,12 +105,6 @@ def from_the_end(node: Node, found: set[Where], value: Any = None) -> Where:
     return where._replace(dim=len(shape) + where.dim)
 
 
-def same(node: Node, at: At) -> State:
-    """One input, whose numbers stay in their places along the batch."""
-    only(node, at, 0)
-    return records_in(node, at)[0]
-
-
 def unreduced(place: int) -> Rule:
     """A loss of each pair of numbers, where the argument at the place says: no reduction."""
 
