@@ -174,7 +174,7 @@ class PerSampleKernel:
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         with torch.no_grad(), _all_digits(vector):
             self._add(total, measure, x, y, _Clip(clip, unit_of(clip)), weigh)
-        return (total * unit_of(clip)).to(vector.dtype)
+        return total.mul_(unit_of(clip)).to(vector.dtype)
 
     def _add(
         self,
