@@ -113,6 +113,7 @@ class FlowerTransport:
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         this = _Round(tasks, self._faults(tasks, self._form(any_task)), patience.least_replies)
+        self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
@@ -135,8 +136,6 @@ class FlowerTransport:
                 f"times {patience.round_seconds:g} s: {_summary(this)}. What was sent is not lost: "
                 "sites keep their replies; resume the run when they can be reached"
             )
-        for reply in replies.values():
-            self._admission.admit(reply)
         self._on_admitted()
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
@@ -150,6 +149,7 @@ class FlowerTransport:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
         this = _Round(asks, check, least)
+        self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
         for site in this.open:
@@ -163,6 +163,12 @@ class FlowerTransport:
             return self._admission.fault(site, tasks[site], answer, form)
 
         return fault
+
+    def _turn_away(self, this: _Round) -> None:
+        """Settle the answers of barred sites: they are not asked."""
+        for site in this.open:
+            if self._admission.standing.is_barred(site):
+                self._reject(this, site, "ledger")
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""
@@ -217,7 +223,9 @@ class FlowerTransport:
             if site not in present or (last and now - last < patience.resend_seconds):
                 continue
             block = to_bytes(this.tasks[site])
-            record = codec.pack(block, seal.sign(self._key, f"task for {site}", block))
+            seen = self._admission.standing.seen(site)
+            signature = seal.sign(self._key, seal.task_for(site, seen), block)
+            record = codec.pack(block, signature, seen)
             # A site that comes back later is not to spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
             with self._waiting:

@@ -68,11 +68,6 @@ def secured(
         masked = {MASKED: (torch.Size([layout(task).length]), torch.int64)}
         return admission.fault(site, task, reply, Form(masked, frozenset(public)))
 
-    def settled(replies: list[Reply]) -> None:
-        for reply in replies:
-            admission.admit(reply)
-        remember()
-
     threshold, patience = plan.secure_aggregation.threshold, federation.patience
     server = Server(
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
@@ -82,7 +77,7 @@ def secured(
         patience.retries,
         layout,
         fault,
-        settled,
+        remember,
     )
     return Secured(carrier, server, Attempts(attempts))
 

@@ -52,8 +52,8 @@ class Server:
 
     keys: the sites' long-term keys. least: replies that a round needs, at least the threshold.
     retries: how often a round is tried again. layout: of the replies to a task. fault: what is
-    wrong with a masked reply, in a word, None if nothing is. settled: called with the masked
-    replies of a sum before it is handed on.
+    wrong with a masked reply, in a word, None if nothing is. settled: called
+    before a sum is handed on.
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
@@ -63,7 +63,7 @@ class Server:
     retries: int
     layout: Callable[[Task], Layout]
     fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
-    settled: Callable[[list[Reply]], None] = lambda _: None
+    settled: Callable[[], None] = lambda: None
 
 
 class Attempts:
@@ -164,7 +164,7 @@ class Secured:
             session.total(), session.share(), len(server.keys), server.layout(task)
         )
         settled = [reply for _, reply in sorted(session.replies.items())]
-        server.settled(settled)
+        server.settled()
         return {
             reply.site: dataclasses.replace(
                 reply, vectors=vectors, numbers={**numbers, **reply.numbers}
