@@ -27,6 +27,7 @@ class Standing:
             site: (int(length), str(head))
             for site, (length, head) in _document(self._ledgers).items()
         }
+        self._saved = dict(self._seen)
 
     def seen(self, site: str) -> tuple[int, str]:
         """Return length and head of a site's ledger, (0, "") where none was seen."""
@@ -54,7 +55,9 @@ class Standing:
 
     def save(self) -> None:
         """Make durable what `look` has seen."""
-        _write(self._ledgers, self._seen)
+        if self._seen != self._saved:
+            _write(self._ledgers, self._seen)
+            self._saved = dict(self._seen)
 
     def readmit(self, site: str) -> str:
         """Let a site in again, with the ledger that was seen of it; return why it was barred.

@@ -17,8 +17,8 @@ from fedpact.messages import Reply, Task, from_bytes
 
 _Question = tuple[str, int, int, str]
 
-# A reply, or what an algorithm remembers, is at most twice as long as its task in every algorithm.
-_TIMES: Final = 2
+# A reply, or what a method remembers, is at most three times as long as its task in every method.
+_TIMES: Final = 4
 _SPARE: Final = 1 << 16
 
 

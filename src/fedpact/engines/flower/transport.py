@@ -81,8 +81,8 @@ class _Round:
 class FlowerTransport:
     """See round.Transport.
 
-    key: the server's private key. form: the form of replies to a task. on_admitted: called when a
-    round's replies are settled, before they are handed on.
+    key: the server's private key. form: the form of replies to a task. on_seen: called when
+    sites' answers were taken, before anything is made of them.
     """
 
     traffic = None
@@ -94,10 +94,10 @@ class FlowerTransport:
         key: ec.EllipticCurvePrivateKey,
         admission: Admission,
         form: Callable[[Task], Form],
-        on_admitted: Callable[[], None] = lambda: None,
+        on_seen: Callable[[], None] = lambda: None,
     ) -> None:
         self._grid, self._federation, self._key = grid, federation, key
-        self._admission, self._form, self._on_admitted = admission, form, on_admitted
+        self._admission, self._form, self._on_seen = admission, form, on_seen
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
         self._looked, self._joined = 0.0, False
@@ -133,10 +133,8 @@ class FlowerTransport:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "
-                f"times {patience.round_seconds:g} s: {_summary(this)}. What was sent is not lost: "
-                "sites keep their replies; resume the run when they can be reached"
+                f"times {patience.round_seconds:g} s: {_summary(this)}. {_advice(this)}"
             )
-        self._on_admitted()
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
         _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
@@ -200,6 +198,7 @@ class FlowerTransport:
                 break
             if not arrived:
                 self._sleep()
+        self._on_seen()
 
     def _present(self) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago."""
@@ -277,6 +276,25 @@ class FlowerTransport:
 
 def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
+
+
+def _advice(this: _Round) -> str:
+    codes = {refusal.code for refusal in this.refusals.values()}
+    if "stale" in codes:
+        return (
+            "Who says stale has answered a later round than this one: if server/run was put back "
+            "to an older state, put the newer one back; without it, begin a new run"
+        )
+    if codes & {"ledger", "rejected: ledger"}:
+        return (
+            "Who says ledger lacks entries that this server has seen, and one whose ledger was "
+            "rejected is barred: find out with their owners whether a ledger was put back or a "
+            "site runs twice (docs/deployment.md), then resume the run"
+        )
+    return (
+        "What was sent is not lost: sites keep their replies; resume the run when they can be "
+        "reached"
+    )
 
 
 def _summary(this: _Round) -> str:

@@ -45,12 +45,10 @@ def secured(
     attempts: Path,
     admission: Admission,
     form: Callable[[Task], Form],
-    remember: Callable[[], None],
 ) -> Secured:
     """Return the server's side: a transport that hands on what sums show of the sites' replies.
 
-    attempts: the file of exchange.Attempts. form: of a plain reply to a task. remember: makes
-    durable what `admission` has admitted.
+    attempts: the file of exchange.Attempts. form: of a plain reply to a task.
     """
     weighing, public = _weighing(federation, plan), plan.method.summed.public
     layouts = dict[int, Layout]()
@@ -77,7 +75,6 @@ def secured(
         patience.retries,
         layout,
         fault,
-        remember,
     )
     return Secured(carrier, server, Attempts(attempts))
 
