@@ -254,7 +254,7 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
     And no file of an answer is longer than the room that a site takes for it before it charges:
     compressed, as sites remember most then.
     """
-    changes = {"ali_dpfl": {"settings": {"iterations": 4}}}.get(name, {})
+    changes = {"settings": {"iterations": 4} if name == "ali_dpfl" else {}}
     changes |= {"compression": {"kind": "topk"}} if name in ("ali_dpfl", "feddyn") else {}
     directory = make(tmp_path / "d", algorithm=name, **changes, sites=1, rounds=2)
     node = Node(10, directory / "sites" / "site-00")
