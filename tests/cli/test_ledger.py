@@ -64,7 +64,7 @@ def test_a_policy_that_is_tightened_counts_for_a_run_that_goes_on(twice, tmp_pat
     calls = iter((False, True))
     twice("three", 3, stop=lambda: next(calls))
     policy.write_text(POLICY)
-    with pytest.raises(PolicyRefused, match="epsilon would be 3: .*epsilon_ever = 2"):
+    with pytest.raises(PolicyRefused, match=r"epsilon would be 3: .*epsilon_ever = 2"):
         twice("three", 3)
     policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
     assert twice("three", 3).summary["status"] == "finished"

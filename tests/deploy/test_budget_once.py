@@ -22,8 +22,9 @@ from tests.deploy.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.engines import stored
 from fedpact.engines.coordinator import Coordinator
-from fedpact.engines.flower import codec, seal, transport
+from fedpact.engines.flower import codec, seal, transport, worker
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
@@ -487,8 +488,9 @@ def longest_file(length):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path):
+def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
     """The ledger has room for its lines, and a reply, of 38,440 bytes and a header, has none."""
+    monkeypatch.setattr(stored, "_SPARE", 1)
     directory = make(tmp_path / "d", model="mlp", rounds=15) / "sites" / "site-00"
     with Site(directory) as site:
         w = {"w": torch.zeros(9610)}
@@ -565,6 +567,30 @@ def rounds(site, number, delivered):
         block, _ = answer(site, to_bytes(task_of(site, number, -1, **changes)))
         if isinstance(from_bytes(block), Reply) and number not in delivered:
             delivered.append(number)
+
+
+def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch):
+    class Desk:
+        silent_seconds = 0.0
+
+        def __init__(self, *_):
+            self.close = lambda: None
+
+        def next(self):
+            return None, "a token"
+
+    served = []
+    monkeypatch.setattr(worker, "Desk", Desk)
+    with Site(site_dir) as site:
+
+        def serve(*_):
+            served.append(1)
+            site.stopped = "no room" if len(served) == 3 else ""
+
+        monkeypatch.setattr(worker, "_serve", serve)
+        with pytest.raises(FedpactError, match="no room"):
+            worker.work(site, site_dir, lambda: True)
+    assert len(served) == 3
 
 
 def test_after_a_commit_that_failed_the_site_stops_and_says_so(site_dir, monkeypatch):

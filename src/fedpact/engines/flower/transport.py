@@ -166,7 +166,12 @@ class FlowerTransport:
         """Settle the answers of barred sites: they are not asked."""
         for site in this.open:
             if self._admission.standing.is_barred(site):
-                self._reject(this, site, "ledger")
+                _log.warning(
+                    "site %s is barred: its ledger was refused, see run/barred.json and "
+                    "`fedpact deploy readmit`",
+                    site,
+                )
+                this.answers[site] = _refusal(this.tasks[site], site, "rejected: ledger")
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""
