@@ -63,6 +63,22 @@ def test_a_repeated_task_sees_the_same_memory_also_after_a_restart(client):
     assert [ask(again, 2, 1), ask(again, 3, 2)] == [2, 3]
 
 
+def test_memory_that_could_not_be_written_is_written_by_the_next_task(client, monkeypatch):
+    """The disk is full for a moment; a restart must not find what was before."""
+    site = client()
+    ask(site, 1, -1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedpact.client.write_whole", full)
+        with pytest.raises(OSError, match="No space"):
+            ask(site, 2, 1)
+    assert ask(site, 2, 1) == 2
+    assert ask(client(), 3, -1) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(BudgetExhausted, "budget"), (PolicyRefused, "policy")]
 )

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from fedpact.api import run
 from fedpact.comparison.compare import compare
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
-from fedpact.folder import Checkpoint, Folder, check_out, write_whole
+from fedpact.folder import Checkpoint, Folder, check_out, free_room, make_room, write_whole
 from fedpact.messages import RoundRecord, State, to_bytes
 from fedpact.plan import Plan
 
@@ -55,6 +57,34 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path):
     with pytest.raises(TypeError):
         write_whole(path, "not bytes")
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("taken", [1, 5, 1000])
+def test_what_is_written_is_whole_whatever_room_was_taken_for_it(tmp_path, taken):
+    path = tmp_path / "file"
+    make_room(taken, path)
+    assert not path.exists()
+    for content in (b"first", b"", b"a longer one"):
+        write_whole(path, content)
+        assert path.read_bytes() == content
+    make_room(7, path)
+    free_room(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_room_is_taken_for_all_or_for_none(tmp_path, monkeypatch):
+    real, calls = os.posix_fallocate, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        make_room(1000, tmp_path / "one", tmp_path / "two")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_run_is_told(tmp_path):

@@ -110,8 +110,9 @@ class _Memory:
 
     def for_task(self, task: Task) -> State:
         if self._pending_round == task.included > self._committed_round:
+            # Written first: where that fails, the next task finds it as it was, and tries again.
+            self._write(self._path, self._pending, self._pending_round)
             self._committed, self._committed_round = self._pending, self._pending_round
-            self._write(self._path, self._committed, self._committed_round)
         return self._committed
 
     def keep(self, round_number: int, memory: State) -> None:

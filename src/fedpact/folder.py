@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
@@ -40,12 +40,48 @@ def write_whole(path: Path, *content: bytes | memoryview) -> None:
     content: the file's parts, in their order.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    partial = _partial(path)
+    # Not cut to nothing first: `make_room` may have taken the room for it there.
+    with partial.open("r+b" if partial.exists() else "wb") as file:
         file.writelines(content)
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def make_room(length: int, *paths: Path) -> None:
+    """Take room on the disk, of each file `length` bytes, for what `write_whole` is to write there.
+
+    It stays taken until then, or until `free_room`. Raises OSError: there is not enough; then none
+    is taken.
+    """
+    try:
+        for path in paths:
+            with _partial(path).open("ab") as file:
+                _take(file, length)
+    except BaseException:
+        free_room(*paths)
+        raise
+
+
+def free_room(*paths: Path) -> None:
+    """Give back what `make_room` took and `write_whole` did not use."""
+    for path in paths:
+        _partial(path).unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _take(file: IO[bytes], length: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, length)
+    else:  # macOS
+        file.write(bytes(max(0, length - file.tell())))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

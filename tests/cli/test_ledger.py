@@ -28,7 +28,7 @@ smallest_sigma = 0.5
 def twice(tmp_path):
     (tmp_path / "policy.toml").write_text(POLICY)
 
-    def run(name, seed, epsilon=1.0):
+    def run(name, seed, epsilon=1.0, **how):
         plan = Plan.parse(
             {
                 "rounds": 3,
@@ -39,7 +39,7 @@ def twice(tmp_path):
                 "run": {"ledgers": str(tmp_path / "kept"), "workers": 1, "evaluate_every": 3},
             }
         )
-        return simulate(plan, tmp_path / name)
+        return simulate(plan, tmp_path / name, **how)
 
     run("one", 1)
     run("two", 2)
@@ -55,6 +55,19 @@ def test_reservations_add_up_across_runs_until_the_policy_ends_them(twice, tmp_p
             assert 0.9 < run["epsilon_spent"] <= run["epsilon_reserved"] == 1.0
     with pytest.raises(PolicyRefused, match="epsilon_ever = 2"):
         twice("three", 3, epsilon=0.5)
+
+
+def test_a_policy_that_is_tightened_counts_for_a_run_that_goes_on(twice, tmp_path):
+    """By itself the run is within it; with the two before it is not."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
+    calls = iter((False, True))
+    twice("three", 3, stop=lambda: next(calls))
+    policy.write_text(POLICY)
+    with pytest.raises(PolicyRefused, match=r"epsilon would be 3: .*epsilon_ever = 2"):
+        twice("three", 3)
+    policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
+    assert twice("three", 3).summary["status"] == "finished"
 
 
 def test_the_commands_say_it_as_json(twice, tmp_path, capsys):

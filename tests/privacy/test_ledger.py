@@ -118,6 +118,24 @@ def test_reopening_restores_the_exact_state(path: Path) -> None:
         assert ledger.spent("run") == {CHEAP: 15}
 
 
+def test_it_holds_what_it_once_was_and_nothing_else(path: Path) -> None:
+    """By its file, entry for entry; a ledger that parted from it later holds what was before."""
+    written(path, 2, 1, 3)
+    early = path.read_bytes()
+    heads = ["", *(entry["hash"] for entry in read_entries(path))]
+    for grown in range(2):
+        with opened(path) as ledger:
+            charge(ledger, f"more {grown}")
+            found = {(n, h) for n in range(-9, 9) for h in heads if ledger.holds(n, h)}
+            assert found == set(enumerate(heads))
+            assert ledger.holds(ledger.length, ledger.head)
+            last = ledger.length, ledger.head
+        path.write_bytes(early)
+    with opened(path) as ledger:
+        charge(ledger, "another")
+        assert (ledger.length, ledger.holds(*last)) == (last[0], False)
+
+
 def test_a_stranger_has_spent_nothing(ledger: Ledger) -> None:
     assert ledger.spent("nobody") == {}
 

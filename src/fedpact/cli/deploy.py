@@ -98,6 +98,17 @@ def down(directory: Where) -> None:
 
 
 @app.command()
+def readmit(
+    directory: Where,
+    site: Annotated[str, typer.Argument(help="The site's name.")],
+) -> None:
+    """Let a site in again whose ledger the server has refused; it needs the ledger last seen."""
+    _out().print(
+        f"{site} is let in again; it was barred because it {local.readmit(directory, site)}"
+    )
+
+
+@app.command()
 def server(
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
     as_json: AsJson = False,

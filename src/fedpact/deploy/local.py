@@ -12,6 +12,7 @@ from typing import Any
 from fedpact.deploy.processes import environment
 from fedpact.engines.federation import Federation, parse_toml
 from fedpact.engines.site import SiteSettings
+from fedpact.engines.standing import Standing
 from fedpact.errors import DataError
 from fedpact.folder import write_whole
 from fedpact.messages import RoundRecord
@@ -78,6 +79,17 @@ def look(directory: Path) -> dict[str, Any]:
         "status": _outcome(server) if server else "known to the server",
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
     }
+
+
+def readmit(directory: Path, site: str) -> str:
+    """Let a site in again that the server has barred; return why it had. The server may run.
+
+    Raises InputError of some kind: no server lies there, or the site is not barred.
+    """
+    server = parties(directory).get(_SERVER)
+    if server is None:
+        raise DataError(f"{directory} is a site's: name the server's directory, which bars sites")
+    return Standing(server / "run").readmit(site)
 
 
 def last_words(directory: Path, name: str) -> str:

@@ -3,7 +3,7 @@
     form        the vectors and numbers that the algorithm's own local part returns, in their shapes
     finite      no NaN, no infinity
     weight      the size that was declared for the site
-    ledger      one that has not become shorter, and has not been exchanged for another
+    ledger      one that has become longer, or is the one that was seen (engines.standing)
     longest     no vector much farther from what was told than the others' (see `outliers`)
 
 None of it is a defence against a site that lies within these bounds, and none of it costs a site
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpact.engines.standing import Standing
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
@@ -55,19 +56,14 @@ def expected_form(workshop: Workshop, task: Task) -> Form:
 class Admission:
     """Checks replies to one run of a method. sizes: what each site declared. longest: `outliers`.
 
-    ledgers: site -> (length, head) as last seen; it grows as replies are let in, and outlives a
-    restart where its owner keeps it.
+    standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
     """
 
     def __init__(
-        self,
-        method: Method,
-        sizes: Mapping[str, float],
-        longest: float,
-        ledgers: dict[str, tuple[int, str]] | None = None,
+        self, method: Method, sizes: Mapping[str, float], longest: float, standing: Standing
     ) -> None:
         self._method, self._sizes, self._longest = method, sizes, longest
-        self.ledgers = {} if ledgers is None else ledgers
+        self.standing = standing
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
@@ -75,6 +71,9 @@ class Admission:
             return "stale"
         if reply.site != site:
             return "another's"
+        # Before all else that may be wrong: what was released for this reply is spent.
+        if not self.standing.look(site, reply.ledger_length, reply.ledger_head):
+            return "ledger"
         if reply.weight != self._sizes[site]:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:
@@ -86,19 +85,11 @@ class Admission:
         finite = all(map(all_finite, reply.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
-        length, head = self.ledgers.get(site, (0, ""))
-        seen = (reply.ledger_length, reply.ledger_head)
-        if seen != (length, head) and not reply.ledger_length > length:
-            return "ledger"
         return None
 
     def opened(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
         return self._method.opened(reply, task.vectors)
-
-    def admit(self, reply: Reply) -> None:
-        """Remember the ledger of a reply that was let in."""
-        self.ledgers[reply.site] = (reply.ledger_length, reply.ledger_head)
 
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
         """Return the sites with a vector farther from the task's than `longest` times the median.

@@ -6,7 +6,6 @@ run/                         the run's folder; a server that is started again go
 """
 
 import dataclasses
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fedpact.engines.admission import Admission
 from fedpact.engines.federation import Federation, read_plan
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.standing import Standing
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
@@ -86,13 +86,10 @@ class Coordinator:
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
-        path = self.folder.path / "ledgers.json"
-        seen: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        ledgers = {site: (int(length), str(head)) for site, (length, head) in seen.items()}
+        standing = Standing(self.folder.path)
         sizes = {name: member.size for name, member in self.federation.sites.items()}
         longest = self.federation.checks.longest
-        admission = Admission(self.plan.method, sizes, longest, ledgers)
-        return admission, lambda: self.folder.write_json("ledgers.json", admission.ledgers)
+        return Admission(self.plan.method, sizes, longest, standing), standing.save
 
     def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.

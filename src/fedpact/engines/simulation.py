@@ -214,8 +214,8 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         if ledger is None or terms is None:
             continue
         stack.enter_context(ledger)
-        if site.policy and not ledger.has_reserved(site.run):
-            site.policy.check_run(site.plan.algorithm, terms, ledger.total())
+        if site.policy:
+            site.policy.check_run(site.plan.algorithm, terms, ledger.total(without=site.run))
         ledger.reserve(site.run, terms.budget, terms.history(terms.steps))
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger

@@ -5,16 +5,18 @@
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
+    ledger.jsonl.seen   an entry that it had: one without it does not open (engines.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
-    reply.bin           its last reply, for when it is asked again
+    reply.bin           its last reply, for when it is asked again (engines.stored)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
-which follow from its own copies of the plan and the federation.
+which follow from its own copies of the plan and the federation. Before it charges, its ledger holds
+what the server has seen of it, its owner's policy as it is then allows the run, and there is room
+on the disk for what follows. Where that was charged and could not be written, the site stops.
 """
 
-import json
-from contextlib import suppress
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +32,9 @@ from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
-from fedpact.errors import DataError, PlanError
-from fedpact.folder import write_whole
+from fedpact.engines.stored import LastReply, room
+from fedpact.engines.witness import Witness, check_left_behind, is_place
+from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
@@ -39,6 +42,8 @@ from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.terms import ADJACENCY
+
+_log = logging.getLogger("fedpact.site")
 
 
 class SiteSettings(BaseModel):
@@ -63,11 +68,13 @@ class SiteSettings(BaseModel):
 class Site:
     """An open site; one process at a time holds it, by its ledger's lock.
 
-    Opening reserves the run's events in the ledger, if the policy allows them.
+    Opening reserves the run's events in the ledger, if the policy allows them. stopped: why it
+    answers nothing more, "" where it does.
     Raises FedpactError of some kind for whatever does not fit; then nothing is promised.
     """
 
     def __init__(self, directory: Path) -> None:
+        self._directory, self.stopped = directory, ""
         self.settings = parse_toml(SiteSettings, directory / "site.toml")
         self.federation = Federation.read(directory / "federation.toml")
         self.plan = read_plan(directory / "plan.json")
@@ -77,7 +84,6 @@ class Site:
                 f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"
             )
         self._masker = masker_of(directory, self.name, self.federation, self.plan)
-        self._policy = Policy.read(directory / "policy.toml")
         self._terms = self.federation.terms(self.plan)[self.name]
         self._device = device_of(self.settings.device)
         workshop = replace(self.federation.workshop(self.plan), device=self.settings.device)
@@ -85,15 +91,8 @@ class Site:
         self._records = self._load(directory / self.settings.records)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
-        self.ledger = Ledger(
-            directory / self.settings.ledger, self.settings.data_set, hypothetical=self._test
-        )
-        try:
-            self._take_part()
-        except BaseException:
-            self.ledger.close()
-            raise
-        self._last = _LastReply(directory / "reply.bin")
+        self._last = LastReply(directory / "reply.bin")
+        self.ledger = self._open_ledger(directory / self.settings.ledger)
         self._client = Client[Bench](
             self.name,
             self._terms.size,
@@ -101,8 +100,7 @@ class Site:
             self._oracle,
             self.ledger,
             directory / "memory.safetensors",
-            self._policy,
-            self._device,
+            device=self._device,
         )
 
     def __enter__(self) -> Self:
@@ -116,26 +114,47 @@ class Site:
     ) -> None:
         self.ledger.close()
 
-    def handle(self, task: Task) -> bytes:
+    def handle(self, task: Task, seen: tuple[int, str] = (0, "")) -> bytes:
         """Return the encoded answer to a task; a repeated question gets the stored reply.
 
-        A refusal's code depends on public quantities only: "run", "stale", "budget", "policy".
-        Under secure aggregation every task that comes by itself is against the policy.
+        seen: length and head of this site's ledger as the server has seen it last.
+        A refusal's code depends on public quantities only: "run", "ledger", "policy", "stale",
+        "budget". Under secure aggregation every task that comes by itself is against the policy.
+        Raises FedpactError: the site has stopped, or there is no room on its disk.
         """
-        if self._masker is not None:
-            return self._refusal(task, "policy")
+        objection = self._objection(task, seen)
+        if objection or self._masker is not None:
+            return self._refusal(task, objection or "policy")
         return self._trained(task)
 
-    def handle_step(self, step: Step) -> bytes:
+    def handle_step(self, step: Step, seen: tuple[int, str] = (0, "")) -> bytes:
         """Return the encoded answer to a step of secure aggregation; see secure.site.Masker.
 
-        A site whose plan has none refuses with "policy".
+        A site whose plan has none refuses with "policy". seen, raises: as `handle`.
         """
-        if step.run != self.run:
-            return self._refusal(step, "run")
-        if self._masker is None:
-            return self._refusal(step, "policy")
+        objection = self._objection(step, seen)
+        if objection or self._masker is None:
+            return self._refusal(step, objection or "policy")
         return to_bytes(self._masker.answer(step, lambda task: _answer(self._trained(task))))
+
+    def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
+        """Return the code with which any such question is refused, "" for none."""
+        if self.stopped:
+            raise FedpactError(self.stopped)
+        if question.run != self.run:
+            return "run"
+        if not is_place(*seen):
+            raise DataError(f"a question says that this site's ledger had {seen[0]} entries")
+        if not self.ledger.holds(*seen):
+            self._witness.keep(*seen, f"the server of run {self.run}")
+        try:
+            self._witness.check(self.ledger)
+            # Read anew: what its owner takes back counts from the next question.
+            self._check_policy()
+        except (LedgerError, PlanError, PolicyRefused) as error:
+            _log.warning("round %d is refused: %s", question.round, error)
+            return "ledger" if isinstance(error, LedgerError) else "policy"
+        return ""
 
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
@@ -145,10 +164,26 @@ class Site:
             return stored
         if self._last.is_newer_than(task):
             return self._refusal(task, "stale")
+        pending = self._directory / "pending-memory.safetensors"
+        before = self.ledger.length
+        try:
+            with room(task, self._last.path, pending, self._witness.path, self.ledger.path):
+                return self._charged(task)
+        except (OSError, LedgerError) as error:
+            if self.ledger.length > before:
+                self.stopped = (
+                    f"round {task.round} was charged and its reply could not be kept ({error}): "
+                    "the site answers nothing more, as each round would be charged in vain; make "
+                    "room on the disk, or mend it, and start the site again"
+                )
+            raise
+
+    def _charged(self, task: Task) -> bytes:
         answer = self._client.handle(task, self._bench)
         block = to_bytes(answer)
         if isinstance(answer, Reply):
             self._last.keep(task, block)
+            self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
 
     def epsilon(self) -> float:
@@ -165,11 +200,27 @@ class Site:
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
 
-    def _take_part(self) -> None:
-        if not self.ledger.has_reserved(self.run):
-            self._policy.check_run(self.plan.algorithm, self._terms, self.ledger.total())
-        terms = self._terms
-        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
+    def _open_ledger(self, path: Path) -> Ledger:
+        if not (path.exists() and path.stat().st_size):
+            check_left_behind(self._directory, path, promised=False)
+        self._witness = Witness(path)
+        self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
+        try:
+            self._witness.check(self.ledger, self._last.ledger)
+            check_left_behind(self._directory, path, promised=bool(self.ledger.runs))
+            self._check_policy()
+            terms = self._terms
+            self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
+            self._witness.keep(self.ledger.length, self.ledger.head, "this site")
+        except BaseException:
+            self.ledger.close()
+            raise
+        return self.ledger
+
+    def _check_policy(self) -> None:
+        """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
+        policy = Policy.read(self._directory / "policy.toml")
+        policy.check_run(self.plan.algorithm, self._terms, self.ledger.total(without=self.run))
 
     def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
         test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
@@ -193,38 +244,6 @@ class Site:
         return usable(records, self._bench.private, str(path))
 
 
-class _LastReply:
-    """The last reply and the question that it answers, in one file, written before it is sent."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._key: _Question = "", 0, 0, ""
-        self._block = b""
-        with suppress(FileNotFoundError):
-            head, _, self._block = path.read_bytes().partition(b"\n")
-            run, number, attempt, digest = json.loads(head)
-            self._key = run, number, attempt, digest
-
-    def answer_to(self, task: Task) -> bytes | None:
-        return self._block if self._key == _key(task) else None
-
-    def is_newer_than(self, task: Task) -> bool:
-        run, number, attempt, _ = self._key
-        return run == task.run and (number, attempt) >= (task.round, task.attempt)
-
-    def keep(self, task: Task, block: bytes) -> None:
-        key = _key(task)
-        write_whole(self._path, json.dumps(key).encode() + b"\n" + block)
-        self._key, self._block = key, block
-
-
-def _key(task: Task) -> "_Question":
-    return task.run, task.round, task.attempt, task.digest
-
-
-_Question = tuple[str, int, int, str]
-
-
 def decode_task(block: bytes) -> Task:
     """Decode a task. Raises InputError: another kind of message, or none."""
     message = from_bytes(block)
@@ -233,9 +252,10 @@ def decode_task(block: bytes) -> Task:
     return message
 
 
-def answer(site: Site, block: bytes) -> tuple[bytes, str]:
+def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[bytes, str]:
     """Return a site's answer to an encoded question, and what to write into the site's own log.
 
+    seen: see Site.handle; as the server signed it with the question.
     Whatever goes wrong inside leaves the site as a refusal with the code "error" and no word more.
     """
     run, number = "", 0
@@ -245,9 +265,9 @@ def answer(site: Site, block: bytes) -> tuple[bytes, str]:
             raise DataError(f"a {type(question).__name__} came where a question is expected")
         run, number = question.run, question.round
         if isinstance(question, Task):
-            encoded, done = site.handle(question), "replied"
+            encoded, done = site.handle(question, seen), "replied"
         else:
-            encoded, done = site.handle_step(question), f"answered {question.step!r}"
+            encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
         message = from_bytes(encoded)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
         return encoded, f"round {number}: {what}; {site.spent()}"

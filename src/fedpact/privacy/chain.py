@@ -123,8 +123,21 @@ class Chain:
         self._size = len(content)
         self._unfinished = not content.endswith(b"\n") and bool(content)
         self._broken = self._waiting = False
-        self.head = self.entries[-1]["hash"] if self.entries else ""
-        self.length = len(self.entries)
+        self._heads: list[str] = ["", *(entry["hash"] for entry in self.entries)]
+
+    @property
+    def head(self) -> str:
+        """See the class."""
+        return self._heads[-1]
+
+    @property
+    def length(self) -> int:
+        """See the class."""
+        return len(self._heads) - 1
+
+    def holds(self, length: int, head: str) -> bool:
+        """Whether these entries go on from a chain of `length` entries that ended with `head`."""
+        return 0 <= length <= self.length and self._heads[length] == head
 
     def close(self) -> None:
         """Close the file, which gives up the lock. What `append` did not wait for is awaited."""
@@ -157,7 +170,7 @@ class Chain:
             ) from error
         self._size += len(line)
         self._unfinished, self.torn = False, None
-        self.head, self.length = entry["hash"], self.length + 1
+        self._heads.append(entry["hash"])
         return entry
 
     def _locked_content(self) -> bytes:

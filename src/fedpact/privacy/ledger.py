@@ -92,6 +92,14 @@ class Ledger:
         """The number of entries."""
         return self._chain.length
 
+    def holds(self, length: int, head: str) -> bool:
+        """Whether this ledger goes on from one that had `length` entries, the last with this hash.
+
+        One that was put back to an older state, or written on by somebody else, does not.
+        """
+        with self._lock:
+            return self._chain.holds(length, head)
+
     def reserve(self, run: str, budget: Budget, events: History) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
@@ -206,20 +214,21 @@ class Ledger:
         with self._lock:
             return self._rounds.get(run, -1)
 
-    def has_reserved(self, run: str) -> bool:
-        """Whether the run has a reservation."""
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs that have a reservation."""
         with self._lock:
-            return run in self._reserved
+            return tuple(self._reserved)
 
-    def total(self) -> tuple[float, float]:
+    def total(self, without: str | None = None) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
         What every run together can cost, add/remove one record; (0, 0) where none is reserved, and
-        an infinite ε once a run has let exact numbers out.
+        an infinite ε once a run has let exact numbers out. without: a run that does not count.
         """
         with self._lock:
-            budgets = [reservation.budget for reservation in self._reserved.values()]
-            lost = math.inf if self._exposed else 0.0
+            budgets = [each.budget for run, each in self._reserved.items() if run != without]
+            lost = math.inf if self._exposed - {without} else 0.0
         return lost + math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
 
     def _restore(self) -> None:

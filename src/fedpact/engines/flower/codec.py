@@ -5,15 +5,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedpact.errors import InputError
 
 
-def pack(block: bytes, signature: bytes) -> RecordDict:
-    """Return the record that carries a block: the bytes of messages.to_bytes, unchanged."""
+def pack(block: bytes, signature: bytes, seen: tuple[int, str] = (0, "")) -> RecordDict:
+    """Return the record that carries a block: the bytes of messages.to_bytes, unchanged.
+
+    seen: of a question, length and head of the site's ledger as the server has seen it last.
+    """
     array = Array(dtype="uint8", shape=(len(block),), stype="bytes", data=block)
-    return RecordDict(
-        {
-            "fedpact": ArrayRecord({"message": array}),
-            "seal": ConfigRecord({"signature": signature}),
-        }
-    )
+    seal = ConfigRecord({"signature": signature, "length": seen[0], "head": seen[1]})
+    return RecordDict({"fedpact": ArrayRecord({"message": array}), "seal": seal})
 
 
 def unpack(record: RecordDict) -> tuple[bytes, bytes]:
@@ -26,7 +25,21 @@ def unpack(record: RecordDict) -> tuple[bytes, bytes]:
                 return block, signature
     except KeyError:
         pass
-    raise InputError(
+    raise _unreadable(record)
+
+
+def seen(record: RecordDict) -> tuple[int, str]:
+    """Return what a question says of the site's ledger. Raises InputError: as `unpack`."""
+    seal = record.get("seal")
+    if isinstance(seal, ConfigRecord):
+        length, head = seal.get("length"), seal.get("head")
+        if isinstance(length, int) and isinstance(head, str):
+            return length, head
+    raise _unreadable(record)
+
+
+def _unreadable(record: RecordDict) -> InputError:
+    return InputError(
         f"a record with {', '.join(map(str, record)) or 'nothing in it'} is no fedpact message: "
         "expected what codec.pack made; check that both ends run the same version"
     )

@@ -61,5 +61,11 @@ def is_signed(key: ec.EllipticCurvePublicKey, purpose: str, block: bytes, signat
     return True
 
 
+def task_for(site: str, seen: tuple[int, str]) -> str:
+    """Return what a question to a site is signed for. seen: of its ledger, (0, "") for nothing."""
+    length, head = seen
+    return f"task for {site}" + (f" with {length} ledger entries up to {head}" if length else "")
+
+
 def _signed(purpose: str, block: bytes) -> bytes:
     return b"fedpact " + purpose.encode() + b"\0" + block

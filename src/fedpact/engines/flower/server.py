@@ -37,7 +37,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round)
     attempts = coordinator.attempts
-    secure = secured(transport, federation, plan, attempts, admission, form, remember)
+    secure = secured(transport, federation, plan, attempts, admission, form)
     return coordinator.run(secure, on_round)
 
 

@@ -81,8 +81,8 @@ class _Round:
 class FlowerTransport:
     """See round.Transport.
 
-    key: the server's private key. form: the form of replies to a task. on_admitted: called when a
-    round's replies are settled, before they are handed on.
+    key: the server's private key. form: the form of replies to a task. on_seen: called when
+    sites' answers were taken, before anything is made of them.
     """
 
     traffic = None
@@ -94,10 +94,10 @@ class FlowerTransport:
         key: ec.EllipticCurvePrivateKey,
         admission: Admission,
         form: Callable[[Task], Form],
-        on_admitted: Callable[[], None] = lambda: None,
+        on_seen: Callable[[], None] = lambda: None,
     ) -> None:
         self._grid, self._federation, self._key = grid, federation, key
-        self._admission, self._form, self._on_admitted = admission, form, on_admitted
+        self._admission, self._form, self._on_seen = admission, form, on_seen
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
         self._looked, self._joined = 0.0, False
@@ -113,6 +113,7 @@ class FlowerTransport:
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         this = _Round(tasks, self._faults(tasks, self._form(any_task)), patience.least_replies)
+        self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
@@ -132,12 +133,8 @@ class FlowerTransport:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "
-                f"times {patience.round_seconds:g} s: {_summary(this)}. What was sent is not lost: "
-                "sites keep their replies; resume the run when they can be reached"
+                f"times {patience.round_seconds:g} s: {_summary(this)}. {_advice(this)}"
             )
-        for reply in replies.values():
-            self._admission.admit(reply)
-        self._on_admitted()
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
         _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
@@ -150,6 +147,7 @@ class FlowerTransport:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
         this = _Round(asks, check, least)
+        self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
         for site in this.open:
@@ -163,6 +161,17 @@ class FlowerTransport:
             return self._admission.fault(site, tasks[site], answer, form)
 
         return fault
+
+    def _turn_away(self, this: _Round) -> None:
+        """Settle the answers of barred sites: they are not asked."""
+        for site in this.open:
+            if self._admission.standing.is_barred(site):
+                _log.warning(
+                    "site %s is barred: its ledger was refused, see run/barred.json and "
+                    "`fedpact deploy readmit`",
+                    site,
+                )
+                this.answers[site] = _refusal(this.tasks[site], site, "rejected: ledger")
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""
@@ -194,6 +203,7 @@ class FlowerTransport:
                 break
             if not arrived:
                 self._sleep()
+        self._on_seen()
 
     def _present(self) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago."""
@@ -217,7 +227,9 @@ class FlowerTransport:
             if site not in present or (last and now - last < patience.resend_seconds):
                 continue
             block = to_bytes(this.tasks[site])
-            record = codec.pack(block, seal.sign(self._key, f"task for {site}", block))
+            seen = self._admission.standing.seen(site)
+            signature = seal.sign(self._key, seal.task_for(site, seen), block)
+            record = codec.pack(block, signature, seen)
             # A site that comes back later is not to spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
             with self._waiting:
@@ -269,6 +281,25 @@ class FlowerTransport:
 
 def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
+
+
+def _advice(this: _Round) -> str:
+    codes = {refusal.code for refusal in this.refusals.values()}
+    if "stale" in codes:
+        return (
+            "Who says stale has answered a later round than this one: if server/run was put back "
+            "to an older state, put the newer one back; without it, begin a new run"
+        )
+    if codes & {"ledger", "rejected: ledger"}:
+        return (
+            "Who says ledger lacks entries that this server has seen, and one whose ledger was "
+            "rejected is barred: find out with their owners whether a ledger was put back or a "
+            "site runs twice (docs/deployment.md), then resume the run"
+        )
+    return (
+        "What was sent is not lost: sites keep their replies; resume the run when they can be "
+        "reached"
+    )
 
 
 def _summary(this: _Round) -> str:

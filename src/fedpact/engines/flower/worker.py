@@ -14,7 +14,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.runtime import Desk, release_node
 from fedpact.engines.site import Site, answer
-from fedpact.errors import InputError
+from fedpact.errors import FedpactError, InputError
 from fedpact.folder import write_whole
 from fedpact.messages import Refusal, to_bytes
 
@@ -36,11 +36,12 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
         # A message may carry one of Flower's errors in place of a record.
         record = message.content if message.has_content() else RecordDict()
         block, signature = codec.unpack(record)
-        signed = seal.is_signed(server, f"task for {site.name}", block, signature)
+        seen = codec.seen(record)
+        signed = seal.is_signed(server, seal.task_for(site.name, seen), block, signature)
     except InputError:
-        block, signed = b"", False
+        block, seen, signed = b"", (0, ""), False
     if signed:
-        reply, told = answer(site, block)
+        reply, told = answer(site, block, seen)
     else:
         reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
     record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
@@ -55,7 +56,7 @@ def work(
 ) -> None:
     """Answer tasks until `alive` says no, or nobody is at the SuperNode's end any more.
 
-    directory: the site's, with its key and secret.
+    directory: the site's, with its key and secret. Raises FedpactError: the site has stopped.
     """
     key = seal.read_private_key(directory / "site.key")
     address = f"127.0.0.1:{site.settings.port}"
@@ -68,6 +69,8 @@ def work(
             else:
                 node = _serve(site, key, desk, found[1])
                 _remember(directory, node)
+                if site.stopped:
+                    raise FedpactError(site.stopped)
     finally:
         desk.close()
 

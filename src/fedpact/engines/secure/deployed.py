@@ -45,12 +45,10 @@ def secured(
     attempts: Path,
     admission: Admission,
     form: Callable[[Task], Form],
-    remember: Callable[[], None],
 ) -> Secured:
     """Return the server's side: a transport that hands on what sums show of the sites' replies.
 
-    attempts: the file of exchange.Attempts. form: of a plain reply to a task. remember: makes
-    durable what `admission` has admitted.
+    attempts: the file of exchange.Attempts. form: of a plain reply to a task.
     """
     weighing, public = _weighing(federation, plan), plan.method.summed.public
     layouts = dict[int, Layout]()
@@ -68,11 +66,6 @@ def secured(
         masked = {MASKED: (torch.Size([layout(task).length]), torch.int64)}
         return admission.fault(site, task, reply, Form(masked, frozenset(public)))
 
-    def settled(replies: list[Reply]) -> None:
-        for reply in replies:
-            admission.admit(reply)
-        remember()
-
     threshold, patience = plan.secure_aggregation.threshold, federation.patience
     server = Server(
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
@@ -82,7 +75,6 @@ def secured(
         patience.retries,
         layout,
         fault,
-        settled,
     )
     return Secured(carrier, server, Attempts(attempts))
 

@@ -52,8 +52,7 @@ class Server:
 
     keys: the sites' long-term keys. least: replies that a round needs, at least the threshold.
     retries: how often a round is tried again. layout: of the replies to a task. fault: what is
-    wrong with a masked reply, in a word, None if nothing is. settled: called with the masked
-    replies of a sum before it is handed on.
+    wrong with a masked reply, in a word, None if nothing is.
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
@@ -63,7 +62,6 @@ class Server:
     retries: int
     layout: Callable[[Task], Layout]
     fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
-    settled: Callable[[list[Reply]], None] = lambda _: None
 
 
 class Attempts:
@@ -163,13 +161,11 @@ class Secured:
         vectors, numbers = decode(
             session.total(), session.share(), len(server.keys), server.layout(task)
         )
-        settled = [reply for _, reply in sorted(session.replies.items())]
-        server.settled(settled)
         return {
             reply.site: dataclasses.replace(
                 reply, vectors=vectors, numbers={**numbers, **reply.numbers}
             )
-            for reply in settled
+            for _, reply in sorted(session.replies.items())
         }
 
     def _step(self, asks: dict[str, Step], take: Take, refused: dict[str, Refusal]) -> None:

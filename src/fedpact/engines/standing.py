@@ -1,0 +1,91 @@
+"""What a server knows of its sites' ledgers, and which sites it does not let in any more.
+
+    ledgers.json    site -> [length, head] of its ledger, by the last reply that it signed
+    barred.json     site -> why; until a person lifts it (`fedpact deploy readmit`)
+
+Every question to a site says what stands in the first file, and the site refuses it, before it
+charges, where its own ledger does not go on from there (engines.witness). So of a ledger that was
+put back, and of two copies of one, no more than one goes on. A reply that shows a shorter ledger,
+or another one, comes from a site that did not look: it is barred.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedpact.engines.witness import is_place
+from fedpact.errors import DataError, InputError
+from fedpact.folder import write_whole
+
+
+class Standing:
+    """See the module. folder: a run's, in which the files are. Raises DataError: unreadable."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ledgers, self._barred = folder / "ledgers.json", folder / "barred.json"
+        self._seen = {
+            site: (int(length), str(head))
+            for site, (length, head) in _document(self._ledgers).items()
+        }
+        self._saved = dict(self._seen)
+
+    def seen(self, site: str) -> tuple[int, str]:
+        """Return length and head of a site's ledger, (0, "") where none was seen."""
+        return self._seen.get(site, (0, ""))
+
+    def is_barred(self, site: str) -> bool:
+        """Whether the site is not let in. Read anew, as a person may lift it at any time."""
+        return site in _document(self._barred)
+
+    def look(self, site: str, length: int, head: str) -> bool:
+        """Take notice of the ledger that a site's reply shows; bar it if that one is not longer.
+
+        Returns whether it is, or is the one that was seen. Whether it goes on from that one only
+        the site can tell, and does.
+        """
+        seen = self.seen(site)
+        if (length, head) == seen:
+            return True
+        if is_place(length, head) and length > seen[0]:
+            self._seen[site] = length, head
+            return True
+        why = f"showed a ledger of {length} entries after one of {seen[0]} up to {seen[1]}"
+        _write(self._barred, {**_document(self._barred), site: why})
+        return False
+
+    def save(self) -> None:
+        """Make durable what `look` has seen."""
+        if self._seen != self._saved:
+            _write(self._ledgers, self._seen)
+            self._saved = dict(self._seen)
+
+    def readmit(self, site: str) -> str:
+        """Let a site in again, with the ledger that was seen of it; return why it was barred.
+
+        Raises InputError: it was not.
+        """
+        barred = _document(self._barred)
+        if site not in barred:
+            raise InputError(
+                f"site {site!r} is not barred: {self._barred} has "
+                f"{', '.join(sorted(barred)) or 'none'}"
+            )
+        why = barred.pop(site)
+        _write(self._barred, barred)
+        return str(why)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}): it holds what the server knows of "
+            "its sites' ledgers; put it back from a backup"
+        ) from None
+
+
+def _write(path: Path, document: Any) -> None:
+    write_whole(path, json.dumps(document, indent=2).encode() + b"\n")
