@@ -7,7 +7,7 @@ that a file's arrays happen to have, and not from the values that happen to occu
     [records]
     low = 0.0                  every value is at least this, and at most `high`
     high = 255.0
-    clamp = true               a number beyond is set to the nearer bound; else the record is left out
+    clamp = true               a number beyond becomes the nearer bound; else the record is left out
     vocabulary = 50            instead: values are whole numbers, words 0, ..., 49
     labels = "names"           how labels in arrays are meant; see RecordForm
 

@@ -43,10 +43,7 @@ _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
 
 
 SHORTEST: Final = 2.0**-100
-"""The smallest clip."""
-
-LARGEST: Final = 2.0**100
-"""The largest finite one: so many records' parts have a finite sum in float32."""
+"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
 
 
 def slack(records: int) -> float:
@@ -345,10 +342,10 @@ def _gradients(
 
 def check_clip(name: str, clip: float) -> None:
     """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
-    if not (SHORTEST <= clip <= LARGEST or clip == math.inf):
+    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
         raise InputError(
-            f"{name} is {clip!r}: expected a number from 2^-100 = {SHORTEST:.1e} to 2^100 = "
-            f"{LARGEST:.1e}, or infinity; others have no digits in float32; scale loss or weights"
+            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
+            "no digits in float32; scale loss or weights"
         )
 
 

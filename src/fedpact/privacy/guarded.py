@@ -35,7 +35,7 @@ def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, *, one_by_one: bool)
         _tell(f"good records raise together, and are taken one by one: {_words(error)}")
     total = torch.zeros_like(like, dtype=torch.float64)
     if one_by_one:
-        for j in good.tolist():
+        for j in map(int, good):
             total += take(x[j : j + 1], y[j : j + 1])
     return total.to(like.dtype)
 
@@ -47,7 +47,7 @@ def measured(losses: _Take, x: Tensor, y: Tensor) -> Tensor:
     except Exception as error:  # whatever a model may raise at a record
         good = _good(losses, x, y, error)
     found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
-    for j in good.tolist():
+    for j in map(int, good):
         found[j] = losses(x[j : j + 1], y[j : j + 1]).double()[0]
     return found
 
