@@ -38,6 +38,8 @@ class _Source:
 
     def mark(self, bad: np.ndarray, why: str, *, out: bool = True) -> None:
         """Leave out the records with a bad value, bool like x; or note that it was clamped."""
+        if not bad.any():
+            return
         flat = bad.reshape(len(bad), -1)
         for row in np.flatnonzero(flat.any(1)).tolist():
             place = int(flat[row].argmax())
