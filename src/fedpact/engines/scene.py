@@ -9,6 +9,7 @@ from torch import nn
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site, make_partition
+from fedpact.data.tables import SUFFIXES
 from fedpact.engines.entrance import taken
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
@@ -72,6 +73,8 @@ class Scene:
 
 
 def _loaded(plan: Plan) -> Dataset:
+    if Path(plan.data).suffix.lower() not in SUFFIXES:
+        return datasets.refitted(datasets.load(plan.data, plan.label, plan.site), plan.records)
     return datasets.load(
         plan.data,
         plan.label,
