@@ -20,6 +20,18 @@ def test_cross_entropy_of_sequences_is_a_mean_over_positions():
     assert torch.allclose(cross_entropy(logits, y), each.mean(1))
 
 
+@pytest.mark.parametrize("wrong", [4, -1, -100, 2**40])
+def test_a_class_that_there_is_none_of_has_no_loss_and_no_gradient(wrong):
+    logits, y = torch.randn(3, 4).double().requires_grad_(), torch.tensor([0, wrong, 3])
+    losses = cross_entropy(logits, y)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert torch.equal(losses[[0, 2]], cross_entropy(logits[[0, 2]], y[[0, 2]]))
+    losses[[0, 2]].sum().backward()
+    assert not logits.grad[1].any()
+    words = torch.tensor([[0, 1], [2, wrong], [3, 3]])
+    assert cross_entropy(torch.randn(3, 2, 4), words).isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("shape", [(5, 1), (5, 3), (5, 2, 3)])
 def test_squared_error_is_half_the_squared_distance(shape):
     outputs, y = torch.randn(shape).double(), torch.randn(shape).double()

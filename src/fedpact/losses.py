@@ -3,8 +3,10 @@
 A loss must not mix records, so none of them takes a mean over the batch.
 """
 
+import math
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,16 +22,30 @@ class Loss(Protocol):
 def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     """-log softmax(outputs)[y] of each record; a mean over positions where a record is a sequence.
 
-    outputs: logits [B, K], y: classes [B]; or a sequence: logits [B, T, K], y [B, T].
+    outputs: logits [B, K], y: classes [B]; or a sequence: logits [B, T, K], y [B, T]. The loss of a
+    record with a class that is none of 0..K-1 is NaN, and the others' are as without it.
 
     >>> import torch
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).exp()
     tensor([4., 4.])
     """
     if outputs.dim() == 2:
-        return F.cross_entropy(outputs, y, reduction="none")
-    each = F.cross_entropy(outputs.flatten(0, -2), y.flatten(), reduction="none")
-    return each.view(y.shape).flatten(1).mean(1)
+        return _each_entropy(outputs, y)
+    return _each_entropy(outputs.flatten(0, -2), y.flatten()).view(y.shape).flatten(1).mean(1)
+
+
+def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Return which of the classes y [n] are among 0..classes - 1, and y with 0 for the others.
+
+    torch itself would raise for the whole batch, end a card's process, or take -100 for no record.
+    """
+    known = torch.logical_and(y >= 0, y < classes)
+    return known, torch.where(known, y, 0)
+
+
+def _each_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    known, y = known_classes(y, logits.shape[-1])
+    return torch.where(known, F.cross_entropy(logits, y, reduction="none"), math.nan)
 
 
 def squared_error(outputs: Tensor, y: Tensor, /) -> Tensor:

@@ -1,6 +1,7 @@
 """The plan: one configuration, validated whole and frozen, that every command reads.
 
 data = "digits"              top level: what to train on what, how long
+[records]                    what own records may hold    (data.form.PlanRecords)
 [partition]                  how records become sites         (data.partition.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import override, plan_error, read_file
+from fedpact.data.form import PlanRecords
 from fedpact.data.partition import PartitionSettings
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
@@ -104,6 +106,7 @@ class Plan(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
     batch_size: float | None = Field(default=None, gt=0)
+    records: PlanRecords = PlanRecords()
     partition: PartitionSettings = PartitionSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()

@@ -105,18 +105,25 @@ def test_the_loss_may_be_any(reference):
         assert y.equal(kept)
 
 
-def test_ignored_and_wrong_targets_are_those_of_cross_entropy(reference):
-    model = nn.Sequential(nn.Linear(4, 3)).double()
-    x, y = reference.data(5, 4), torch.tensor([0, -100, 2, 1, -100])
-    check(reference, model, cross_entropy, x, y)
-    wrong = torch.full((5,), 3)
-    for way, kernel in reference.kernels(model, cross_entropy).items():
-        if way == "dense":
-            # Where several sites may be asked together, a record without a label is left out.
-            assert not kernel.clipped_sum(x, wrong, 1.0).any()
-            continue
-        with pytest.raises(IndexError):
-            kernel.clipped_sum(x, wrong, 1.0)
+@pytest.mark.parametrize("wrong", [3, -1, -100, 99, 2**40])
+def test_a_record_without_a_class_of_the_models_is_left_out_in_every_way(reference, wrong):
+    """With the bits that the sum has without it, whichever way the model takes."""
+    x, y = reference.data(6, 4), torch.tensor([0, 1, 2, wrong, 1, 0])
+    good = y != wrong
+    chain = nn.Sequential(nn.Linear(4, 3)).double()
+    for way, kernel in reference.kernels(chain, cross_entropy).items():
+        w = kernel.model.vector.clone()
+        alike = [
+            (kernel.clipped_sum(x, y, 1.0), kernel.clipped_sum(x[good], y[good], 1.0)),
+            (
+                kernel.clipped_difference(x, y, w, w + 0.1, 1.0),
+                kernel.clipped_difference(x[good], y[good], w, w + 0.1, 1.0),
+            ),
+        ]
+        assert all(torch.equal(*pair) for pair in alike), way
+        assert kernel.clipped_sum(x, y, 1.0).any(), way
+        assert kernel.losses(x, y).isfinite().equal(good), way
+        assert not kernel.clipped_sum(x[~good], y[~good], 1.0).any(), way
 
 
 def test_frozen_parameters_are_passed_through(reference):

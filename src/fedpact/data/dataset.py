@@ -4,7 +4,8 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Dataset:
     x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1.
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site: for each training record the name of its site, where the data come from several.
+    features: the names of a table's columns; empty where there are none.
+    rows: each training record's number in its file, where it is not its place in x.
     description: one line: what it is, where from, the constants of its preprocessing.
 
     Raises DataError: nothing in it, lengths or shapes that do not fit, a value that is NaN or
@@ -32,6 +35,8 @@ class Dataset:
     x_test: Tensor | None = None
     y_test: Tensor | None = None
     site: tuple[str, ...] | None = None
+    features: tuple[str, ...] = ()
+    rows: Tensor | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -58,6 +63,25 @@ class Dataset:
                 f"data set {self.name}: site has {len(self.site)} entries for {len(self.y)} "
                 "records: give one site name a record"
             )
+
+    @property
+    def numbers(self) -> Tensor:
+        """Each training record's number in its file, int64 [n]."""
+        return torch.arange(len(self.y)) if self.rows is None else self.rows
+
+    def only(self, good: Tensor, of_test: Tensor | None = None) -> "Dataset":
+        """Return the data set with some of its records, bool [n], and of its test set's.
+
+        Raises DataError: none is left of either.
+        """
+        kept = self
+        if not good.all():
+            sites = self.site and tuple(compress(self.site, good.tolist()))
+            x, y, rows = self.x[good], self.y[good], self.numbers[good]
+            kept = replace(kept, x=x, y=y, rows=rows, site=sites)
+        if of_test is None or of_test.all() or self.x_test is None or self.y_test is None:
+            return kept
+        return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])
 
     def _check_pair(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
         for name, tensor, dtypes in (

@@ -6,23 +6,28 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedpact.data.dataset import Dataset
+from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
 from fedpact.data.heart import load_heart
 from fedpact.data.images import load_digits, load_images
+from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
+from fedpact.data.sieve import Sieve
 from fedpact.data.synthetic import FORMS, Synthetic
-from fedpact.data.tables import Table, read_npz, read_table
+from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table
 from fedpact.errors import DataError
 
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "heart_disease")
-_SUFFIXES = (".csv", ".parquet", ".npz")
 _WITH_TEST = "+test"
+_ANY: Final = RecordForm()
+_WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
 
 
 def load(
@@ -31,6 +36,7 @@ def load(
     site: str | None = None,
     *,
     classes: Sequence[str] | None = None,
+    form: RecordForm = _ANY,
 ) -> Dataset:
     """Return a data set by its name (NAMES), or from a .csv, .parquet or .npz file by its path.
 
@@ -43,13 +49,15 @@ def load(
     classes: the labels' names in order; without it they are the labels found in the file, sorted
     (numbers by size). Sites that load their own files have to name the classes, so that a label
     means the same everywhere.
-    Raises DataError: unknown name, missing or damaged file, a missing value, a column not there.
+    form: what a record may hold. A record of a file that does not fit is left out, and a warning
+    tells file, row, column and value; see `load_site` for records that must not be told of.
+    Raises DataError: unknown name, missing or damaged file, a column not there, no record left.
     """
     if name.endswith(_WITH_TEST):
         return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return _from_table(name, read_table(Path(name), label, site), classes)
+        return _from_table(name, read_table(Path(name), label, site), classes, form)
     if label is not None or site is not None:
         raise DataError(
             f"data set {name}: label = {label!r}, site = {site!r}: only .csv and .parquet files "
@@ -59,7 +67,7 @@ def load(
         arrays = read_npz(Path(name))
         pair = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
         x, y, sites = arrays["x"], arrays["y"], arrays.get("site")
-        return from_arrays(x, y, name=name, classes=classes, site=sites, test=pair)
+        return from_arrays(x, y, name=name, classes=classes, site=sites, test=pair, form=form)
     made = Synthetic.parse(name)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
@@ -73,7 +81,7 @@ def load(
         return made.dataset(name)
     raise DataError(
         f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the path "
-        f"of a file ending in {', '.join(_SUFFIXES)}"
+        f"of a file ending in {', '.join(SUFFIXES)}"
     )
 
 
@@ -100,6 +108,7 @@ def from_arrays(
     classes: Sequence[str] | None = None,
     site: Sequence[Any] | np.ndarray | None = None,
     test: tuple[Any, Any] | None = None,
+    form: RecordForm = _ANY,
 ) -> Dataset:
     """Return a data set from arrays or tensors x [n, ...] and y [n].
 
@@ -108,71 +117,107 @@ def from_arrays(
     classes: the classes' names in order; default: "0".."largest label" for integers, and the
     strings of y and of the test labels, sorted.
     site: for each record its site's name. test: (x_test, y_test), the public test set.
-    Raises DataError (see Dataset).
+    form: what a record may hold; one that does not fit is left out, with a warning.
+    Raises DataError (see Dataset), or where no record is left.
 
     >>> from_arrays([[0.5], [1.5], [2.5]], ["yes", "no", "no"]).y
     tensor([1, 0, 0])
     """
-    labels = [_array(name, "y", y)] + ([] if test is None else [_array(name, "y_test", test[1])])
-    names = tuple(map(str, classes)) if classes is not None else _class_names(labels)
-    numbers = [_class_numbers(name, part, names) for part in labels]
+    pairs = [(x, y)] if test is None else [(x, y), test]
+    ends = ("", "_test")[: len(pairs)]
+    given = [
+        (array_of(name, "x" + end, a), array_of(name, "y" + end, b))
+        for end, (a, b) in zip(ends, pairs, strict=True)
+    ]
+    for end, (xs, ys) in zip(ends, given, strict=True):
+        check_shapes(name, end, xs, ys)
+    names = _class_names([ys for _, ys in given]) if classes is None else tuple(map(str, classes))
+    values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
+    parts = [
+        sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
+        for end, pair in zip(ends, given, strict=True)
+    ]
+    sites = None if site is None else np.asarray(site)
+    return _dataset(name, parts, names, sites)
+
+
+def refitted(data: Dataset, records: PlanRecords) -> Dataset:
+    """Return a data set held against what a plan declares; itself where that is nothing."""
+    if records == PlanRecords():
+        return data
+    if records.classes is not None and tuple(records.classes) != data.classes:
+        raise DataError(
+            f"data set {data.name} has the classes {', '.join(data.classes)}: records.classes "
+            f"declares {', '.join(records.classes)}; leave one out, or make them agree"
+        )
+    test = None if data.x_test is None else (data.x_test, data.y_test)
+    form = records.shared().model_copy(update={"labels": "numbers"})
+    found = from_arrays(
+        data.x, data.y, name=data.name, classes=data.classes, site=data.site, test=test, form=form
+    )
+    return replace(found, description=data.description, features=data.features)
+
+
+def _from_table(
+    name: str, table: Table, classes: Sequence[str] | None, form: RecordForm
+) -> Dataset:
+    sieve = Sieve(name, table.count, 1)
+    x = numbers_of_table(table, form, "int64" if form.vocabulary else "float32", sieve)
+    labels = [text_of(label) for label in table.columns[table.label]]
+    if classes is None:
+        used = sieve.good.tolist()
+        classes = _sorted_names([v for v, good in zip(labels, used, strict=True) if good])
+    names = tuple(map(str, classes))
+    y = class_numbers(labels, names, form.labels or "names", table.label, sieve)
+    sites = None
+    if table.site is not None:
+        sites = np.array([text_of(value) for value in table.columns[table.site]], str)
+        for row in range(table.count):
+            if is_missing(sites[row]):
+                sieve.leave_out(row, table.site, "is missing")
+    return _dataset(name, [Given(x, y, sieve)], names, sites, table.features)
+
+
+def _dataset(
+    name: str,
+    parts: Sequence[Given],
+    classes: tuple[str, ...],
+    sites: np.ndarray | None,
+    features: tuple[str, ...] = (),
+) -> Dataset:
+    """The records that are left, with a warning about the others. parts: training, and test."""
+    for part in parts:
+        if not part.sieve.good.any():
+            told = part.sieve.told(values=False) or [f"{part.sieve.origin} has 0 records"]
+            raise DataError(f"no record is left: {told[0]}; expected at least one")
+        part.sieve.warn(values=True)
+    own, count = parts[0].sieve.good, parts[0].sieve.count
+    if sites is not None and len(sites) != count:
+        raise DataError(
+            f"data set {name}: site has {len(sites)} entries for {count} records: give one site "
+            "name a record"
+        )
+    main, *test = (part.used() for part in parts)
+    what = f"{', '.join(features)} as given" if features else f"{len(main.y)} records as given"
     return Dataset(
         name=name,
-        x=_features(name, "x", x),
-        y=numbers[0],
-        classes=names,
-        x_test=None if test is None else _features(name, "x_test", test[0]),
-        y_test=None if test is None else numbers[1],
-        site=None if site is None else tuple(map(str, np.asarray(site).tolist())),
-        description=f"{name}, {len(numbers[0])} records as given",
+        x=main.x,
+        y=main.y,
+        classes=classes,
+        x_test=test[0].x if test else None,
+        y_test=test[0].y if test else None,
+        site=None if sites is None else tuple(map(str, sites[own].tolist())),
+        features=features,
+        rows=main.numbers,
+        description=f"{name}: {what}" if features else f"{name}, {what}",
     )
-
-
-def _from_table(name: str, table: Table, classes: Sequence[str] | None) -> Dataset:
-    names = tuple(map(str, classes)) if classes is not None else _sorted_names(table.labels)
-    features = ", ".join(table.features)
-    return Dataset(
-        name=name,
-        x=torch.from_numpy(table.x),
-        y=_class_numbers(name, np.asarray(table.labels), names),
-        classes=names,
-        site=table.site,
-        description=f"{name}: {features} as given",
-    )
-
-
-def _array(name: str, what: str, values: Any) -> np.ndarray:
-    try:
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except ValueError as error:
-        raise DataError(
-            f"data set {name}: {what} is no array ({error}): expected rows of equal length"
-        ) from error
-    if array.dtype.kind not in "biufU":
-        raise DataError(
-            f"data set {name}: {what} has type {array.dtype}: expected numbers, or strings for "
-            "labels; convert it first"
-        )
-    return array
-
-
-def _features(name: str, what: str, values: Any) -> Tensor:
-    array = _array(name, what, values)
-    if array.dtype.kind == "U":
-        raise DataError(
-            f"data set {name}: {what} holds strings: expected numbers; encode the strings first"
-        )
-    tokens = array.dtype in (np.int64, np.int32)
-    # float64 beyond float32's range becomes inf, which Dataset refuses with the place.
-    with np.errstate(over="ignore"):
-        return torch.from_numpy(np.array(array, np.int64 if tokens else np.float32))
 
 
 def _class_names(labels: list[np.ndarray]) -> tuple[str, ...]:
     if labels[0].dtype.kind == "U":
-        return _sorted_names([str(v) for part in labels for v in part.reshape(-1)])
-    largest = max((int(part.max()) for part in labels if part.size), default=0)
-    records = sum(part.size for part in labels)
+        return _sorted_names([str(v) for part in labels for v in part.tolist()])
+    found = np.concatenate([part[np.isfinite(part)] for part in labels])
+    largest, records = int(max(found, default=0)), sum(part.size for part in labels)
     if largest >= max(records, 2):
         raise DataError(
             f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
@@ -182,28 +227,9 @@ def _class_names(labels: list[np.ndarray]) -> tuple[str, ...]:
 
 
 def _sorted_names(labels: Sequence[str]) -> tuple[str, ...]:
-    names = sorted(set(labels))
+    names = sorted({label.strip() for label in labels if not is_missing(label.strip())})
     try:
         numbers = [float(name) for name in names]
     except ValueError:
         return tuple(names)
     return tuple(name for _, name in sorted(zip(numbers, names, strict=True)))
-
-
-def _class_numbers(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> Tensor:
-    if labels.dtype.kind in "biu":
-        return torch.from_numpy(labels.astype(np.int64))
-    if labels.dtype.kind == "f":
-        raise DataError(
-            f"data set {name}: labels have type {labels.dtype}: expected integers 0..classes - 1, "
-            "or strings; convert them first"
-        )
-    number = {label: k for k, label in enumerate(classes)}
-    numbers = np.array([number.get(str(label), -1) for label in labels.reshape(-1)], np.int64)
-    if (bad := numbers < 0).any():
-        raise DataError(
-            f"data set {name}: {int(bad.sum())} labels are not among the {len(classes)} classes, "
-            f"the first in row {int(bad.argmax())} (counted from 0): correct them, or name all "
-            "classes"
-        )
-    return torch.from_numpy(numbers.reshape(labels.shape))

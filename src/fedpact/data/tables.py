@@ -1,63 +1,71 @@
 """Tables of records from a site's own files: CSV, Parquet, and NumPy's .npz.
 
-An error names column and row, never a value: the file may hold a patient.
+What concerns a file as a whole (its columns, that it can be read) is an error. What concerns one
+record stays with that record: a CSV is read line by line, so that no line, whatever quotes or bytes
+it holds, changes what is read of another. An error never quotes a value.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fedpact.errors import DataError
 
-# "none" or "na" may be the name of a class or of a site.
-_NO_NAME = {"", "?", "nan"}
-_MISSING = _NO_NAME | {"na", "n/a", "null", "none"}
-_Column = Sequence[Any]
+Cells = Sequence[Any]
+
+SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Features x [n, d] float32 with their names, labels [n] and site names [n] as strings."""
+    """A file's columns, name -> cells [n], and the roles of some.
 
-    features: tuple[str, ...]
-    x: np.ndarray
-    labels: tuple[str, ...]
-    site: tuple[str, ...] | None
+    broken: row from 0 -> what is wrong with it as a whole; its cells are empty.
+    """
+
+    columns: Mapping[str, Cells]
+    label: str
+    site: str | None
+    broken: Mapping[int, str]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The columns that a record's features stand in, in order."""
+        return tuple(name for name in self.columns if name not in (self.label, self.site))
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return len(self.columns[self.label])
 
 
 def read_table(path: Path, label: str | None, site: str | None) -> Table:
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
-    label, site: their columns; every other column has to be numeric. Raises DataError: no such
-    file or column, a value that is missing, not a number or not finite; rows count from 1.
+    label, site: their columns. A CSV's record is one line; a value with a line break in it is not
+    read. Raises DataError: no such file or column, or a file that cannot be read.
     """
     if not path.is_file():
         raise DataError(f"data file {path} does not exist: check the path")
-    columns = _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
+    columns, broken = _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
     for role, column in (("label", label), ("site", site)):
         if column not in columns and not (role == "site" and column is None):
             raise DataError(
                 f"data file {path}: {role} column is {column!r}: expected one of its columns "
                 f"{', '.join(columns)}; give it as {role}=..."
             )
-    features = tuple(column for column in columns if column not in (label, site))
-    if not features or label == site:
+    table = Table(columns, str(label), site, broken)
+    if not table.features or label == site:
         raise DataError(
             f"data file {path}: label column {label!r} and site column {site!r} leave "
-            f"{len(features)} feature columns of {len(columns)}: expected two different columns "
-            "and at least one more"
+            f"{len(table.features)} feature columns of {len(columns)}: expected two different "
+            "columns and at least one more"
         )
-    x = np.stack([_numbers(path, column, columns[column]) for column in features], axis=1)
-    return Table(
-        features=features,
-        x=x,
-        labels=_strings(path, str(label), columns[str(label)]),
-        site=None if site is None else _strings(path, site, columns[site]),
-    )
+    return table
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -81,32 +89,49 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _read_csv(path: Path) -> dict[str, _Column]:
+def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            lines = csv.reader(stream, skipinitialspace=True, strict=True)
-            header, *rows = [row for row in lines if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise DataError(
-            f"data file {path} cannot be read as CSV ({type(error).__name__}): expected UTF-8 "
-            "text, values separated by commas, the first line naming the columns"
+            f"data file {path} cannot be read ({error.strerror}): check who may read it"
         ) from error
-    header = [name.strip() for name in header]
-    if not rows or len(set(header)) < len(header):
+    lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
+    header = _cells(lines[0]) if lines else []
+    if isinstance(header, str) or not header or len(set(header)) < len(header):
+        told = header if isinstance(header, str) else f"has the columns {', '.join(header)}"
         raise DataError(
-            f"data file {path} has {len(rows)} records and the columns {', '.join(header)}: "
-            "expected a header line that names each column once, and at least one record"
+            f"data file {path}: its first line {told}: expected a header line that names each "
+            "column once, in UTF-8 text, with commas between them"
         )
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(header):
-            raise DataError(
-                f"data file {path}: row {number} (counted from 1 below the header) has "
-                f"{len(row)} values: expected {len(header)}, as in the header"
-            )
-    return dict(zip(header, zip(*rows, strict=True), strict=True))
+    rows, broken = list[list[str]](), dict[int, str]()
+    for number, line in enumerate(lines[1:]):
+        cells = _cells(line)
+        if not isinstance(cells, str) and len(cells) != len(header):
+            cells = f"has {len(cells)} values: expected {len(header)}, as in the header"
+        if isinstance(cells, str):
+            broken[number] = cells
+            cells = [""] * len(header)
+        rows.append(cells)
+    columns = zip(*rows, strict=True) if rows else ([] for _ in header)
+    return dict(zip(header, columns, strict=True)), broken
 
 
-def _read_parquet(path: Path) -> dict[str, _Column]:
+def _cells(line: bytes) -> list[str] | str:
+    """Return a line's values, without blanks around them, or what is wrong with it."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError:
+        return "is not UTF-8 text"
+    if '"' not in text:
+        return [value.strip() for value in text.split(",")]
+    try:
+        return [v.strip() for v in next(csv.reader([text], skipinitialspace=True, strict=True))]
+    except csv.Error:
+        return "cannot be read as CSV"
+
+
+def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -121,52 +146,11 @@ def _read_parquet(path: Path) -> dict[str, _Column]:
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
-    if table.num_rows == 0:
-        raise DataError(f"data file {path} has no records: expected at least one")
-    return {name: _arrow_column(table.column(name)) for name in table.column_names}
+    return {name: _arrow_column(table.column(name)) for name in table.column_names}, {}
 
 
-def _arrow_column(column: Any) -> _Column:
+def _arrow_column(column: Any) -> Cells:
     # Dates have a NumPy form too, but nanoseconds since 1970 are no feature anyone means.
     numbers = column.to_numpy()
     simple = column.null_count == 0 and numbers.dtype.kind in "biuf"
     return numbers if simple else column.to_pylist()
-
-
-def _numbers(path: Path, column: str, values: _Column) -> np.ndarray:
-    try:
-        with np.errstate(over="ignore"):
-            numbers = np.array(values, np.float64).astype(np.float32)
-        if np.isfinite(numbers).all():
-            return numbers
-    except (TypeError, ValueError):
-        pass
-    for row, value in enumerate(values, start=1):
-        if not _is_number(value):
-            missing = value is None or str(value).strip().lower() in _MISSING
-            raise DataError(
-                f"data file {path}: column {column}, row {row} (counted from 1) "
-                f"{'is missing' if missing else 'is no finite number'}: expected a number in "
-                "every feature; fill it with a constant declared beforehand, encode the column as "
-                "numbers, or leave the record or the column out"
-            )
-    raise DataError(f"data file {path}: column {column} is not numeric: encode it as numbers")
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        with np.errstate(over="ignore"):
-            return bool(np.isfinite(np.float32(np.float64(value))))
-    except (TypeError, ValueError):
-        return False
-
-
-def _strings(path: Path, column: str, values: _Column) -> tuple[str, ...]:
-    strings = tuple("" if value is None else str(value).strip() for value in values)
-    for row, value in enumerate(strings, start=1):
-        if value.lower() in _NO_NAME:
-            raise DataError(
-                f"data file {path}: column {column}, row {row} (counted from 1) is missing: "
-                "expected a label or a site in every record; fill it in or leave the record out"
-            )
-    return strings

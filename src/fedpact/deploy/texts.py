@@ -1,5 +1,9 @@
 """The files that `fedpact deploy init` writes for people to read and edit."""
 
+import json
+from typing import cast
+
+from fedpact.data.form import RecordForm
 from fedpact.engines.federation import Federation
 
 APP = """\
@@ -89,7 +93,32 @@ retries = {patience.retries}                      # how often, before the run st
 
 [checks]
 longest = {checks.longest:g}   # a reply's distance over the median of the round's, at most
-{members}"""
+
+# What a record may hold: a public declaration, never what somebody counted. low and high (and
+# clamp = true, to set what is beyond to them); vocabulary = 50 for words 0, ..., 49; or a table
+# [records.columns.NAME] with low and high, or categories. What does not fit is left out at its
+# site, and named in that site's log alone.
+{_records(of.records)}{members}"""
+
+
+def _records(form: RecordForm) -> str:
+    """The [records] table, and those of its columns."""
+    tables = {"records": form.model_dump(exclude_defaults=True, exclude={"columns"})}
+    for name, column in form.columns.items():
+        tables[f"records.columns.{json.dumps(name)}"] = column.model_dump(exclude_defaults=True)
+    return "\n".join(
+        f"[{table}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in entries.items())
+        for table, entries in tables.items()
+    )
+
+
+def _toml(value: object) -> str:
+    """A text, number, truth or list of them: JSON has the same form, but for 1e30."""
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, cast(list[object], value)))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def site(name: str, records: str, label: str | None, port: int) -> str:

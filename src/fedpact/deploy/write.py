@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedpact.data.form import RecordForm
 from fedpact.deploy import keys, texts
 from fedpact.engines.federation import (
     Checks,
@@ -67,6 +68,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             "seeds": choices.seeds,
             "patience": choices.patience,
             "checks": choices.checks,
+            "records": _declared(scene, choices.records),
             "sites": members,
         }
     )
@@ -77,6 +79,12 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         _write_shared(party, authority, plan, federation)
     (directory / "README.md").write_text(texts.README, encoding="utf-8")
     return federation
+
+
+def _declared(scene: Scene, with_records: bool) -> RecordForm:
+    """The form of what the sites read: arrays that are written for them, or tables of theirs."""
+    form = scene.plan.records.shared()
+    return form.in_arrays(scene.dataset.features) if with_records else form
 
 
 def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federation) -> None:

@@ -230,5 +230,6 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     path = coordinator.directory / "test.npz"
     if not path.exists():
         return None
-    data = datasets.load(str(path), classes=coordinator.federation.classes)
+    federation = coordinator.federation
+    data = datasets.load(str(path), classes=federation.classes, form=federation.records)
     return data.x, data.y

@@ -1,49 +1,62 @@
-"""What is done with a site's records before it takes part: each is tried, by itself if need be."""
+"""What is done with records before a run: each is tried with its model, by itself if need be."""
 
 import logging
 from typing import Final
 
 import torch
+from torch import Tensor
 
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.chain import Chain
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.oracle import Records
 
 _TOGETHER: Final = 256
+_SHOWN: Final = 20
+
+Kernel = PerSampleKernel | BatchClippedKernel | PlainKernel
 
 _logger = logging.getLogger("fedpact")
 
 
-def usable(records: Records, kernel: PerSampleKernel | BatchClippedKernel, path: str) -> Records:
-    """Return the records that the model takes, each tried by itself or among others that it takes.
+def taken(x: Tensor, y: Tensor, kernel: Kernel, origin: str, numbers: Tensor) -> Tensor:
+    """Return which records x, y [n, ...] the kernel's model takes, bool [n].
 
-    One that makes it raise would make every batch raise that holds it, and that would show. It is
-    named in the site's own log and nowhere else.
+    Each is tried by itself or among others that it takes. One that makes the model raise would make
+    every batch raise that holds it, and that would show. It is named in the log of this machine and
+    nowhere else. origin: the file. numbers: the records' numbers in it [n].
     """
-    bad: list[int] = []
-    for start in range(0, len(records.y), _TOGETHER):
-        some = range(start, min(start + _TOGETHER, len(records.y)))
-        if not _taken(records, kernel, some):
-            bad += [j for j in some if not _taken(records, kernel, range(j, j + 1))]
-    if not bad:
-        return records
-    _logger.warning(
-        "%s: the model does not take %d of %d records, which are left out of everything: %s; look "
-        "for categories, words or labels that the federation does not have",
-        path,
-        len(bad),
-        len(records.y),
-        ", ".join(map(str, bad)),
-    )
-    good = torch.ones(len(records.y), dtype=torch.bool, device=records.y.device)
-    good[bad] = False
-    return Records(records.x[good], records.y[good])
+    good = torch.ones(len(y), dtype=torch.bool)
+    # Layers that are all known to take every number.
+    if x.is_floating_point() and Chain.of(kernel.model) is not None:
+        return good
+    told: list[str] = []
+    for start in range(0, len(y), _TOGETHER):
+        some = range(start, min(start + _TOGETHER, len(y)))
+        if _error(x, y, kernel, some) is None:
+            continue
+        for j in some:
+            error = _error(x, y, kernel, range(j, j + 1))
+            if error is not None:
+                good[j] = False
+                told.append(
+                    f"row {int(numbers[j])}" + (f" ({error})" if len(told) < _SHOWN else "")
+                )
+    if told:
+        _logger.warning(
+            "%s: the model does not take %d of %d records, which are left out of everything: %s; "
+            "look for categories, words or labels that were not declared",
+            origin,
+            len(told),
+            len(y),
+            ", ".join(told),
+        )
+    return good
 
 
-def _taken(records: Records, kernel: PerSampleKernel | BatchClippedKernel, some: range) -> bool:
+def _error(x: Tensor, y: Tensor, kernel: Kernel, some: range) -> str | None:
     rows = slice(some.start, some.stop)
     try:
-        kernel.losses(records.x[rows].clone(), records.y[rows])
-    except Exception:  # whatever a model may raise at a record
-        return False
-    return True
+        kernel.losses(x[rows].clone(), y[rows])
+    except Exception as error:  # whatever a model may raise at a record
+        return f"{type(error).__name__}: {error}"
+    return None

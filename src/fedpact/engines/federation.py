@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from fedpact.data.form import RecordForm
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
@@ -65,6 +66,7 @@ class Federation(BaseModel):
 
     run: the run's name. address: the server's, host:port. server_key: its public key, with which
     it signs what it asks. classes, shape, values: the labels' names and the form of a record.
+    records: what a record may hold; what does not fit is left out at its site.
     seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
     with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
     machine's own, and its ledgers are hypothetical.
@@ -80,6 +82,7 @@ class Federation(BaseModel):
     seeds: Literal["secure", "test"] = "secure"
     patience: Patience = Patience()
     checks: Checks = Checks()
+    records: RecordForm = RecordForm()
     sites: dict[str, Member] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -94,6 +97,21 @@ class Federation(BaseModel):
             raise ValueError(
                 f"patience.least_replies = {self.patience.least_replies}: there are "
                 f"{len(self.sites)} sites"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _records_fit(self) -> Self:
+        if self.records.vocabulary is not None and self.values != "int64":
+            raise ValueError(
+                f"records.vocabulary = {self.records.vocabulary} with values = {self.values!r}: "
+                'words are whole numbers; set values = "int64"'
+            )
+        row = len(self.shape) == 1
+        if self.records.columns and not row:
+            raise ValueError(
+                f"records.columns with shape = {list(self.shape)}: a record is no row of columns; "
+                "declare low and high for all of it"
             )
         return self
 

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, Site, make_partition
+from fedpact.data.tables import SUFFIXES
+from fedpact.engines.entrance import taken
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
@@ -33,7 +36,8 @@ class Scene:
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        dataset = datasets.load(plan.data, plan.label, plan.site) if data is None else data
+        dataset = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
+        dataset = _tried(plan, dataset)
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
@@ -46,7 +50,6 @@ class Scene:
                 policy.check_run(plan.algorithm, own, (0.0, 0.0))
         scene = Scene(plan, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
-        scene.bench(check=True)
         scene.workshop.table()
         return scene
 
@@ -67,6 +70,29 @@ class Scene:
     def bench(self, *, check: bool = False) -> Bench:
         """Return a worker's kernel; `check` tries the model on made-up records first."""
         return self.workshop.bench(check=check)
+
+
+def _loaded(plan: Plan) -> Dataset:
+    if Path(plan.data).suffix.lower() not in SUFFIXES:
+        return datasets.refitted(datasets.load(plan.data, plan.label, plan.site), plan.records)
+    return datasets.load(
+        plan.data,
+        plan.label,
+        plan.site,
+        classes=plan.records.classes,
+        form=plan.records.shared(),
+    )
+
+
+def _tried(plan: Plan, data: Dataset) -> Dataset:
+    """The data set without the records that the plan's model does not take."""
+    kernel = Workshop(plan, data.x[0], len(data.classes)).bench(check=True).kernel
+    good = taken(data.x, data.y, kernel, data.name, data.numbers)
+    if data.x_test is None or data.y_test is None:
+        return data.only(good)
+    numbers = torch.arange(len(data.y_test))
+    of_test = taken(data.x_test, data.y_test, kernel, f"{data.name} (test)", numbers)
+    return data.only(good, of_test)
 
 
 def _size(plan: Plan, site: Site) -> float:

@@ -26,8 +26,8 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact.client import Client
-from fedpact.data import datasets
-from fedpact.engines.entrance import usable
+from fedpact.data.sites import load_site
+from fedpact.engines.entrance import taken
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
@@ -232,16 +232,13 @@ class Site:
         return PrivateOracle(self._records, bench.private, self._terms, draws, charge, left)
 
     def _load(self, path: Path) -> Records:
-        federation = self.federation
-        data = datasets.load(str(path), self.settings.label, classes=federation.classes)
-        found = tuple(data.x.shape[1:]), str(data.x.dtype).removeprefix("torch.")
-        if found != (federation.shape, federation.values):
-            raise DataError(
-                f"a record of {path} has shape {found[0]} and type {found[1]}: federation.toml has "
-                f"{federation.shape} and {federation.values}; bring the file into that form"
-            )
-        records = Records(data.x.to(self._device), data.y.to(self._device))
-        return usable(records, self._bench.private, str(path))
+        of = self.federation
+        found = load_site(path, self.settings.label, of.classes, of.shape, of.values, of.records)
+        # Tried in the CPU's memory: a word that a card's table does not have ends its process.
+        on_cpu = self._device.type == "cpu"
+        bench = self._bench if on_cpu else of.workshop(self.plan).bench()
+        good = taken(found.x, found.y, bench.private, str(path), found.numbers)
+        return Records(found.x[good].to(self._device), found.y[good].to(self._device))
 
 
 def decode_task(block: bytes) -> Task:

@@ -69,9 +69,13 @@ class Alone:
                 self._announce(logging.INFO, "vmap differentiates it record by record")
                 return found
             except RuntimeError:
-                self._by_vmap = False
+                pass
+        # At a record that the model does not take the loop raises as well, and vmap stays in use:
+        # one record must not change how the others are differentiated.
+        found = self._looped(x, y)
+        self._by_vmap = False
         self._announce(logging.WARNING, "its records are differentiated in a loop: exact, but slow")
-        return self._looped(x, y)
+        return found
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"

@@ -43,7 +43,7 @@ _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
 
 
 SHORTEST: Final = 2.0**-100
-"""The smallest clip."""
+"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
 
 
 def slack(records: int) -> float:
@@ -95,7 +95,7 @@ class PerSampleKernel:
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
-        _check_clip("clip", clip)
+        check_clip("clip", clip)
         x = x.detach()
         total = self._passes.at_once(Sum(self.model, x, y, clip, weights))
         if total is not None:
@@ -112,7 +112,7 @@ class PerSampleKernel:
         however near w is to the anchor. Dropout layers draw anew at either point.
         Raises InputError for another bound, and ModelError as clipped_sum does.
         """
-        _check_clip("bound", bound)
+        check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
 
@@ -340,12 +340,12 @@ def _gradients(
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
-def _check_clip(name: str, clip: float) -> None:
-    """Raise InputError unless a sum of such clips has digits in float32."""
-    if not clip >= SHORTEST:
+def check_clip(name: str, clip: float) -> None:
+    """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
+    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
         raise InputError(
-            f"{name} is {clip!r}: expected a number of at least 2^-100 = {SHORTEST:.1e}, or "
-            "infinity; shorter ones have no digits in float32; scale loss or weights up"
+            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
+            "no digits in float32; scale loss or weights"
         )
 
 

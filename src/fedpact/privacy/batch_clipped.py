@@ -15,6 +15,7 @@ from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel, check_precision
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.batches import NoisyBatch
+from fedpact.privacy.guarded import summed
 
 # Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
 _SLACK = 1e-6
@@ -73,7 +74,13 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
                 'own that a weight could be part of; use privacy.mode = "per_sample"'
             )
         self._kernel.model.load(w)
-        mean = self._kernel.clipped_mean(self._x, self._y, self._terms.clip)
+        clipped_mean = self._kernel.clipped_mean
+
+        def take(x: Tensor, y: Tensor) -> Tensor:
+            return clipped_mean(x, y, self._terms.clip)
+
+        # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
+        mean = summed(take, self._x, self._y, w, one_by_one=False)
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel, slack
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel, check_clip, slack
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
+from fedpact.privacy.guarded import measured, summed
 from fedpact.privacy.terms import Terms
 
 
@@ -187,7 +188,7 @@ class NoisyBatch(Channels, Generic[K]):
     def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [B] at w, and which of them are finite."""
         self._kernel.model.load(w)
-        losses = self._kernel.losses(self._x, self._y).double()
+        losses = measured(self._kernel.losses, self._x, self._y)
         return losses, losses.isfinite()
 
 
@@ -200,7 +201,13 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         self._kernel.model.load(w)
         clip = clip_for(self._terms.clip, self._terms.batch_size)
         weights = None if isinstance(weighting, Uniform) else weighting
-        total = self._kernel.clipped_sum(self._x, self._y, clip, weights)
+        check_clip("clip", clip)
+        clipped_sum = self._kernel.clipped_sum
+
+        def take(x: Tensor, y: Tensor) -> Tensor:
+            return clipped_sum(x, y, clip, weights)
+
+        total = summed(take, self._x, self._y, w, one_by_one=True)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
@@ -209,5 +216,11 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         if non_negative(bound=bound) == 0:
             return torch.zeros_like(w)
         clip = clip_for(bound, self._terms.batch_size)
-        total = self._kernel.clipped_difference(self._x, self._y, w, anchor, clip)
+        check_clip("bound", clip)
+        clipped_difference = self._kernel.clipped_difference
+
+        def take(x: Tensor, y: Tensor) -> Tensor:
+            return clipped_difference(x, y, w, anchor, clip)
+
+        total = summed(take, self._x, self._y, w, one_by_one=True)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

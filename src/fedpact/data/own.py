@@ -1,0 +1,258 @@
+"""A person's own records: each is held against what was declared, and left out if it does not fit.
+
+Whether a record is used, and as what, follows from that record and the declaration (form) alone. So
+a wrong value, word, category or label takes one record out and says so to the records' owner; it
+never stops a site, as that would tell others of it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from fedpact.data.form import Column, Range, RecordForm
+from fedpact.data.sieve import Sieve
+from fedpact.data.tables import Cells, Table
+from fedpact.errors import DataError
+
+# "none" or "na" may be the name of a class or of a site.
+_NO_NAME: Final = {"", "?", "nan"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+
+_Value = Callable[[int, int], Any]
+"""(row, place in a flattened record) -> what stands in the file."""
+
+_LARGEST: Final = 2.0**63
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Numbers as they were given, x [n, ...], with what a place in a record is called."""
+
+    x: np.ndarray
+    sieve: Sieve
+    name: Callable[[int], str]
+    value: _Value
+
+    def mark(self, bad: np.ndarray, why: str, *, out: bool = True) -> None:
+        """Leave out the records with a bad value, bool like x; or note that it was clamped."""
+        if not bad.any():
+            return
+        flat = bad.reshape(len(bad), -1)
+        for row in np.flatnonzero(flat.any(1)).tolist():
+            place = int(flat[row].argmax())
+            note = self.sieve.leave_out if out else self.sieve.clamp
+            note(row, self.name(place), why, self.value(row, place))
+
+
+def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) -> np.ndarray:
+    """Return the features [n, d] of a table, float32 or int64, after its sieve has all faults.
+
+    values: "float32" or "int64". Raises DataError: a column is declared that the table has not.
+    """
+    for row, why in table.broken.items():
+        sieve.leave_out(row, "", why)
+    features = table.features
+    _check_columns(sieve.origin, form, features)
+    columns = [table.columns[name] for name in features]
+    x = np.empty((table.count, len(features)))
+    for k, (name, cells) in enumerate(zip(features, columns, strict=True)):
+        own = form.of(name)
+        names = own.names if isinstance(own, Column) else None
+        x[:, k] = _numbers(cells) if names is None else _places(cells, names)
+        _mark_cells(np.isnan(x[:, k]), name, cells, names is not None, sieve)
+    source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
+    return _fitted(source, form, values, features)
+
+
+def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve) -> np.ndarray:
+    """Return x [n, ...] as float32 or int64, after its sieve has all faults.
+
+    x: numbers or text. Raises DataError: columns are declared for other records than [n, d], one
+    that there is not, or one with categories in text.
+    """
+    features = [str(k) for k in range(x.shape[1])] if x.ndim == 2 else []
+    _check_columns(sieve.origin, form, features)
+    if any(column.names for column in form.columns.values()):
+        raise DataError(
+            f"data set {sieve.origin}: records.columns declares categories in text: expected "
+            "numbers for what an array holds; write the records as .csv or .parquet, or number them"
+        )
+    numbers = x
+    if x.dtype.kind == "U":
+        numbers = np.array([_number(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
+    shape = x.shape[1:]
+
+    def name(place: int) -> str:
+        index = tuple(map(int, np.unravel_index(place, shape)))
+        return str(index[0]) if len(index) == 1 else str(index)
+
+    def value(row: int, place: int) -> Any:
+        return x[row].reshape(-1)[place].item()
+
+    return _fitted(_Source(numbers, sieve, name, value), form, values, features)
+
+
+def class_numbers(
+    labels: Cells | np.ndarray, classes: Sequence[str], how: str | None, column: str, sieve: Sieve
+) -> np.ndarray:
+    """Return each record's class as its place in classes, int64 [n]; the sieve has the faults.
+
+    how: "numbers", "names", or None: numbers are places; text is a name, or else a place.
+    """
+    place = {name: k for k, name in enumerate(classes)}
+    found = np.zeros(len(labels), np.int64)
+    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    for row, label in enumerate(given):
+        text = text_of(label)
+        if how == "numbers" or (how is None and not isinstance(label, str)):
+            k = _place_of(text, len(classes))
+        else:
+            k = place.get(text, place.get(str(label), -1))
+            if k < 0 and how is None:
+                k = _place_of(text, len(classes))
+        if k < 0:
+            why = "is missing" if is_missing(text) else f"is none of the {len(classes)} classes"
+            sieve.leave_out(row, column, why, label)
+        found[row] = max(k, 0)
+    return found
+
+
+def text_of(value: Any) -> str:
+    """Return a label or the name of a site as text: whole numbers without a point."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(int(value)) if isinstance(value, bool) else str(value).strip()
+
+
+def is_missing(name: str) -> bool:
+    """Whether a label or the name of a site is none."""
+    return name.lower() in _NO_NAME
+
+
+def ambiguous(classes: Sequence[str]) -> bool:
+    """Whether a class's name is the number of another: as 1 for the first, which is number 0."""
+    return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
+
+
+def _place_of(text: str, classes: int) -> int:
+    whole = re.fullmatch(r"[0-9]{1,18}", text)
+    return int(text) if whole and int(text) < classes else -1
+
+
+def _check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
+    unknown = sorted(set(form.columns) - set(features))
+    if unknown:
+        known = ", ".join(features[:20]) or "none, as a record is no row of numbers"
+        raise DataError(
+            f"data set {origin}: records.columns declares {', '.join(unknown)}: expected some of "
+            f"its columns, which are {known}; correct the names"
+        )
+
+
+def _fitted(source: _Source, form: RecordForm, values: str, features: Sequence[str]) -> np.ndarray:
+    """Return the numbers in their declared type, with what is beyond a range clamped or marked."""
+    if values == "int64":
+        x = _whole(source)
+    else:
+        _mark_infinite(source, source.x)
+        with np.errstate(over="ignore"):
+            x = np.array(source.x, np.float32)
+    if form.vocabulary is not None:
+        source.mark((x < 0) | (x >= form.vocabulary), f"is none of {form.vocabulary} words")
+    if not form.columns:
+        _keep_range(source, x, ..., form)
+    else:
+        for k, name in enumerate(features):
+            _keep_range(source, x, (slice(None), slice(k, k + 1)), form.of(name))
+    if values != "int64":
+        _mark_infinite(source, x)
+    return x
+
+
+def _mark_infinite(source: _Source, x: np.ndarray) -> None:
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        source.mark(~np.isfinite(x), "is no finite number")
+
+
+def _whole(source: _Source) -> np.ndarray:
+    """Return int64, 0 for what is no whole number."""
+    x = source.x
+    if x.dtype.kind != "f":
+        source.mark(x >= _LARGEST, "is no whole number below 2^63")
+        return x.astype(np.int64)
+    with np.errstate(invalid="ignore"):
+        good = np.isfinite(x) & (np.rint(x) == x) & (np.abs(x) < _LARGEST)
+    if not good.all():
+        source.mark(~good, "is no whole number")
+    return np.where(good, x, 0).astype(np.int64)
+
+
+def _keep_range(source: _Source, x: np.ndarray, part: Any, own: Range) -> None:
+    """Clamp what is beyond the range where that is declared, and else mark it; x is written to."""
+    some = x[part]
+    if isinstance(own, Column) and own.categories is not None:
+        if own.names is None:
+            known = np.isin(some, np.array(own.categories).astype(x.dtype))
+            _mark_part(source, part, ~known, "is none of its declared categories")
+        return
+    if not own.bounded:
+        return
+    low, high = _bounds(own, x.dtype)
+    with np.errstate(invalid="ignore"):
+        beyond = (some < low) | (some > high)
+    if beyond.any():
+        _mark_part(source, part, beyond, "is beyond its declared range", out=not own.clamp)
+        if own.clamp:
+            x[part] = np.clip(some, low, high)
+
+
+def _bounds(own: Range, dtype: Any) -> tuple[Any, Any]:
+    """The range in the numbers' own type, as 0.1 in float32 is a little more than 0.1."""
+    low = -np.inf if own.low is None else own.low
+    high = np.inf if own.high is None else own.high
+    if dtype == np.float32:
+        with np.errstate(over="ignore"):
+            return np.float32(low), np.float32(high)
+    limits = np.iinfo(np.int64)
+    return max(np.ceil(low), limits.min), min(np.floor(high), limits.max)
+
+
+def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bool = True) -> None:
+    whole = np.zeros(source.x.shape, bool)
+    whole[part] = bad
+    source.mark(whole, why, out=out)
+
+
+def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: Sieve) -> None:
+    for row in bad.nonzero()[0].tolist():
+        value = cells[row]
+        if value is None or str(value).strip().lower() in _MISSING:
+            why = "is missing"
+        else:
+            why = "is none of its declared categories" if names else "is no finite number"
+        sieve.leave_out(row, column, why, value)
+
+
+def _numbers(cells: Cells) -> np.ndarray:
+    """Return cells as float64 [n], NaN for what is no number."""
+    if isinstance(cells, np.ndarray):
+        return cells.astype(np.float64)
+    # One by one: numpy would read all of them in another way where one of them is of another type.
+    return np.array([_number(value) for value in cells], np.float64)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
+
+
+def _places(cells: Cells, names: Sequence[str]) -> np.ndarray:
+    place = {name: float(k) for k, name in enumerate(names)}
+    return np.array([place.get(text_of(value), np.nan) for value in cells], np.float64)

@@ -1,0 +1,84 @@
+"""The records of a deployed site: what leaves it must not tell whether one of them was wrong.
+
+Read from the site's own file and held against what the federation declares. Faults of the file as a
+whole, its columns, its arrays' shapes, are its owner's, and raise; those of records never do.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpact.data.form import RecordForm
+from fedpact.data.given import Given, Sifted, array_of, check_shapes, sifted_arrays
+from fedpact.data.own import ambiguous, class_numbers, numbers_of_table
+from fedpact.data.sieve import Sieve
+from fedpact.data.tables import SUFFIXES, read_npz, read_table
+from fedpact.errors import DataError
+
+_logger = logging.getLogger("fedpact")
+
+
+def load_site(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    shape: tuple[int, ...],
+    values: str,
+    form: RecordForm,
+) -> Sifted:
+    """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
+
+    classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
+    that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
+    is named in the log of this machine, without its values, and nowhere else.
+    Raises DataError: the file as a whole is of another form, or not there.
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".parquet"):
+        table = read_table(path, label, None)
+        _check_form(path, (len(table.features),), shape)
+        sieve = Sieve(str(path), table.count, 1)
+        x = numbers_of_table(table, form, values, sieve)
+        labels = table.columns[table.label]
+        y = class_numbers(labels, classes, form.labels or "names", table.label, sieve)
+        found = Given(x, y, sieve)
+    else:
+        found = _site_arrays(path, label, classes, shape, values, form)
+    found.sieve.warn(values=False)
+    if not found.sieve.good.any():
+        _logger.warning("%s holds no record that is used: the site sends noise alone", path)
+    return found.used()
+
+
+def _site_arrays(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    shape: tuple[int, ...],
+    values: str,
+    form: RecordForm,
+) -> Given:
+    if path.suffix.lower() != ".npz" or label is not None:
+        raise DataError(
+            f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
+            f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
+        )
+    if form.labels is None and ambiguous(classes):
+        raise DataError(
+            f"data file {path}: the classes {', '.join(classes)} are named by other classes' "
+            'numbers, so a label in an array may mean two: set labels = "names" or "numbers" in '
+            "[records] of federation.toml"
+        )
+    arrays = read_npz(path)
+    x, y = (array_of(str(path), what, arrays[what]) for what in ("x", "y"))
+    check_shapes(str(path), "", x, y, least=0)
+    _check_form(path, x.shape[1:], shape)
+    return sifted_arrays(str(path), (x, y), classes, form, values)
+
+
+def _check_form(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise DataError(
+            f"a record of {path} has shape {found}: federation.toml has {shape}; bring the file "
+            "into that form"
+        )

@@ -1,0 +1,80 @@
+"""Sums over a batch that hold whatever its records do: no record makes a release fail.
+
+A model may raise at a record that nobody foresaw, and a failure would leave the site as a refusal,
+which depends on records. So a batch that raises is taken without the records at which the model
+raises when it is given each of them alone: the answer then has the bits that it would have without
+them. Whether a record is one of these follows from that record and public numbers only, so what one
+record moves a sum by is as it was. What stays in the site's own log is told there once.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_Take = Callable[[Tensor, Tensor], Tensor]
+
+_logger = logging.getLogger("fedpact.site")
+_told: set[str] = set()
+
+
+def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, *, one_by_one: bool) -> Tensor:
+    """Return take(x, y) [d], a sum over the records of a batch, in which bad ones have weight 0.
+
+    like: [d], for the form of a sum. one_by_one: whether the sum is that of single records' sums;
+    then it is made so where the good records raise together, as for want of memory, and else is 0.
+    """
+    try:
+        return take(x, y)
+    except Exception as error:  # whatever a model may raise at a record
+        good = _good(take, x, y, error)
+    try:
+        return take(x[good], y[good]) if len(good) else torch.zeros_like(like)
+    except Exception as error:
+        _tell(f"good records raise together, and are taken one by one: {_words(error)}")
+    total = torch.zeros_like(like, dtype=torch.float64)
+    if one_by_one:
+        for j in map(int, good):
+            total += take(x[j : j + 1], y[j : j + 1])
+    return total.to(like.dtype)
+
+
+def measured(losses: _Take, x: Tensor, y: Tensor) -> Tensor:
+    """Return losses(x, y) [B] in float64, NaN for the records at which it raises."""
+    try:
+        return losses(x, y).double()
+    except Exception as error:  # whatever a model may raise at a record
+        good = _good(losses, x, y, error)
+    found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
+    for j in map(int, good):
+        found[j] = losses(x[j : j + 1], y[j : j + 1]).double()[0]
+    return found
+
+
+def _good(take: _Take, x: Tensor, y: Tensor, error: Exception) -> Tensor:
+    """Return the places of the records at which `take` does not raise when given them alone."""
+    good = [j for j in range(len(y)) if _taken(take, x[j : j + 1], y[j : j + 1])]
+    _tell(
+        f"the model raises at some records of a batch, which are given weight 0: {_words(error)}; "
+        "declare the ranges, categories or vocabulary that it takes"
+    )
+    return torch.tensor(good, dtype=torch.int64, device=y.device)
+
+
+def _taken(take: _Take, x: Tensor, y: Tensor) -> bool:
+    try:
+        take(x, y)
+    except Exception:  # whatever a model may raise at a record
+        return False
+    return True
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _tell(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        _logger.warning(message)

@@ -1,0 +1,236 @@
+"""Own records: what does not fit the declared form is left out alone, and told of to its owner."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fedpact.data.datasets import from_arrays, load, refitted
+from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.sites import load_site
+from fedpact.errors import DataError
+
+FORM = RecordForm(
+    columns={
+        "age": {"low": 0.0, "high": 120.0},
+        "dose": {"low": -0.1, "high": 0.1, "clamp": True},
+        "ward": {"categories": ["A", "B"]},
+        "grade": {"categories": [0.1, 3.0]},
+    }
+)
+HEADER = ["age", "dose", "ward", "grade", "free", "out"]
+GOOD = [["61", "0.1", "A", "0.1", "-7", "yes"], ["0", "-0.1", "B", "3", "1e30", "no"]]
+CLASSES = ("no", "yes")
+X = [[61, 0.1, 0, 0.1, -7], [0, -0.1, 1, 3, 1e30]]
+
+BAD = {
+    "age": ["121", "-1", "", "NaN", "inf", "abc", "1e300", "?", "6 1"],
+    "dose": ["", "x", "nan", "-inf"],
+    "ward": ["C", "", "a", "0", "NA"],
+    "grade": ["0.2", "2", "", "A"],
+    "free": ["", "1e39", "-inf", "nan", "1,5", "0x10"],
+    "out": ["maybe", "", "2", "-1", "nan", "YES", "1.5"],
+}
+
+
+def text(rows) -> str:
+    stream = io.StringIO()
+    csv.writer(stream).writerows([HEADER, *rows])
+    return stream.getvalue()
+
+
+def read(path, form=FORM):
+    return load_site(path, "out", CLASSES, (5,), "float32", form)
+
+
+def check_only_the_good(found):
+    assert torch.equal(found.x, torch.tensor(X))
+    assert found.y.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("column", "value"), [(c, v) for c, values in BAD.items() for v in values])
+def test_a_cell_that_does_not_fit_takes_its_record_out_and_no_other(
+    tmp_path, caplog, column, value
+):
+    """The owner's log names file, column and row. Before, one such cell kept the site out."""
+    row = list(GOOD[0])
+    row[HEADER.index(column)] = value
+    path = tmp_path / "r.csv"
+    path.write_text(text([GOOD[0], row, GOOD[1]]))
+    found = read(path)
+    check_only_the_good(found)
+    assert found.numbers.tolist() == [1, 3]
+    (told,) = [r.message for r in caplog.records]
+    assert f"{path}: 1 of 3 records are left out" in told
+    assert f"column {column}, row 2 (counted from 1) is " in told
+    caplog.clear()
+    load(str(path), "out", classes=CLASSES, form=FORM)
+    # In a simulation the owner of the records is who looks at the screen.
+    assert repr(value) in caplog.records[0].message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"61",
+        b"61,0,A,3,0,yes,1",
+        b'61,0,"A,3,0,yes',
+        b'61,0,A,3,0,"yes',
+        b'61,0,A"",3,0,y"es',
+        b"61,0,\xff,3,0,yes",
+        b"\x00\x00",
+        b'"""',
+        b",,,,,",
+        b"age,dose,ward,grade,free,out",
+    ],
+)
+def test_a_line_that_is_no_record_changes_nothing_for_others(tmp_path, line):
+    """An open quote would otherwise swallow every record behind it."""
+    path = tmp_path / "r.csv"
+    good = text(GOOD).encode().splitlines()
+    path.write_bytes(b"\r\n".join([*good[:2], line, good[2]]) + b"\n")
+    check_only_the_good(read(path))
+
+
+@settings(max_examples=60, deadline=None)
+@given(line=st.binary(max_size=40).filter(lambda b: not set(b) & set(b"\n\r")))
+def test_whatever_one_line_holds_the_others_are_read_alike(tmp_path_factory, line):
+    path = tmp_path_factory.mktemp("any") / "r.csv"
+    good = text(GOOD).encode().splitlines()
+    path.write_bytes(b"\n".join([good[0], line, *good[1:]]))
+    found = read(path)
+    assert torch.equal(found.x[-2:], torch.tensor(X))
+    assert found.y[-2:].tolist() == [1, 0]
+    assert len(found.y) <= 3
+
+
+def test_what_is_clamped_is_used_and_told_of(tmp_path, caplog):
+    rows = [[*GOOD[0][:1], dose, *GOOD[0][2:]] for dose in ("0.5", "-1e300", "0.05")]
+    path = tmp_path / "r.csv"
+    path.write_text(text(rows))
+    assert torch.equal(read(path).x[:, 1], torch.tensor([0.1, -0.1, 0.05]))
+    assert "2 of 3 records hold a value that was clamped" in caplog.records[0].message
+
+
+def test_a_site_whose_records_are_all_bad_still_has_a_form(tmp_path, caplog):
+    path = tmp_path / "r.csv"
+    for rows in ([], [["x"] * 6] * 500):
+        path.write_text(text(rows))
+        found = read(path)
+        assert (found.x.shape, found.y.shape, found.x.dtype) == ((0, 5), (0,), torch.float32)
+        assert "no record that is used" in caplog.records[-1].message
+    assert "and rows 21-500" in caplog.text
+
+
+def arrays(path, x, y, form=None, classes=("a", "b"), shape=(2,), values="float32"):
+    np.savez(path, x=x, y=y)
+    return load_site(path, None, classes, shape, values, form or RecordForm())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, "abc", ""])
+def test_a_value_of_an_array_takes_its_record_out(tmp_path, bad):
+    """Also where it gave the whole array another type: text, or float64."""
+    found = arrays(tmp_path / "r.npz", np.array([[1, 2], [bad, 0], [3, 4]]), [0, 1, 1])
+    assert torch.equal(found.x, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert (found.y.tolist(), found.numbers.tolist()) == ([0, 1], [0, 2])
+
+
+@pytest.mark.parametrize("bad", [2, -1, 99, -100, 2**62, 0.5, math.nan, "c", "", "2", "-1"])
+def test_a_label_of_an_array_takes_its_record_out(tmp_path, bad):
+    found = arrays(tmp_path / "r.npz", np.zeros((3, 2)), np.array([1, bad, 0]))
+    assert (found.y.tolist(), found.numbers.tolist()) == ([1, 0], [0, 2])
+
+
+@pytest.mark.parametrize("bad", [50, -1, 2**40, 0.5, math.nan, "word", 2.0**63])
+def test_a_word_out_of_the_vocabulary_takes_its_record_out(tmp_path, bad):
+    form = RecordForm(vocabulary=50)
+    x = np.array([[1, 2], [bad, 0], [3, 49]])
+    found = arrays(tmp_path / "r.npz", x, [0, 1, 1], form, values="int64")
+    assert found.x.dtype == torch.int64
+    assert found.x.tolist() == [[1, 2], [3, 49]]
+
+
+def test_a_range_in_float32_takes_its_own_bounds(tmp_path):
+    """0.1 in float32 is more than 0.1, and is not beyond it."""
+    x = np.array([[0.1, 0.1], [0.2, 0.0]], np.float32)
+    form = RecordForm(low=0.0, high=0.1)
+    assert arrays(tmp_path / "r.npz", x, [0, 1], form).y.tolist() == [0]
+    images = np.zeros((3, 1, 2, 2))
+    images[1, 0, 1, 0] = 7
+    found = arrays(tmp_path / "r.npz", images, [0, 1, 0], form, shape=(1, 2, 2))
+    assert found.numbers.tolist() == [0, 2]
+
+
+def test_what_a_label_means_does_not_follow_from_the_others_types(tmp_path):
+    """1 may be the class called "1" or the one at place 1: who shares records has to say which."""
+    path, classes, x = tmp_path / "r.npz", ("1", "2", "3"), np.zeros((2, 2))
+    with pytest.raises(DataError, match='labels = "names" or "numbers"'):
+        arrays(path, x, [1, 2], classes=classes)
+    for labels in (np.array([1, 2]), np.array(["1", "2"]), np.array([1.0, 2.0])):
+        for how, expected in (("names", [0, 1]), ("numbers", [1, 2])):
+            form = RecordForm(labels=how)
+            assert arrays(path, x, labels, form, classes).y.tolist() == expected
+
+
+def test_faults_of_the_file_as_a_whole_are_errors(tmp_path):
+    path = tmp_path / "r.npz"
+    with pytest.raises(DataError, match="has shape"):
+        arrays(path, np.zeros((2, 3)), [0, 1])
+    with pytest.raises(DataError, match="equal n"):
+        arrays(path, np.zeros((2, 2)), [0])
+    with pytest.raises(DataError, match="declares heigth: expected some of its columns"):
+        (tmp_path / "r.csv").write_text(text(GOOD))
+        read(tmp_path / "r.csv", RecordForm(columns={"heigth": {"low": 0.0}}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"low": 2.0, "high": 1.0}, "low <= high"),
+        ({"low": math.nan}, "finite"),
+        ({"clamp": True}, "clamp = true without"),
+        ({"vocabulary": 0}, "greater than or equal to 1"),
+        ({"vocabulary": 5, "low": 0.0}, "words have none"),
+        ({"lowest": 0.0}, "extra"),
+        ({"labels": "both"}, "names"),
+        ({"columns": {"a": {"categories": ["x", "x"]}}}, "each once"),
+        ({"columns": {"a": {"categories": []}}}, "at least 1"),
+        ({"columns": {"a": {"categories": ["x"], "low": 0.0}}}, "leave one out"),
+        ({"columns": {"a": {"upper": 1.0}}}, "extra"),
+    ],
+)
+def test_a_declaration_that_makes_no_sense_is_refused(wrong, message):
+    with pytest.raises(ValidationError, match=message):
+        RecordForm.model_validate(wrong)
+
+
+def test_arrays_of_a_simulation_are_sifted_alike(caplog):
+    x, y = torch.zeros(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    x[1, 1], x[4, 0] = math.nan, 9.0
+    data = from_arrays(x, y, name="ward", site=list("aabbcc"), form=RecordForm(high=5.0))
+    assert (data.y.tolist(), data.site) == ([0, 0, 1, 1], ("a", "b", "b", "c"))
+    assert data.numbers.tolist() == [0, 2, 3, 5]
+    (told,) = [r.message for r in caplog.records]
+    assert "ward: 2 of 6 records are left out" in told
+    assert "column 1, row 1 (counted from 0) is no finite number: nan" in told
+    assert "column 0, row 4 (counted from 0) is beyond its declared range: 9.0" in told
+    again = refitted(data, PlanRecords(low=0.0))
+    assert torch.equal(again.x, data.x)
+    with pytest.raises(DataError, match="records.classes declares"):
+        refitted(data, PlanRecords(classes=["x", "y"]))
+
+
+def test_parquet_is_sifted_alike(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    import pyarrow.parquet as parquet
+
+    columns = {"x": [1.0, None, math.nan, 2.0, 5.0], "y": ["no", "no", "yes", "yes", None]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    found = load_site(tmp_path / "t.parquet", "y", CLASSES, (1,), "float32", RecordForm())
+    assert (found.x.tolist(), found.y.tolist()) == ([[1.0], [2.0]], [0, 1])
