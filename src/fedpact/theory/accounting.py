@@ -42,6 +42,8 @@ __all__ = [
 
 Accountant = Literal["best", "pld", "rdp"]
 
+# Of a history of more releases than this no bound is looked for.
+_MOST: Final = 10**18
 _RATES_PER_OCTAVE: Final = 8
 _COUNTS_PER_OCTAVE: Final = 16
 
@@ -129,6 +131,8 @@ def _known(accountant: Accountant) -> Accountant:
 def _epsilon(
     terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
 ) -> float:
+    if any(count > _MOST for *_, count in terms):
+        return math.inf
     by_rdp = _rdp_epsilon(terms, delta, conversion) if accountant != "pld" else math.inf
     by_pld = pld.epsilon(terms, delta) if accountant != "rdp" else math.inf
     return min(by_rdp, by_pld)
@@ -157,12 +161,11 @@ def quick_epsilon(
     """
     check.fraction(delta=delta)
     terms = _terms(history)
+    if any(count > _MOST for *_, count in terms):
+        return math.inf
     by_rdp = _rdp_epsilon(terms, delta, conversion) if _known(accountant) != "pld" else math.inf
     if accountant == "rdp" or not terms:
         return by_rdp if terms else 0.0
-    if all(q == 1 for q, _, _ in terms):
-        # One Gaussian, in closed form: no search is needed for it.
-        return min(by_rdp, pld.epsilon(terms, delta))
     return min(by_rdp, *running.epsilons([terms], delta, pld.FINENESS))
 
 
@@ -229,7 +232,7 @@ def max_steps(
     """Return the largest T such that T times the event, after what is spent, stay in the budget.
 
     epsilon(T) <= budget.epsilon < epsilon(T + 1) holds exactly; 0 where not even one fits.
-    The PLD answers for up to 10 million releases, and T beyond 2^53 is cut off there.
+    T beyond 2^53 is cut off there.
     """
     before = dict(spent or {})
 

@@ -3,7 +3,10 @@
 dp-accounting discretises the privacy loss pessimistically by connecting the dots (Doroshenko,
 Ghazi, Kamath, Kumar, Manurangsi. arXiv 2207.04380) and composes by FFT; ε is the larger one of the
 two directions, add and remove. This module chooses the grid, keeps memory bounded and takes the
-rounding of the FFT off δ, so that the answer stays an upper bound.
+rounding of the FFT off δ, so that the answer stays an upper bound. Where no grid that fits into
+memory is fine enough, as for millions of releases at a tiny rate, the loss is composed by its
+transform instead (theory.contour); plain Gaussians are one Gaussian (theory.gaussian). Each is an
+upper bound for its own reasons, which its module gives.
 """
 
 import math
@@ -16,6 +19,8 @@ from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
     privacy_loss_distribution as _dp,
 )
 
+from fedpact.theory import contour, gaussian
+
 Term = tuple[float, float, int]  # q, σ, number of releases
 
 # The grid is this much finer than the spread of one release's loss: then the variance it adds is
@@ -24,7 +29,12 @@ FINENESS: Final = 20.0
 _LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
 _LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
 _BLOCK: Final = 4096
-MOST_RELEASES: Final = 10**7  # beyond it epsilon answers inf; RDP serves there
+# Beyond these numbers squares vanish; what lies there is priced as if it lay here.
+_LEAST_RATE: Final = 1e-60
+_LARGEST_SIGMA: Final = 1e60
+# Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
+_LEAST_SIGMA: Final = 0.05
+_GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
 
 
 class _Distribution(Protocol):
@@ -56,21 +66,80 @@ def epsilon(terms: Sequence[Term], delta: float) -> float:
     """
     if not terms:
         return 0.0
-    count = sum(t for _, _, t in terms)
-    usable = delta - rounding(count)
-    if count > MOST_RELEASES or usable <= 0:
-        return math.inf
     if all(q == 1 for q, _, _ in terms):
-        # Gaussians compose to one Gaussian, exactly.
-        sigma = sum(t / s**2 for _, s, t in terms) ** -0.5
-        terms = ((1.0, sigma, 1),)
-    interval = grid_step(terms)
+        return gaussian.epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
+    if sampled_at_all(terms) <= delta:
+        return 0.0
+    terms = [priced(*term) for term in terms]
+    loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
+    found = _found(terms, delta)
+    return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
+
+
+def _found(terms: Sequence[Term], delta: float) -> float:
+    if not resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
+        found = contour.epsilon(terms, delta)
+        if found < math.inf:
+            return found
+    if not _on_a_grid(terms):
+        return math.inf
+    usable = delta - rounding(sum(t for *_, t in terms))
+    if usable <= 0:
+        return math.inf
     try:
         with np.errstate(all="ignore"):
-            value = _composed(terms, interval, usable)
-    except (OverflowError, ValueError):
+            value = _composed(terms, grid_step(terms), usable)
+    except (OverflowError, ValueError, MemoryError):
         return math.inf
     return value if value >= 0 else math.inf
+
+
+def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
+    """Return the bound where releases with hardly any noise count as having none at all.
+
+    Noise is post-processing, so none at all costs no less. Without it a batch that has the record
+    tells so: with probability 1 - Π (1-q)^t in all. Where it has not, a record that is added shows
+    by the loss -Σ t log(1-q), and one that is removed by no more.
+    """
+    faint = [term for term in terms if term[1] < _LEAST_SIGMA]
+    if any(q == 1 for q, *_ in faint):
+        return math.inf
+    loss = -math.fsum(t * math.log1p(-q) for q, _, t in faint)
+    left = delta - sampled_at_all(faint)
+    if not left > 0:
+        return math.inf
+    return (1 + 2.0**-45) * loss + epsilon(loud, left)
+
+
+def _on_a_grid(terms: Sequence[Term]) -> bool:
+    return all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
+
+
+def sampled_at_all(terms: Sequence[Term]) -> float:
+    """Return the chance that a record is in any batch, rounded up: no δ has to be larger."""
+    if any(q == 1 for q, *_ in terms):
+        return 1.0
+    return -math.expm1(math.fsum(t * math.log1p(-q) for q, _, t in terms)) * (1 + 2.0**-45)
+
+
+def priced(q: float, sigma: float, count: int) -> Term:
+    """Return a term no cheaper than this one whose squares are numbers.
+
+    ε grows with q and falls with σ.
+    """
+    return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
+
+
+def resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
+    """Return whether a grid serves: one fine beside a release's loss, and no rounding to speak of.
+
+    Else theory.contour does. terms as `priced`.
+    """
+    count = sum(t for *_, t in terms)
+    if not _on_a_grid(terms) or rounding(count) > 0.01 * delta:
+        return False
+    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
+    return grid_step(terms, fineness) <= math.sqrt(variance / count) / fineness
 
 
 def _composed(terms: Sequence[Term], interval: float, delta: float) -> float:

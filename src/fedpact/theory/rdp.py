@@ -38,6 +38,9 @@ ORDERS: Final[tuple[float, ...]] = (
 _TERMS: Final = 256
 _TERMS_OF_SMALL_ORDERS: Final = 1024  # α < 3
 _EPS: Final = 2.0**-52
+# Where σ² or σ^-2 would leave float64.
+_LEAST_SIGMA: Final = 1e-100
+_LARGEST_SIGMA: Final = 1e100
 _SLACK: Final = 1e-10  # above the rounding of gammaln at the largest order
 
 
@@ -53,6 +56,11 @@ def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> Array:
 def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
     a = _checked(orders)
     with np.errstate(all="ignore"):
+        # ε falls with σ: a larger one is priced as the largest whose square is a number.
+        sigma = min(sigma, _LARGEST_SIGMA)
+        values = np.full(len(a), np.inf)
+        if sigma < _LEAST_SIGMA:
+            return values
         values = a / (2 * sigma**2) if q == 1 else _log_moments(q, sigma, a) / (a - 1)
         values = values * (1 + _SLACK)
     values[~(values >= 0)] = np.inf

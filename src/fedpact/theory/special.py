@@ -1,5 +1,6 @@
 """The few functions of SciPy the accountants need, behind typed signatures."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,6 +31,16 @@ def log_normal_cdf(x: Array) -> Array:
     return np.asarray(_special.log_ndtr(x))
 
 
+def log_normal_cdf_at(x: float) -> float:
+    """Return log Φ(x) of one number."""
+    return float(_special.log_ndtr(x))
+
+
+def mills_ratio(x: float) -> float:
+    """Return Φ(-x)/φ(x), accurate for any x above -35."""
+    return math.sqrt(math.pi / 2) * float(_special.erfcx(x / math.sqrt(2)))
+
+
 def normal_cdf(x: float) -> float:
     """Return Φ(x)."""
     return float(_special.ndtr(x))
@@ -38,6 +49,11 @@ def normal_cdf(x: float) -> float:
 def normal_cdfs(x: Array) -> Array:
     """Return Φ(x), elementwise."""
     return np.asarray(_special.ndtr(x))
+
+
+def log_sum_exp(x: Array) -> float:
+    """Return log Σ e^x over all entries."""
+    return float(_special.logsumexp(x))
 
 
 def fast_length(least: int) -> int:
