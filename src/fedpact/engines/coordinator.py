@@ -89,9 +89,8 @@ class Coordinator:
         path = self.folder.path / "ledgers.json"
         seen: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
         ledgers = {site: (int(length), str(head)) for site, (length, head) in seen.items()}
-        sizes = {name: member.size for name, member in self.federation.sites.items()}
         longest = self.federation.checks.longest
-        admission = Admission(self.plan.method, sizes, longest, ledgers)
+        admission = Admission(self.plan.method, self.terms, longest, ledgers)
         return admission, lambda: self.folder.write_json("ledgers.json", admission.ledgers)
 
     def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:

@@ -112,7 +112,9 @@ class FlowerTransport:
         """See Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
-        this = _Round(tasks, self._faults(tasks, self._form(any_task)), patience.least_replies)
+        form = self._form(any_task)
+        self._admission.check(form, any_task)
+        this = _Round(tasks, self._faults(tasks, form), patience.least_replies)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
