@@ -124,17 +124,23 @@ def asked(settings: Settings) -> dict[str, Range]:
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
     """See Algorithm, and Bounds at the top."""
-    steps, d = round_steps(task, settings.local_steps), len(task.vectors["w"])
-    eta, shrinks = settings.step_size, 1 / (1 + settings.step_size * settings.proximal)
-    far = moved = shrinks * eta * reach.gradient(terms.opening).longest(d)
+    steps, w = round_steps(task, settings.local_steps), task.vectors["w"]
+    eta, shrinks, d = settings.step_size, 1 / (1 + settings.step_size * settings.proximal), len(w)
+    # What w's rounding moves is amplified like any movement.
+    ulps, center = 4 * torch.finfo(w.dtype).eps, reach.distance(w, None)
+    far = moved = shrinks * eta * reach.gradient(terms.opening).longest(d) + ulps * center
     if settings.solver == "sgd":
         grows, each = 1.0, shrinks * eta * reach.gradient(terms).longest(d)
     else:
         bound = settings.difference_bound or settings.smoothness
         grows, each = 1 + eta * bound * reach.difference(terms).longest(d), moved
     for _ in range(steps):
-        moved *= shrinks * grows
-        far = far + moved if settings.solver == "sarah" else shrinks * grows * far + each
+        rounded = ulps * (center + far)
+        moved = shrinks * grows * moved + rounded
+        if settings.solver == "sarah":
+            far += moved
+        else:
+            far = shrinks * grows * far + each + rounded
     return Bounds({"w": far}, {}, steps)
 
 

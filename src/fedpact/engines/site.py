@@ -14,6 +14,7 @@ which follow from its own copies of the plan and the federation.
 """
 
 import json
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,16 +30,29 @@ from fedpact.engines.entrance import usable
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
+from fedpact.engines.questions import Questions
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
+from fedpact.messages import (
+    MOST_VECTORS,
+    Refusal,
+    Reply,
+    State,
+    Step,
+    Task,
+    from_bytes,
+    to_bytes,
+)
+from fedpact.params import FlatModel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.terms import ADJACENCY
+
+_log = logging.getLogger("fedpact.site")
 
 
 class SiteSettings(BaseModel):
@@ -82,6 +96,7 @@ class Site:
         self._device = device_of(self.settings.device)
         workshop = replace(self.federation.workshop(self.plan), device=self.settings.device)
         self._bench = workshop.bench(check=True)
+        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
         self._records = self._load(directory / self.settings.records)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
@@ -119,7 +134,8 @@ class Site:
     def handle(self, task: Task) -> bytes:
         """Return the encoded answer to a task; a repeated question gets the stored reply.
 
-        A refusal's code depends on public quantities only: "run", "stale", "budget", "policy".
+        A refusal's code depends on public quantities only: "run", "task" (one that is not of the
+        plan's form), "stale", "budget", "policy".
         Under secure aggregation every task that comes by itself is against the policy.
         """
         if self._masker is not None:
@@ -140,6 +156,11 @@ class Site:
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
+        wrong = self._questions.fault(task)
+        if wrong is not None:
+            code, text = wrong
+            _log.warning("round %d: the server's task is refused: %s", task.round, text)
+            return self._refusal(task, code)
         stored = self._last.answer_to(task)
         if stored is not None:
             return stored
@@ -150,6 +171,11 @@ class Site:
         if isinstance(answer, Reply):
             self._last.keep(task, block)
         return block
+
+    @property
+    def most_vectors(self) -> int:
+        """How many vectors a message may have: of secure aggregation, a few for each site."""
+        return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def epsilon(self) -> float:
         """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
@@ -240,7 +266,7 @@ def answer(site: Site, block: bytes) -> tuple[bytes, str]:
     """
     run, number = "", 0
     try:
-        question = from_bytes(block)
+        question = from_bytes(block, site.most_vectors)
         if not isinstance(question, Task | Step):
             raise DataError(f"a {type(question).__name__} came where a question is expected")
         run, number = question.run, question.round
