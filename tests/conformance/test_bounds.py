@@ -9,8 +9,9 @@ import math
 
 import pytest
 import torch
+from tests.conformance.conftest import of
 
-from fedpact.messages import Reply, State, from_bytes, to_bytes
+from fedpact.messages import from_bytes, to_bytes
 from fedpact.privacy.oracle import Records
 
 EXTREMES = {
@@ -77,3 +78,97 @@ def test_all_that_is_sent_is_declared(federation, case):
         assert bounds.undeclared(reply.vectors, reply.numbers) == []
         assert set(bounds.numbers) == set(reply.numbers)
         assert all(case.asked()[name].holds(value) for name, value in task.numbers.items())
+
+
+def lies(method, task, reply):
+    """What one site may say in place of its reply: far vectors, and each number far out.
+
+    -90 times a gradient difference may pass: its bound multiplies from step to step.
+    """
+    times = [] if "difference" in method.channels else [-90]
+    for name, vector in reply.vectors.items():
+        told = task.vectors.get(name, torch.zeros_like(vector))
+        multiples = [told + factor * (vector - told) for factor in times]
+        for other in (*multiples, vector + 1e30, vector - 1e30):
+            yield name, dataclasses.replace(reply, vectors={**reply.vectors, name: other})
+    for name, value in reply.numbers.items():
+        for other in (1e308, -1e308, math.nan, value + 1e20):
+            yield name, dataclasses.replace(reply, numbers={**reply.numbers, name: other})
+
+
+def test_lies_are_beyond_the_bounds(federation, case):
+    """Whoever multiplies by -90, adds 1e30, or says any number that no records can give."""
+    if case.settings.plain_only:
+        pytest.skip("it has no private form, and so no bounds")
+    made = pulling(federation(private=True))
+    for task, reply in rounds(made, case, 2):
+        for name, lie in lies(case, task, reply):
+            assert fault(made, case, task, lie), (name, lie)
+
+
+def test_public_numbers_are_those_of_the_terms(federation):
+    """A batch of 0, or of 10^12, a variance of -1 or of 0: one site would choose its own weight."""
+    method = of({"algorithm": "ldp_fedsgd", "settings": {"aggregation": "least_noise"}})
+    made = federation(private=True)
+    for task, reply in rounds(made, method, 1):
+        for name, values in {
+            "batch_size": (0.0, 1e12, -1.0, 1.01 * reply.numbers["batch_size"]),
+            "noise_variance": (-1.0, 0.0, 1e12, 0.99 * reply.numbers["noise_variance"]),
+        }.items():
+            for value in values:
+                lie = dataclasses.replace(reply, numbers={**reply.numbers, name: value})
+                assert name in fault(made, method, task, lie)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "qffl", "fedfdp"])
+def test_a_bound_is_near_to_what_honest_records_reach(federation, name):
+    """All records pull one way, without noise: τ η C, and no bound is more than 2.1 times that.
+
+    Twice, for sites that hold more than they declared.
+    """
+    method = of({"algorithm": name, "settings": {"local_steps": 3, "learning_rate": 0.5}})
+    made = pulling(federation(private=True, rate=1.0, sigma=1e-9, clip=0.25))
+    for task, reply in rounds(made, method, 1):
+        far = float((reply.vectors["w"] - task.vectors["w"]).norm())
+        assert far == pytest.approx(3 * 0.5 * 0.25, rel=1e-2)
+        assert declared(made, method, task, reply.site).longest("w", task.vectors) < 2.1 * far
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+@pytest.mark.parametrize("name", ["fedavg", "ldp_fedsgd", "scaffold"])
+def test_compressed_replies_too(federation, kind, name):
+    method = of({"algorithm": name, "compression": {"kind": kind, "keep": 0.3}})
+    for seed in range(3):
+        made = federation(private=True, seed=seed, dtype=torch.float32)
+        if seed:
+            pulling(made)
+        # Enough rounds for what topk leaves out to add up.
+        for task, reply in rounds(made, method, 12):
+            assert fault(made, method, task, reply) is None
+            opened = method.opened(reply, task.vectors)
+            for lie in (1e30, -1e30):
+                vectors = {n: v + lie for n, v in opened.vectors.items()}
+                bounds = declared(made, method, task, reply.site)
+                assert bounds.fault(vectors, reply.numbers, task.vectors)
+            for scale in reply.numbers.keys() & {"compressed/w", "compressed/gradient"}:
+                for value in (1e6, -1e-3):
+                    far = dataclasses.replace(reply, numbers={**reply.numbers, scale: value})
+                    assert fault(made, method, task, far)
+
+
+def test_norms_and_batches_keep_the_bounds_that_the_proof_names():
+    """P(‖z‖ > sqrt(d) + t) <= exp(-t²/2), and Bernstein's bound, at a t that samples can see.
+
+    The bounds are several times the truth, so 20,000 samples do not pass them by chance.
+    """
+    generator, t = torch.Generator().manual_seed(0), 2.0
+    for d in (1, 3, 650):
+        norms = torch.randn(20_000, d, generator=generator).norm(dim=1)
+        assert float((norms > math.sqrt(d) + t).double().mean()) <= math.exp(-(t**2) / 2)
+    for expected, q in ((1.0, 0.01), (50.0, 0.1), (400.0, 0.5)):
+        law = torch.distributions.Binomial(expected / q, torch.tensor(q))
+        torch.manual_seed(0)
+        drawn = law.sample((20_000,))
+        tail = t**2 / 2
+        most = expected + tail / 3 + math.sqrt(tail**2 / 9 + 2 * tail * expected)
+        assert float((drawn > most).double().mean()) <= math.exp(-tail)
