@@ -12,6 +12,7 @@ import torch
 from tests.conformance.conftest import of
 
 from fedpact.messages import from_bytes, to_bytes
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.oracle import Records
 
 EXTREMES = {
@@ -154,6 +155,23 @@ def test_compressed_replies_too(federation, kind, name):
                 for value in (1e6, -1e-3):
                     far = dataclasses.replace(reply, numbers={**reply.numbers, scale: value})
                     assert fault(made, method, task, far)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ldp_fedsgd", "scaffold"])
+def test_batch_clipping_too(federation, name):
+    """The mean is clipped, so how many records are in a batch makes it no longer."""
+    method = of({"algorithm": name})
+    for seed in range(3):
+        made = federation(private=True, seed=seed, sigma=0.5)
+        if seed:
+            pulling(made)
+        made.kernel, per_sample = BatchClippedKernel(made.model, made.loss), made.terms
+        made.terms = lambda *about, of=per_sample: dataclasses.replace(
+            of(*about), mechanism="batch_clipped"
+        )
+        for task, reply in rounds(made, method, 2):
+            assert fault(made, method, task, reply) is None
+            assert all(fault(made, method, task, lie) for _, lie in lies(method, task, reply))
 
 
 def test_norms_and_batches_keep_the_bounds_that_the_proof_names():

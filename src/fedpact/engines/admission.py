@@ -77,13 +77,13 @@ class Admission:
 
     def check(self, form: Form, task: Task) -> None:
         """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
-        for terms in self._terms.values():
-            missing = self._method.bounds(task, terms).undeclared(form.vectors, form.numbers)
-            if missing:
-                raise PlanError(
-                    f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
-                    "so that any lie would pass: expected all that `local` sends in its `bounds`"
-                )
+        any_terms = next(iter(self._terms.values()))
+        missing = self._method.bounds(task, any_terms).undeclared(form.vectors, form.numbers)
+        if missing:
+            raise PlanError(
+                f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
+                "so that any lie would pass: expected all that `local` sends in its `bounds`"
+            )
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
