@@ -501,6 +501,23 @@ def test_the_least_of_the_sites_reservations_counts():
     assert after.numbers["control/iterations"] == 3.0
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_site_that_says_it_has_less_does_not_end_the_run(opens):
+    """Before, one site with steps_left = 0 ended it for all, in any round."""
+    controller = Controller(Ali(iterations=50), RATE, opens)
+    state, mean = first_state(controller), lambda rest, got: weighted_mean(got)
+    left = 50.0
+    for number in range(3):
+        state = begun(state, rounds=9.0 - number)
+        steps = controller.steps(state)
+        said = left - steps if number == 0 else 0.0
+        answer = told({**ANSWER, "steps_left": said})
+        state = controller.update(state, iter([answer]), mean)
+        # An opening may be an event like a step's; then a round takes one more.
+        left -= steps + (opens and number > 0)
+        assert state.numbers["control/iterations"] == left
+
+
 def test_nothing_limits_a_plain_run_without_iterations():
     _, state = rounds_of(Controller(Ali(), RATE), 3, lambda _: {})
     assert "control/iterations" not in state.numbers

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedpact.errors import InputError
 from fedpact.messages import (
+    MOST_VECTORS,
     Message,
     Refusal,
     Reply,
@@ -290,3 +291,22 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     assert line == json.dumps(dataclasses.asdict(record))
     assert RoundRecord.from_json(line) == record
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)
+
+
+@pytest.mark.parametrize("count", [64, 65, 1000])
+def test_a_message_has_few_vectors(count):
+    """Each costs time beyond its length, before anybody can see that it is none of ours."""
+    block = to_bytes(State({f"v{i}": torch.zeros(1) for i in range(count)}))
+    if count <= MOST_VECTORS:
+        assert len(from_bytes(block).vectors) == count
+    else:
+        with pytest.raises(InputError, match="no fedpact message"):
+            from_bytes(block)
+    assert len(from_bytes(block, count).vectors) == count
+
+
+@pytest.mark.parametrize("length", [2**17, 2**40, 2**64 - 1])
+def test_a_header_that_is_longer_than_any_is_not_read(length):
+    block = length.to_bytes(8, "little") + to_bytes(State({}))[8:]
+    with pytest.raises(InputError, match=f"header has {length} bytes"):
+        from_bytes(block)

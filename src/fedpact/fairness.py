@@ -11,13 +11,26 @@ noise of the joint event by half a percent. The quantile's step is the one of An
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.errors import InputError, PlanError
-from fedpact.privacy.oracle import UNIFORM, Batch, Fair, Oracle, Uniform, Weighting
+from fedpact.privacy.oracle import (
+    UNIFORM,
+    Batch,
+    Fair,
+    Oracle,
+    Range,
+    Terms,
+    Uniform,
+    Weighting,
+    reach,
+)
+
+FAIR_LOSS: Final = Range(-1e9, 1e9)
+"""What F sites let themselves be told: more than any loss, and nothing that overflows."""
 
 
 class LossRelease(BaseModel):
@@ -60,6 +73,10 @@ class LossRelease(BaseModel):
             return loss, self.next_bound(bound, batch.below(w, bound))
         # NaN gives the least.
         return loss, min(max(self.least_loss_bound, loss), self.most_loss_bound)
+
+    def loss_range(self, terms: Terms) -> Range:
+        """Return what an honest site's released loss can be: C_l is at most most_loss_bound."""
+        return reach.loss(terms, self.most_loss_bound)
 
     def next_bound(self, bound: float, share: float) -> float:
         """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""

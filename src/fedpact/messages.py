@@ -229,6 +229,12 @@ _TYPES: Final[Mapping[torch.dtype, str]] = {
 _RESERVED: Final = "__metadata__"
 """Where safetensors keeps what is no vector."""
 
+MOST_VECTORS: Final = 64
+"""More than any algorithm's task, reply or state has."""
+
+# Bytes of a header: numbers and the other fields, and what is said of each vector.
+_HEAD, _HEAD_EACH = 2**16, 2**9
+
 _PLACES: Final = {dtype: place for place, dtype in enumerate(_TYPES)}
 
 # json.dumps makes one of these on every call that does not take its defaults.
@@ -265,11 +271,23 @@ def _hash(message: Message) -> str:
     return digest.hexdigest()[:32]
 
 
-def from_bytes(block: bytes) -> Message:
-    """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours."""
+def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
+    """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours.
+
+    most_vectors: what it may have. A longer header is refused unread, so that the work a stranger's
+    message makes is in proportion to its length, and small before its vectors are known to be few.
+    """
+    told, most = int.from_bytes(block[:8], "little"), _HEAD + _HEAD_EACH * most_vectors
+    if told > most:
+        raise InputError(
+            f"a block of {len(block)} bytes is no fedpact message: it says that its header has "
+            f"{told} bytes, and that of {most_vectors} vectors has at most {most}"
+        )
     try:
-        length = int.from_bytes(block[:8], "little")
-        head: dict[str, Any] = json.loads(json.loads(block[8 : 8 + length])[_RESERVED]["fedpact"])
+        layout: dict[str, Any] = json.loads(block[8 : 8 + told])
+        if len(layout) - 1 > most_vectors:
+            raise ValueError(f"{len(layout) - 1} vectors")
+        head: dict[str, Any] = json.loads(layout[_RESERVED]["fedpact"])
         kind = _KINDS[head.pop("kind")]
         _check_fields(kind, head)
         vectors = _load_tensors(block)

@@ -12,6 +12,7 @@ left/seconds        what is left of the budget of seconds, inf without one
 left/round_seconds  seconds of a round beside its steps, as measured; left/step_seconds: of a step
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +21,11 @@ from typing import Protocol
 
 from fedpact.folder import Checkpoint
 from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
+from fedpact.methods.folding import folded
 from fedpact.params import all_finite
 from fedpact.plan import Plan
+
+_log = logging.getLogger("fedpact.server")
 
 
 class Transport(Protocol):
@@ -53,6 +57,9 @@ class Rounds:
     """The loop, from a checkpoint on. `status` says why it ended.
 
     stop: asked between rounds; true ends the run after the round that is committed last.
+    own: whether the sites are this process's, as in a simulation. Strangers' replies are held until
+    the round is over, and one that brings the update down is rejected; our own need no such care,
+    and where they are not finite the run diverges.
     """
 
     plan: Plan
@@ -60,6 +67,7 @@ class Rounds:
     transport: Transport
     evaluate: Evaluate
     stop: Callable[[], bool] = lambda: False
+    own: bool = False
     status: str = "running"
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
@@ -100,7 +108,7 @@ class Rounds:
         if first is None:
             return None
         steps = method.steps(state)
-        state = method.update(state, _put_back(first, replies))
+        state = self._updated(state, _put_back(first, replies), tally)
         down = sum(task.wire_bytes for task in tasks.values())
         down, up = self.transport.traffic or (down, tally.bytes)
         number = at.round + 1
@@ -120,6 +128,16 @@ class Rounds:
         )
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
+
+    def _updated(self, state: State, replies: Iterator[Reply], tally: "_Tally") -> State:
+        """Fold the replies; strangers' that bring the update down count as refusals."""
+        if self.own:
+            return self.plan.method.update(state, replies)
+        outcome = folded(self.plan.method, state, list(replies))
+        for site, why in outcome.blamed.items():
+            _log.warning("site %s: its reply is rejected: the update fails by it: %s", site, why)
+            tally.reject(site)
+        return outcome.state
 
     def _used_up(self, at: Checkpoint) -> bool:
         """Whether a controlled τ has no local iterations left."""
@@ -196,6 +214,11 @@ class _Tally:
             else:
                 self.replied.append(answer.site)
                 yield answer
+
+    def reject(self, site: str) -> None:
+        """Count a reply that was taken for a refusal."""
+        self.replied.remove(site)
+        self.refused[site] = "rejected: update"
 
 
 def _put_back(first: Reply, rest: Iterator[Reply]) -> Iterator[Reply]:

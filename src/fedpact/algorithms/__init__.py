@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Oracle
+from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,22 @@ class Algorithm(Protocol):
         """Return what every site is told: "w" [d] and whatever else crosses the wire."""
         ...
 
+    def asked(self, settings: Any) -> dict[str, Range]:
+        """Return the numbers that a task may carry, each in its range; any of them may be absent.
+
+        A site refuses a task with others. Its vectors are those of `task`, always.
+        """
+        ...
+
+    def bounds(self, task: Task, terms: Terms, settings: Any) -> Bounds:
+        """Return what an honest reply to the task can be, of a site with these terms.
+
+        Every vector and every number that `local` sends is named in it: what follows from the terms
+        as their value, the rest with a bound that holds whatever the records are, and fails less
+        than once in 10^9 replies (privacy.reach). The server rejects what lies beyond.
+        """
+        ...
+
     def local(self, task: Task, oracle: Oracle, memory: State, settings: Any) -> Local:
         """Return a site's reply and its next memory. Leaves the task and the memory as they are.
 
@@ -140,7 +156,8 @@ class Algorithm(Protocol):
         """Return the server's next state.
 
         replies: at least one, in the order of site names, computed as they are asked for: they are
-        to be folded, never collected. reply.weight is N_i, so p_i = N_i / Σ N.
+        to be folded, never collected. Where it raises, or the state is not finite, the loop finds
+        out by which of them (methods.folding). reply.weight is N_i, so p_i = N_i / Σ N.
         """
         ...
 

@@ -14,6 +14,7 @@ Server    w ← Σ p_i w_i
           T(τ) = min(iterations left, τ · rounds left)
           τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m);  theory.tau has h
 Releases  τ gradient sums: τ events. The numbers follow from them and cost nothing.
+Bounds    w_i as fedavg, with the round's τ; the numbers as control.Controller has them
 Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
 Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5.
           φ and λ are unknown, and only κ moves the minimum.
@@ -32,7 +33,7 @@ from fedpact.algorithms import BaseSettings, Neutral, fedavg
 from fedpact.control import Ali, Controller
 from fedpact.local import weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg", settings={"most_local_steps": 1}, parent_settings={"local_steps": 1}
@@ -84,6 +85,17 @@ def init(w: Tensor, settings: Settings) -> State:
 def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     return settings.controller.task(state, lambda rest: rest)
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    return settings.controller.asked({})
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    solver = fedavg.Settings(learning_rate=settings.learning_rate)
+    return settings.controller.bounds(task, terms, fedavg.bounds(task, terms, solver))
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -9,6 +9,7 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
+Bounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see privacy.reach
 Neutral   nothing: FedAvg is what others reduce to
 Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
           batches; every site takes part in every round. The mean of the replies has weights p_i.
@@ -22,7 +23,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -56,6 +57,24 @@ def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return state
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    del settings
+    return {}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
+    return Bounds({"w": moved(task, terms, steps, rate)}, {}, steps)
+
+
+def moved(task: Task, terms: Terms, steps: int, rate: float) -> float:
+    """Return how far `steps` steps of SGD of length `rate` go at most from the task's w."""
+    d = len(task.vectors["w"])
+    return reach.gradient(terms).longest(d, rate * steps, rate * rate * steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

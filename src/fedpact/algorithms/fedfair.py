@@ -13,6 +13,7 @@ Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each bat
 Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  as long as F is no finite number, λ counts as 0
 Releases  exact numbers: a plan refuses it where privacy.mode is not "none". The loss before each
           step would be a release of its own; fedfdp weighs records inside their clip instead
+Bounds    none: nothing is clipped, and sites of a plain run are the simulation's own
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
           Poisson batches, divided by their expected size, for batch loss and gradient alike: the
@@ -27,10 +28,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.fairness import WeightRule, weight
+from fedpact.fairness import FAIR_LOSS, WeightRule, weight
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Oracle
+from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -82,6 +83,18 @@ def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return state
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    del settings
+    return {"loss": FAIR_LOSS}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    del task, terms, settings
+    return Bounds({"w": math.inf}, {"loss": Range(-math.inf, math.inf)})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

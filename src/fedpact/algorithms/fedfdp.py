@@ -23,6 +23,7 @@ Client    w_i = w;  τ times, each on a Poisson batch B; every answer divided by
 Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as F is no finite number, λ counts as 0
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the last alone
+Bounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
           The divisor is the batch's expected size, as its true one is private.
@@ -40,10 +41,11 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.fairness import FairOracle, LossRelease, WeightRule, weighting
+from fedpact.algorithms.fedavg import moved
+from fedpact.fairness import FAIR_LOSS, FairOracle, LossRelease, WeightRule, weighting
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -83,6 +85,19 @@ def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return state
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    del settings
+    return {"loss": FAIR_LOSS}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    steps = round_steps(task, settings.local_steps)
+    longest = moved(task, terms, steps, settings.learning_rate)
+    return Bounds({"w": longest}, {"loss": settings.loss_range(terms)}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -21,6 +21,13 @@ Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
 Server    w ← Σ p_i w_i
 Releases  v⁰: one gradient sum over the anchor, an event of its own; then up to τ sums of
           gradient differences (sgd: of gradients), an event each
+Bounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and the bounds V on ‖v⁰‖, G on a
+          gradient, K R m on a difference over a movement m (R: of one that is clipped to 1):
+          sarah  m_{t+1} <= b (1 + ηKR) m_t, m_1 <= bηV, ‖e‖ <= Σ m_t
+          svrg   ‖e_{t+1}‖ <= b ((1 + ηKR) ‖e_t‖ + ηV)
+          sgd    ‖e_{t+1}‖ <= b (‖e_t‖ + ηG), ‖e_1‖ <= bηV
+          They grow as fast as a solver that feeds on its own noise: with ηKR > ημ, in proportion
+          to (b (1 + ηKR))^τ, which bounds little; see privacy.reach
 Neutral   none: the first step takes the full gradient, which no other algorithm here does
 Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
           bound and its noise shrink with the movement, and follow from released iterates alone.
@@ -55,7 +62,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Batch, Oracle
+from fedpact.privacy.oracle import Anchor, Batch, Bounds, Oracle, Range, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -107,6 +114,34 @@ def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return state
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    del settings
+    return {}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    steps, w = round_steps(task, settings.local_steps), task.vectors["w"]
+    eta, shrinks, d = settings.step_size, 1 / (1 + settings.step_size * settings.proximal), len(w)
+    # What w's rounding moves is amplified like any movement.
+    ulps, center = 4 * torch.finfo(w.dtype).eps, reach.distance(w, None)
+    far = moved = shrinks * eta * reach.gradient(terms.opening).longest(d) + ulps * center
+    if settings.solver == "sgd":
+        grows, each = 1.0, shrinks * eta * reach.gradient(terms).longest(d)
+    else:
+        bound = settings.difference_bound or settings.smoothness
+        grows, each = 1 + eta * bound * reach.difference(terms).longest(d), moved
+    for _ in range(steps):
+        rounded = ulps * (center + far)
+        moved = shrinks * grows * moved + rounded
+        if settings.solver == "sarah":
+            far += moved
+        else:
+            far = shrinks * grows * far + each + rounded
+    return Bounds({"w": far}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -13,6 +13,8 @@ Server    w ← w - η_t Σ ω_k g_k
           ω_k = (κ J_k/J + ν)/(v_k + κ)         aggregation "least_noise", Σ ω_k = 1
 Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
           sensitivity 2C; per-sample clipping works as well
+Bounds    g_k: C + C σ_k (sqrt(d) + 9), or M C + ... with per-sample clipping; see privacy.reach.
+          |J_k| and C²σ_k² are what the site's terms say
 Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
           averages w - η g_k
 Differs   σ_k comes from PLD or RDP, never from the paper's bounds: they are unsound.
@@ -39,7 +41,7 @@ from fedpact.algorithms import BaseSettings, Neutral, Summed
 from fedpact.check import non_negative, positive
 from fedpact.local import weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms, reach
 from fedpact.theory.aggregation import least_noise, multiplier
 
 NEUTRAL: Neutral | None = Neutral(
@@ -90,6 +92,20 @@ def task(state: State, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return State({"w": state.vectors["w"]})
+
+
+def asked(settings: Settings) -> dict[str, Range]:
+    """See Algorithm."""
+    del settings
+    return {}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    del settings
+    public = {"batch_size": terms.batch_size, "noise_variance": terms.noise_variance}
+    longest = reach.gradient(terms).longest(len(task.vectors["w"]))
+    return Bounds({"gradient": longest}, {n: reach.about(v) for n, v in public.items()})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -19,6 +19,7 @@ Server    with Δ_i = (w̄ - w_i)/η:  w ← w̄ - Σ p_i F_i^q Δ_i / Σ p_i (q
           w ← w̄ + (Σ a_i w_i - w̄) / (1 + (q/η) Σ a_i D_i/F_i)
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the first alone
+Bounds    w_i as fedavg; F_i as LossRelease has it; D_i from 0 to the square of w_i's bound
 Neutral   q = 0 gives fedavg, bit for bit
 Differs   D_i is freed of the energy of the gradients' noise, which would shorten every step the
           more the larger the model: τ η² d v_i, as far as the noise of one step does not bend the
@@ -37,13 +38,24 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.algorithms.fedavg import init, steps, task
+from fedpact.algorithms.fedavg import asked, init, moved, steps, task
 from fedpact.fairness import LossRelease
 from fedpact.local import Aggregation, round_steps, sgd, weighed, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
 
-__all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
+__all__ = [
+    "NEUTRAL",
+    "Settings",
+    "asked",
+    "bounds",
+    "channels",
+    "init",
+    "local",
+    "steps",
+    "task",
+    "update",
+]
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_exponent": 0.0})
 
@@ -64,6 +76,15 @@ class Settings(LossRelease, BaseSettings):
 def channels(settings: Settings) -> dict[str, float]:
     """See Algorithm."""
     return {"gradient": 1.0, **settings.loss_channels}
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    steps = round_steps(task, settings.local_steps)
+    found = Bounds({"w": moved(task, terms, steps, settings.learning_rate)}, {}, steps)
+    far = found.longest("w", task.vectors)
+    numbers = {"loss": settings.loss_range(terms), "moved": reach.within(0.0, far * far)}
+    return replace(found, numbers=numbers)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

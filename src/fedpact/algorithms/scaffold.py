@@ -13,6 +13,7 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Po
           upload u_i = w̄ - τη c_i: w_i without its corrections
           A site without c_i, in its first round, takes c for it: these are fedavg's steps
 Server    w ← Σ p_i u_i,  c ← (w̄ - w)/(τη), which is Σ p_i c_i
+Bounds    u_i - w̄ = -η Σ g, whatever c and c_i are: fedavg's; local_steps is the round's τ
 Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
 Neutral   τ = 1 gives fedavg, bit for bit
 Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
@@ -37,12 +38,23 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedavg
-from fedpact.algorithms.fedavg import channels, steps, task
+from fedpact.algorithms.fedavg import asked, channels, moved, steps, task
 from fedpact.local import Aggregation, round_steps, weighed, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
 
-__all__ = ["NEUTRAL", "Settings", "channels", "init", "local", "steps", "task", "update"]
+__all__ = [
+    "NEUTRAL",
+    "Settings",
+    "asked",
+    "bounds",
+    "channels",
+    "init",
+    "local",
+    "steps",
+    "task",
+    "update",
+]
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
@@ -63,6 +75,13 @@ def init(w: Tensor, settings: Settings) -> State:
     """See Algorithm."""
     del settings
     return State({"w": w, "c": torch.zeros_like(w)})
+
+
+def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+    """See Algorithm, and Bounds at the top."""
+    steps = round_steps(task, settings.local_steps)
+    longest = moved(task, terms, steps, settings.learning_rate)
+    return Bounds({"w": longest}, {"local_steps": reach.about(steps)}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

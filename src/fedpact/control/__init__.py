@@ -12,8 +12,9 @@ rounds, pairs rounds averaged over, and those of them in which gradients could b
 change, distance, length, divergence, noise, ...: the averages, see server
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fedpact.control import server, site
 from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 from fedpact.theory import tau
 
 PREFIX: Final = "control/"
@@ -56,12 +57,20 @@ class Choice:
     even: bool = False
 
 
+_ATTEMPTS: Final = 3
+"""How often a site may have died in, and been charged for, the first round."""
+
+
 @dataclass(frozen=True)
 class Controller:
-    """Chooses τ for an algorithm whose local steps have the length learning_rate, η > 0."""
+    """Chooses τ for an algorithm whose local steps have the length learning_rate, η > 0.
+
+    opens: whether a round opens with an event beside its steps, which may count as one.
+    """
 
     ali: Ali
     learning_rate: float
+    opens: bool = False
 
     def init(self, rest: State) -> State:
         """Return the first state, around the algorithm's own."""
@@ -95,6 +104,29 @@ class Controller:
         told = inner(_parts(state)[2])
         return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
 
+    def asked(self, inner: Mapping[str, Range]) -> dict[str, Range]:
+        """See algorithms.Algorithm; inner: the algorithm's own."""
+        return {**inner, "local_steps": Range(1, self.ali.most_local_steps, whole=True)}
+
+    def bounds(self, task: Task, terms: Terms, inner: Bounds) -> Bounds:
+        """See algorithms.Algorithm; inner: the algorithm's own.
+
+        The first round's replies say how many steps a site's reservation allows, less at most what
+        that round took; later ones cannot change it, see `update`.
+        """
+        d, reserved = len(task.vectors["w"]), terms.history(terms.steps)[terms.event]
+        spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self.opens)
+        least = max(0, reserved - spent) if task.round == 1 else 0
+        if self.ali.estimator == "raw":
+            sent, extra = site.raw_ranges(), {f"{PREFIX}gradient": math.inf}
+        else:
+            sent, extra = site.ranges(terms, d), dict[str, float]()
+        sent["steps_left"] = Range(least, reserved)
+        numbers = {PREFIX + name: bound for name, bound in sent.items()}
+        return replace(
+            inner, vectors={**inner.vectors, **extra}, numbers={**inner.numbers, **numbers}
+        )
+
     def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
         """Return the algorithm's reply, with the numbers that `server` needs."""
         own, rest = split(memory, PREFIX)
@@ -123,11 +155,23 @@ class Controller:
         after = inner(rest, fold.through(replies))
         averages = server.raw if self.ali.estimator == "raw" else server.released
         numbers = averages(own.numbers, fold)
-        left = min(own.numbers.get("iterations", site.UNLIMITED) - choice.steps, fold.least_left)
+        left = self._left(own, choice.steps, fold.least_left)
         if left < site.UNLIMITED / 2:
             numbers["iterations"] = left
         numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
         return join(State({}, numbers), PREFIX, after)
+
+    def _left(self, own: State, steps: int, said: float) -> float:
+        """Return the iterations that are left after a round of so many.
+
+        said: by the site that has least. After the first round it is arithmetic: a site that says
+        that it has less than a round takes has died in one, or lies. It runs out before the others,
+        and does not end the run for them.
+        """
+        left = own.numbers.get("iterations", site.UNLIMITED) - steps
+        if own.numbers["steps"]:
+            said = max(said, left - self.opens)
+        return min(left, said)
 
 
 def _parts(state: State) -> tuple[State, State, State]:

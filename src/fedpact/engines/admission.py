@@ -4,6 +4,7 @@
     finite      no NaN, no infinity
     weight      the size that was declared for the site
     ledger      one that has become longer, or is the one that was seen (engines.standing)
+    far off     what is beyond what the site's terms allow (see algorithms.Algorithm.bounds)
     longest     no vector much farther from what was told than the others' (see `outliers`)
 
 None of it is a defence against a site that lies within these bounds, and none of it costs a site
@@ -11,6 +12,7 @@ any privacy. The form is found by carrying out the local part on made-up records
 every algorithm.
 """
 
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fedpact.engines.standing import Standing
 from fedpact.engines.workshop import Workshop
-from fedpact.errors import InputError
+from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
@@ -29,6 +31,10 @@ from fedpact.params import FlatModel, all_finite
 from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PlainOracle, Records
+from fedpact.privacy.reach import Bounds
+from fedpact.privacy.terms import Terms
+
+_log = logging.getLogger("fedpact.server")
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,26 @@ def expected_form(workshop: Workshop, task: Task) -> Form:
 
 
 class Admission:
-    """Checks replies to one run of a method. sizes: what each site declared. longest: `outliers`.
+    """Checks replies to one run of a method. terms: each site's. longest: see `outliers`.
 
     standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
     """
 
     def __init__(
-        self, method: Method, sizes: Mapping[str, float], longest: float, standing: Standing
+        self, method: Method, terms: Mapping[str, Terms], longest: float, standing: Standing
     ) -> None:
-        self._method, self._sizes, self._longest = method, sizes, longest
+        self._method, self._terms, self._longest = method, terms, longest
         self.standing = standing
+
+    def check(self, form: Form, task: Task) -> None:
+        """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
+        any_terms = next(iter(self._terms.values()))
+        missing = self._method.bounds(task, any_terms).undeclared(form.vectors, form.numbers)
+        if missing:
+            raise PlanError(
+                f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
+                "so that any lie would pass: expected all that `local` sends in its `bounds`"
+            )
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
@@ -74,18 +90,32 @@ class Admission:
         # Before all else that may be wrong: what was released for this reply is spent.
         if not self.standing.look(site, reply.ledger_length, reply.ledger_head):
             return "ledger"
-        if reply.weight != self._sizes[site]:
+        if reply.weight != self._terms[site].size:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:
             return "form"
         try:
-            reply = self.opened(reply, task)
+            opened = self.opened(reply, task)
         except InputError:
             return "form"
-        finite = all(map(all_finite, reply.vectors.values()))
+        finite = all(map(all_finite, opened.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
+        bounds = self._method.bounds(task, self._terms[site])
+        beyond = bounds.fault(opened.vectors, reply.numbers, task.vectors)
+        if beyond is not None:
+            _log.warning("site %s: round %d: %s", site, task.round, beyond)
+            return "far off"
         return None
+
+    def mean_fault(self, task: Task, sites: Iterable[str], mean: State, error: float) -> str | None:
+        """Return what shows that one of these sites lied, in words, in the mean of their replies.
+
+        error: of the mean, in each coordinate.
+        """
+        bounds = [self._method.bounds(task, self._terms[site]) for site in sites]
+        joint = Bounds.of_mean(bounds, len(task.vectors["w"]), error)
+        return joint.fault(mean.vectors, mean.numbers, task.vectors)
 
     def opened(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""

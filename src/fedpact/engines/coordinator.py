@@ -87,9 +87,8 @@ class Coordinator:
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
         standing = Standing(self.folder.path)
-        sizes = {name: member.size for name, member in self.federation.sites.items()}
         longest = self.federation.checks.longest
-        return Admission(self.plan.method, sizes, longest, standing), standing.save
+        return Admission(self.plan.method, self.terms, longest, standing), standing.save
 
     def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.

@@ -110,7 +110,7 @@ def simulate(
             check_draws(folder, environment)
         for record in records:
             on_round(record)
-        rounds = Rounds(plan, run, transport, evaluator, stop)
+        rounds = Rounds(plan, run, transport, evaluator, stop, own=True)
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)

@@ -31,11 +31,22 @@ from fedpact.engines.entrance import taken
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
+from fedpact.engines.questions import Questions
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.engines.stored import LastReply, room
 from fedpact.engines.witness import Witness, check_left_behind, is_place
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
-from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
+from fedpact.messages import (
+    MOST_VECTORS,
+    Refusal,
+    Reply,
+    State,
+    Step,
+    Task,
+    from_bytes,
+    to_bytes,
+)
+from fedpact.params import FlatModel
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
@@ -88,6 +99,7 @@ class Site:
         self._device = device_of(self.settings.device)
         workshop = replace(self.federation.workshop(self.plan), device=self.settings.device)
         self._bench = workshop.bench(check=True)
+        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
         self._records = self._load(directory / self.settings.records)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
@@ -118,8 +130,9 @@ class Site:
         """Return the encoded answer to a task; a repeated question gets the stored reply.
 
         seen: length and head of this site's ledger as the server has seen it last.
-        A refusal's code depends on public quantities only: "run", "ledger", "policy", "stale",
-        "budget". Under secure aggregation every task that comes by itself is against the policy.
+        A refusal's code depends on public quantities only: "run", "ledger", "policy", "task" (one
+        that is not of the plan's form), "stale", "budget".
+        Under secure aggregation every task that comes by itself is against the policy.
         Raises FedpactError: the site has stopped, or there is no room on its disk.
         """
         objection = self._objection(task, seen)
@@ -159,6 +172,11 @@ class Site:
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
+        wrong = self._questions.fault(task)
+        if wrong is not None:
+            code, text = wrong
+            _log.warning("round %d: the server's task is refused: %s", task.round, text)
+            return self._refusal(task, code)
         stored = self._last.answer_to(task)
         if stored is not None:
             return stored
@@ -185,6 +203,11 @@ class Site:
             self._last.keep(task, block)
             self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
+
+    @property
+    def most_vectors(self) -> int:
+        """How many vectors a message may have: of secure aggregation, a few for each site."""
+        return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def epsilon(self) -> float:
         """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
@@ -257,7 +280,7 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
     """
     run, number = "", 0
     try:
-        question = from_bytes(block)
+        question = from_bytes(block, site.most_vectors)
         if not isinstance(question, Task | Step):
             raise DataError(f"a {type(question).__name__} came where a question is expected")
         run, number = question.run, question.round

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, Summed
 from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.privacy.oracle import Anchor, Oracle
+from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
 
 __all__ = ["Around", "Method", "join", "split"]
 
@@ -73,6 +73,14 @@ class Method:
     def task(self, state: State) -> State:
         """Return what every site is told."""
         return self._algorithm.task(state, self.settings)
+
+    def asked(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return self._algorithm.asked(self.settings)
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
+        return self._algorithm.bounds(task, terms, self.settings)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""
@@ -143,6 +151,14 @@ class Around(Method):
     def task(self, state: State) -> State:
         """See Method."""
         return self.inner.task(state)
+
+    def asked(self) -> Mapping[str, Range]:
+        """See Method."""
+        return self.inner.asked()
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """See Method."""
+        return self.inner.bounds(task, terms)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""

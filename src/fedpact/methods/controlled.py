@@ -5,7 +5,7 @@ Solvers other than plain SGD are the controller's business too: its sites find o
 that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -16,7 +16,7 @@ from fedpact.control import Ali, Controller
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.methods import Around, Method
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 
 class ControlSettings(Ali):
@@ -43,7 +43,8 @@ class Controlled(Around):
 
     def __init__(self, inner: Method, ali: Ali) -> None:
         super().__init__(inner)
-        self._ali, self._controller = ali, Controller(ali, _step_size(inner))
+        self._ali = ali
+        self._controller = Controller(ali, _step_size(inner), inner.anchor is not None)
 
     @property
     def controlled(self) -> bool:
@@ -71,6 +72,14 @@ class Controlled(Around):
     def task(self, state: State) -> State:
         """See Method."""
         return self._controller.task(state, self.inner.task)
+
+    def asked(self) -> Mapping[str, Range]:
+        """See Method."""
+        return self._controller.asked(self.inner.asked())
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """See Method."""
+        return self._controller.bounds(task, terms, self.inner.bounds(task, terms))
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""

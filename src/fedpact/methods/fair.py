@@ -7,14 +7,15 @@ is fedfdp. Kept under "fair/": F in the server's state and the reply, C_l in the
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from fedpact.fairness import FairOracle, LossRelease, WeightRule, weighting
+from fedpact.fairness import FAIR_LOSS, FairOracle, LossRelease, WeightRule, weighting
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.methods import Around, Method, join, split
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 _PREFIX = "fair/"
 
@@ -60,6 +61,16 @@ class FairMethod(Around):
         """See Method."""
         own, rest = split(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
+
+    def asked(self) -> Mapping[str, Range]:
+        """See Method."""
+        return {**self.inner.asked(), _PREFIX + "loss": FAIR_LOSS}
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """See Method. A record's weight stays within its clip, so the vectors' do not change."""
+        inner = self.inner.bounds(task, terms)
+        loss = self._fairness.loss_range(terms)
+        return replace(inner, numbers={**inner.numbers, _PREFIX + "loss": loss})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""

@@ -135,7 +135,11 @@ class _Release:
         Where a record is removed these lie above z, where it is added below -z.
         """
         tail = special.normal_cdfs(-z)
-        return (1 - self.q) * tail + self.q * special.normal_cdfs(1 / self.sigma - z) if self.removed else tail
+        return (
+            (1 - self.q) * tail + self.q * special.normal_cdfs(1 / self.sigma - z)
+            if self.removed
+            else tail
+        )
 
     def loss(self, z: Array) -> Array:
         """Return log(1 + y)."""
@@ -223,9 +227,7 @@ class _Nodes:
         return _Nodes(sign * losses, weights, float(lifted.sum()), size, error)
 
 
-def _step(
-    release: _Release, c: float, top: float, low: float, high: float
-) -> tuple[float, float]:
+def _step(release: _Release, c: float, top: float, low: float, high: float) -> tuple[float, float]:
     """Return the widest step of the midpoint rule whose error is negligible, and that error.
 
     The integrand f is analytic in |Im z| <= d = θσ for θ <= π/2, so that the rule over [a, b],
@@ -237,7 +239,9 @@ def _step(
     |1+y|² = (1+y)² (1 - 4ω(1-ω) sin²(θ/2)), and |arg(1+y)| <= θ min(1, 2ω). Over a cell each
     factor is bounded by its largest value at the cell's ends.
     """
-    edges = np.linspace(low, high, max(200, math.ceil((high - low) / min(0.05, release.sigma / 20))))
+    edges = np.linspace(
+        low, high, max(200, math.ceil((high - low) / min(0.05, release.sigma / 20)))
+    )
     loss, power = release.loss(edges), release.power(c)
     omega = np.exp(edges / release.sigma - 0.5 / release.sigma**2 + math.log(release.q) - loss)
     bell = np.where(edges[:-1] * edges[1:] < 0, 0.0, np.minimum(edges[:-1] ** 2, edges[1:] ** 2))

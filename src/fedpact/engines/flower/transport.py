@@ -21,8 +21,8 @@ from fedpact.engines.federation import Federation
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.secure.exchange import Take
 from fedpact.errors import FedpactError, InputError
+from fedpact.messages import MOST_VECTORS, Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.messages import Message as Answer
-from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 
 _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
@@ -112,7 +112,9 @@ class FlowerTransport:
         """See Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
-        this = _Round(tasks, self._faults(tasks, self._form(any_task)), patience.least_replies)
+        form = self._form(any_task)
+        self._admission.check(form, any_task)
+        this = _Round(tasks, self._faults(tasks, form), patience.least_replies)
         self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
@@ -262,7 +264,7 @@ class FlowerTransport:
             block, signature = codec.unpack(message.content)
             if not seal.is_signed(self._keys[site], f"reply of {site}", block, signature):
                 return "key"
-            answer = from_bytes(block)
+            answer = from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
         except InputError:
             return "unreadable"
         if isinstance(answer, Refusal):

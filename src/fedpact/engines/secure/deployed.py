@@ -5,6 +5,7 @@ and plan.json; no message can change them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,9 @@ from fedpact.engines.federation import Federation
 from fedpact.engines.flower import seal
 from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.secure.ring import MASKED, Layout, Weighing
+from fedpact.engines.secure.ring import MASKED, RANGE, Layout, Weighing
 from fedpact.engines.secure.site import Masker, Opened
-from fedpact.messages import Reply, Task
+from fedpact.messages import Reply, State, Task
 from fedpact.plan import Plan
 
 
@@ -58,6 +59,7 @@ def secured(
         if task.round not in layouts:
             layouts.clear()
             found = form(task)
+            admission.check(found, task)
             numbers = tuple(sorted(found.numbers - set(public)))
             layouts[task.round] = Layout(dict(sorted(found.vectors.items())), numbers)
         return layouts[task.round]
@@ -65,6 +67,10 @@ def secured(
     def fault(site: str, task: Task, reply: Reply) -> str | None:
         masked = {MASKED: (torch.Size([layout(task).length]), torch.int64)}
         return admission.fault(site, task, reply, Form(masked, frozenset(public)))
+
+    def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
+        vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
+        return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
 
     threshold, patience = plan.secure_aggregation.threshold, federation.patience
     server = Server(
@@ -75,6 +81,7 @@ def secured(
         patience.retries,
         layout,
         fault,
+        mean_fault,
     )
     return Secured(carrier, server, Attempts(attempts))
 

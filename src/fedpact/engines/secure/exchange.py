@@ -17,13 +17,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.keys import SecretsDoNotFit
-from fedpact.engines.secure.ring import Layout, Weighing, decode
+from fedpact.engines.secure.ring import Layout, Weighing, decode, rounding
 from fedpact.engines.secure.server import BelowThreshold, Session
-from fedpact.errors import InputError
+from fedpact.errors import FedpactError, InputError
 from fedpact.folder import write_whole
-from fedpact.messages import Refusal, Reply, Step, Task, encoded_length
+from fedpact.messages import Refusal, Reply, State, Step, Task, encoded_length
 
 _log = logging.getLogger("fedpact.server")
+
+
+class FalseSum(FedpactError):
+    """A sum is what no honest sites' can be; nobody can tell whose part of it."""
+
 
 Take = Callable[[str, Step], str | None]
 """Takes a site's answer in; says in a word why it cannot, or None."""
@@ -52,7 +57,9 @@ class Server:
 
     keys: the sites' long-term keys. least: replies that a round needs, at least the threshold.
     retries: how often a round is tried again. layout: of the replies to a task. fault: what is
-    wrong with a masked reply, in a word, None if nothing is.
+    wrong with a masked reply, in a word, None if nothing is. mean_fault: what shows that one of
+    these sites lied, in words, in the mean of their replies, which is off by this much in each
+    coordinate.
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
@@ -62,6 +69,7 @@ class Server:
     retries: int
     layout: Callable[[Task], Layout]
     fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
+    mean_fault: Callable[[Task, list[str], State, float], str | None] = lambda *_: None
 
 
 class Attempts:
@@ -158,15 +166,26 @@ class Secured:
         self._attempts.begin(task.round, task.attempt)
         # Who is in the sum stays in it, whether or not it opens shares.
         self._step(asks, _taking(session.take_unmask), {})
-        vectors, numbers = decode(
-            session.total(), session.share(), len(server.keys), server.layout(task)
-        )
+        share, count = session.share(), len(server.keys)
+        vectors, numbers = decode(session.total(), share, count, server.layout(task))
+        self._check(task, sorted(session.replies), State(vectors, numbers), rounding(share, count))
         return {
             reply.site: dataclasses.replace(
                 reply, vectors=vectors, numbers={**numbers, **reply.numbers}
             )
             for _, reply in sorted(session.replies.items())
         }
+
+    def _check(self, task: Task, sites: list[str], mean: State, error: float) -> None:
+        """Raise FalseSum unless honest sites can have this mean."""
+        why = self._server.mean_fault(task, sites, mean, error)
+        if why is not None:
+            raise FalseSum(
+                f"round {task.round}: the sum over {', '.join(sites)} is none of honest sites: "
+                f"{why}. Under secure aggregation nobody can tell which of them sent it, and a "
+                "round that is tried again costs all of them budget: find out among the owners who "
+                "it was, then start the server again; the run goes on from its last round"
+            )
 
     def _step(self, asks: dict[str, Step], take: Take, refused: dict[str, Refusal]) -> None:
         self._down += sum(encoded_length(question) for question in asks.values())

@@ -163,6 +163,8 @@ def check_adverts(
 
 def check_usable(advert: Advert, site: str, place: Place) -> None:
     """Raise SecretsDoNotFit: a site signed what are no keys, which would stop all the others."""
+    if len(advert.commitment) != _SECRET:
+        raise SecretsDoNotFit(f"what {site} commits itself to is no hash of {_SECRET} bytes")
     own = X25519PrivateKey.generate()
     for public in (advert.mask, advert.seal):
         _agreed(own, public, place, "check", site, "server")

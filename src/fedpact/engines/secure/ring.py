@@ -127,6 +127,11 @@ def encode(
     return np.rint(scaled).astype(np.int64).view(np.uint64)
 
 
+def rounding(share: float, sites: int) -> float:
+    """Return by how much `decode` may miss a mean, in each coordinate; for both see there."""
+    return float(sites * np.ldexp(0.5, -fraction_bits(sites)) / share)
+
+
 def decode(
     total: Words, share: float, sites: int, layout: Layout
 ) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -7,6 +7,7 @@ step is asked of those who have answered the one before. With fewer than t of th
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -17,6 +18,9 @@ from fedpact.engines.secure.ring import Weighing, Words
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Reply, Step, Task, to_bytes
+
+_LONGEST_SHARE: Final = 1024
+"""In bytes: several times what a sealed share has. What a site sends is relayed to all others."""
 
 
 class BelowThreshold(FedpactError):
@@ -77,6 +81,8 @@ class Session:
         sealed = wire.blocks(answer, "share/")
         if set(sealed) != set(self.adverts) - {site}:
             raise InputError(f"{site} sealed shares for other sites than it was told of")
+        if max(map(len, sealed.values()), default=0) > _LONGEST_SHARE:
+            raise InputError(f"{site} sealed shares of more than {_LONGEST_SHARE} bytes")
         self.sealed[site] = sealed
 
     def ask_masked(self, tasks: Mapping[str, Task]) -> dict[str, Step]:

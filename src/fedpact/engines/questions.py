@@ -1,0 +1,60 @@
+"""What a site lets itself be asked: a task of its own plan's form, with numbers in their ranges.
+
+A server's mistake, or lie, ends here, before anything is charged, computed or remembered: a task of
+round 10^12 would make every later one stale, a τ of a million would spend the budget at once.
+"""
+
+from torch import Tensor
+
+from fedpact.messages import Task
+from fedpact.params import all_finite
+from fedpact.plan import Plan
+
+_MOST_ATTEMPTS = 1000
+
+
+class Questions:
+    """Checks tasks. w: a vector [d] like the model's, of which only the form counts."""
+
+    def __init__(self, plan: Plan, w: Tensor) -> None:
+        told = plan.method.task(plan.method.init(w))
+        self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
+        self._numbers, self._rounds = plan.method.asked(), plan.rounds
+
+    def fault(self, task: Task) -> tuple[str, str] | None:
+        """Return a refusal's code, and what is wrong with a task in words; None if nothing is.
+
+        Both follow from the task and the plan alone. The code is "budget" for a round beyond the
+        plan's, for which nothing is reserved, and "task" for all else.
+        """
+        if task.round > self._rounds:
+            return "budget", f"its round is {task.round}: the site reserved {self._rounds} rounds"
+        wrong = self._wrong(task)
+        return None if wrong is None else ("task", wrong)
+
+    def _wrong(self, task: Task) -> str | None:
+        for name, value, least, most in (
+            ("round", task.round, 1, self._rounds),
+            ("included", task.included, -1, task.round - 1),
+            ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
+        ):
+            if not least <= value <= most:
+                return f"its {name} is {value}: expected an integer from {least} to {most}"
+        found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
+        if found != self._vectors:
+            return f"its vectors are {_few(found)}: expected {_few(self._vectors)}"
+        for name, value in task.numbers.items():
+            expected = self._numbers.get(name)
+            if expected is None:
+                return f"it has a number {name!r}: expected none but {_few(self._numbers)}"
+            if not expected.holds(value):
+                return f"its number {name!r} is {value!r}: expected {expected}"
+        if not all(map(all_finite, task.vectors.values())):
+            return "its vectors hold NaN or infinity: expected finite numbers"
+        return None
+
+
+def _few(names: object) -> str:
+    """A text of at most a line, whatever a stranger has sent."""
+    text = str(names)
+    return text if len(text) <= 200 else text[:200] + " ..."
