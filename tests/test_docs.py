@@ -15,7 +15,7 @@ import sys
 import pytest
 import fedpact.algorithms
 fedpact.algorithms.__path__.append(sys.argv[1])
-tests = [f"tests/conformance/test_{part}.py" for part in ("suite", "sensitivity")]
+tests = [f"tests/conformance/test_{part}.py" for part in ("suite", "sensitivity", "bounds")]
 sys.exit(pytest.main(["-q", "-k", "serverstep", "-p", "no:cacheprovider", *tests]))
 """
 

@@ -269,6 +269,34 @@ def test_a_site_that_signs_no_keys_has_dropped_out(party, field, bad):
     session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(honest)))
 
 
+@pytest.mark.parametrize("length", [0, 31, 10**6])
+def test_what_a_site_commits_itself_to_is_a_hash(party, length):
+    """It is relayed to everybody."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    advert = dataclasses.replace(session.adverts["site-01"], commitment=bytes(length))
+    advert = advert.signed(mine.keys["site-01"], "site-01", session.place)
+    with pytest.raises(keys.SecretsDoNotFit, match="commits itself"):
+        session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(advert)))
+
+
+def test_sealed_shares_have_a_longest(party):
+    """They are relayed, unopened, to those they are for."""
+    mine = party(3, 2)
+    session = mine.session()
+    mine.up_to(session, "keys")
+    question = session.ask_shares()["site-01"]
+    honest = wire.blocks(mine.answer("site-01", question), "share/")
+    session.take_shares(
+        "site-01", wire.step(session.place, "", "shares", wire.under("share/", honest))
+    )
+    honest["site-00"] += bytes(10**6)
+    swollen = wire.step(session.place, "", "shares", wire.under("share/", honest))
+    with pytest.raises(InputError, match="more than 1024 bytes"):
+        session.take_shares("site-01", swollen)
+
+
 def test_a_site_takes_no_other_keys_for_its_own(party):
     """Its own from an earlier session would be signed, but for that."""
     mine = party(3, 2)
