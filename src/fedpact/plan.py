@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import override, plan_error, read_file
+from fedpact.configuration import plan_error, read
 from fedpact.data.partition import PartitionSettings
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
@@ -35,7 +35,6 @@ from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
 
-_DEFAULT = Path(__file__).with_name("default.toml")
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -261,7 +260,4 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        raw = read_file(_DEFAULT if path is None else path)
-        for setting in overrides:
-            override(raw, setting)
-        return Plan.parse(raw)
+        return Plan.parse(read(path, overrides))

@@ -191,6 +191,6 @@ def test_a_receipt_says_which_accounting_was_used(
     }
     assert [run["events"][0]["reserved"] for run in runs.values()] == [3, None]
     assert runs["free"]["epsilon_spent"] == runs["fixed"]["epsilon_spent"]
-    command.show_spend(path)
+    command.show_spend(path, as_json=False)
     shown = capsys.readouterr().out
     assert shown.count("filter") == 1

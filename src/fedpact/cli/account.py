@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast, get_args
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +32,12 @@ NAMES: dict[tuple[str, str], str] = {
     ("rdp", "balle"): "RDP, Balle's conversion",
     ("rdp", "mironov"): "RDP, Mironov's conversion, orders 2 to 64",
 }
+_SIDE_BY_SIDE: tuple[tuple[Accountant, Conversion], ...] = (
+    ("best", "balle"),
+    ("pld", "balle"),
+    ("rdp", "balle"),
+    ("rdp", "mironov"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,48 +65,15 @@ class Setting:
 
 
 def account(
-    q: Annotated[
-        float | None, typer.Option(help="Sampling rate of the Poisson batches, in (0, 1].")
-    ] = None,
-    sigma: Annotated[
-        float | None, typer.Option(help="Noise multiplier: noise over sensitivity, > 0.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of releases, >= 1.")] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="The budget's ε, in place of --q, --sigma or --steps.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
-    accountant: Annotated[str, typer.Option(help="best, pld or rdp.")] = "best",
-    conversion: Annotated[
-        str, typer.Option(help="RDP to (ε, δ): balle, or mironov as in the papers.")
-    ] = "balle",
-    every: Annotated[
-        bool, typer.Option("--all", help="Every accountant and conversion side by side.")
-    ] = False,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="A site's ledger: --epsilon and --delta are for all its runs and one more."
-        ),
-    ] = None,
-    joint: Annotated[
-        bool,
-        typer.Option(
-            "--joint",
-            help="With --ledger: its runs' events and the new ones as one fixed sequence. Cheaper, "
-            "and a proof only if nothing of the new run follows from what the others released.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    setting: Setting,
+    way: tuple[str, str] | None,
+    ledger: Path | None = None,
+    joint: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
-    setting = Setting(q, sigma, steps, epsilon, delta)
+    """Carry out `fedpact account`. way: accountant and conversion; None for all side by side."""
     left = _left(setting, ledger, joint)
-    ways: list[tuple[Accountant, Conversion]] = [_way(accountant, conversion)]
-    if every:
-        ways = [("best", "balle"), ("pld", "balle"), ("rdp", "balle"), ("rdp", "mironov")]
+    ways: list[tuple[Accountant, Conversion]] = [_way(*way)] if way else list(_SIDE_BY_SIDE)
     answers = [_solve(setting, left, by, how) for by, how in ways]
     covers = _covers(left, joint)
     if as_json:
@@ -111,7 +83,7 @@ def account(
             "covers": covers,
             **({"ledger": _described(left, joint)} if left else {}),
         }
-        body = {"results": answers} if every else answers[0]
+        body = answers[0] if way else {"results": answers}
         print(json.dumps(shared | body, indent=2))
         return
     _show(setting.open()[0], answers, covers)

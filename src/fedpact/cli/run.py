@@ -2,10 +2,9 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -19,40 +18,21 @@ from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.report.text import size, upper
 
-Config = Annotated[
-    Path | None,
-    typer.Argument(help="A .toml or .json configuration; none for the embedded default."),
-]
-Overrides = Annotated[
-    list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
-]
-Engine = Annotated[
-    str,
-    typer.Option(help="local: threads of this machine; ray: a cluster, or cores of this machine."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
 
 def run(
-    config: Config = None,
-    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
-    ] = None,
-    engine: Engine = "local",
-    as_json: AsJson = False,
+    config: Path | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    engine: str,
+    as_json: bool,
 ) -> None:
-    """Train as a configuration says, and write the run's folder with its report."""
+    """Carry out `fedpact run`. out: the run's folder; None for a new one under runs/."""
     plan = Plan.read(config, overrides)
     _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
-def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
-    engine: Engine = "local",
-    as_json: AsJson = False,
-) -> None:
-    """Go on with a run from its last committed round."""
+def resume(folder: Path, engine: str, as_json: bool) -> None:
+    """Carry out `fedpact resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
