@@ -15,7 +15,7 @@ from fedpact.errors import DataError
 def list_(as_json: bool) -> None:
     """Show the public data sets, and which of them the data directory holds."""
     rows: list[dict[str, Any]] = [
-        {"name": "digits", "present": True, "licence": "BSD 3-Clause, within scikit-learn"},
+        {"name": "digits", "present": True, "licence": "CC BY 4.0, from UCI, with the package"},
         *({"name": form, "present": True, "licence": "made, not read"} for form in FORMS),
     ]
     for source in files.SOURCES.values():
