@@ -183,7 +183,7 @@ class Coordinator:
             "separation": self.federation.workshop(self.plan).separation(),
             "accountant": self.plan.privacy.accountant,
             "accounting": FIXED,
-            "accounting_reason": WHY[FIXED],
+            "accounting_reason": WHY,
             "randomness": "seeded test: protects nobody" if test else "secure, at each site",
             "sizes": "public",
             "accuracy_pooled": False,

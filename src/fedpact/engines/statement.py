@@ -59,7 +59,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if scene.plan.private else "none",
-        "accounting_reason": WHY[FIXED] if scene.plan.private else "",
+        "accounting_reason": WHY if scene.plan.private else "",
         "randomness": "seeded simulation",
         "sizes": "noisy" if scene.plan.noisy_sizes else "public",
         "accuracy_pooled": scene.dataset.x_test is None,

@@ -2,7 +2,7 @@
 
 A history counts events, each a Poisson-sampled Gaussian release. Adjacency is add or remove one
 record; every ε holds against whoever sees all the releases, chosen adaptively, as long as the
-*events* were fixed in advance (else: theory.filters).
+*events* were fixed in advance.
 
 >>> release = SampledGaussian(q=0.015, sigma=1.1)
 >>> round(epsilon({release: 317}, delta=1e-5), 2)
