@@ -46,6 +46,7 @@ def fedproxvr(
     from fedpact.cli.tune_fedproxvr import Setting, document, print_document
     from fedpact.cli.tune_figure import check_name, draw
     from fedpact.cli.tune_measure import from_run
+    from fedpact.report.reading import read_run
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:
@@ -58,7 +59,7 @@ def fedproxvr(
             )
         numbers, measured = {k: v for k, v in given.items() if v is not None}, {}
     else:
-        numbers, measured = from_run(run, given)
+        numbers, measured = from_run(read_run(run), given)
         out = run / "fedproxvr.png" if out is None else out
     setting = Setting(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
     found = document(setting, measured)
@@ -112,6 +113,7 @@ def fedfdp(
     """
     from fedpact.cli.console import show
     from fedpact.cli.tune_fedfdp import Question, answer, print_answer
+    from fedpact.report.reading import read_run
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
     question = Question(
@@ -123,5 +125,5 @@ def fedfdp(
         start=start,
         given={name: value for name, value in given.items() if value is not None},
     )
-    found = answer(question, run)
+    found = answer(question, read_run(run) if run else None)
     show(found, as_json, lambda: print_answer(found))
