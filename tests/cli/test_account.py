@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from fedpact.cli import tradeoffs as tradeoffs_module
 from fedpact.cli.main import app
 from fedpact.errors import BudgetExhausted, InputError
+from fedpact.papers import tradeoffs_table as tradeoffs_module
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")

@@ -18,7 +18,7 @@ from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.report.comparison import document, guarantees, inequality, rows
 from fedpact.report.outcomes import Comparison
-from fedpact.report.text import percent
+from fedpact.text import percent
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 _HEADINGS = ("accuracy", "Ψ", "worst site", "ε", "rounds", "bytes", "seconds")

@@ -16,7 +16,7 @@ from fedpact.engines.flower import require_flower
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.report.text import upper
+from fedpact.text import upper
 
 _POLL_SECONDS = 0.5
 

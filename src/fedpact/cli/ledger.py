@@ -12,7 +12,7 @@ from fedpact.errors import LedgerError
 from fedpact.folder import write_whole
 from fedpact.privacy.receipt import receipt
 from fedpact.privacy.reservations import FILTER
-from fedpact.report.text import upper
+from fedpact.text import upper
 
 _TORN = (
     "a last line that a crash left unreadable: until the ledger is opened, which decides what it "

@@ -16,7 +16,7 @@ from fedpact.messages import Reply, Task, encoded_length
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY, Terms
-from fedpact.report.text import size, upper
+from fedpact.text import size, upper
 from fedpact.theory.accounting import Budget
 from fedpact.theory.planner import Choice, best
 

@@ -16,7 +16,7 @@ from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.report.text import size, upper
+from fedpact.text import size, upper
 
 
 def run(

@@ -15,7 +15,7 @@ from fedpact.folder import write_whole
 from fedpact.report.drawing import Drawing
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
-from fedpact.report.text import duration, number, percent, size, upper
+from fedpact.text import duration, number, percent, size, upper
 
 Measure = Callable[[Outcome], float | None]
 

@@ -29,7 +29,7 @@ from fedpact.report.drawing import (
     thin,
 )
 from fedpact.report.reading import LabelTable, RunFolder
-from fedpact.report.text import percent
+from fedpact.text import percent
 
 
 def accuracy(run: RunFolder) -> Drawing | None:

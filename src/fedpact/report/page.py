@@ -11,10 +11,10 @@ from jinja2 import Environment, StrictUndefined
 
 from fedpact.folder import write_whole
 from fedpact.metrics import fairness, ranking
+from fedpact.papers.rates import rates
 from fedpact.report import budgets, figures
-from fedpact.report.rates import rates
 from fedpact.report.reading import RunFolder, read_run
-from fedpact.report.text import duration, lower, number, percent, size, upper
+from fedpact.text import duration, lower, number, percent, size, upper
 
 _STATUS = {
     "finished": "finished",

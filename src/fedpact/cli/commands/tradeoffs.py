@@ -18,6 +18,6 @@ def tradeoffs(
     as_json: AsJson = False,
 ) -> None:
     """Compare noise, utility and rate by older composition bounds and by exact accounting."""
-    from fedpact.cli import tradeoffs as command
+    from fedpact.papers import tradeoffs_table as command
 
     command.tradeoffs(preset, out, as_json)

@@ -43,9 +43,9 @@ def fedproxvr(
     from the simulation's records.
     """
     from fedpact.cli.console import show
-    from fedpact.cli.tune_fedproxvr import Setting, document, print_document
-    from fedpact.cli.tune_figure import check_name, draw
-    from fedpact.cli.tune_measure import from_run
+    from fedpact.papers.fedproxvr import Setting, document, print_document
+    from fedpact.papers.figure import check_name, draw
+    from fedpact.papers.measure import from_run
     from fedpact.report.reading import read_run
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
@@ -112,7 +112,7 @@ def fedfdp(
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
     from fedpact.cli.console import show
-    from fedpact.cli.tune_fedfdp import Question, answer, print_answer
+    from fedpact.papers.fedfdp import Question, answer, print_answer
     from fedpact.report.reading import read_run
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}

@@ -21,10 +21,7 @@ from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
-from fedpact.params import FlatModel
-from fedpact.plan import Plan
-from fedpact.papers.facts import RunFacts
-from fedpact.theory.curvature import (
+from fedpact.papers.curvature import (
     Estimate,
     Spectrum,
     Vector,
@@ -33,6 +30,9 @@ from fedpact.theory.curvature import (
     spectrum,
     weak_convexity,
 )
+from fedpact.papers.facts import RunFacts
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
 
 # Gradients of SITES sites, IN_GRADIENT records each; spectra of CURVED of them, by IN_HESSIAN
 # records and SINGLE single ones: a minute of computing for a CNN of half a million weights.

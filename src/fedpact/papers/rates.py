@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedpact.papers.facts import RunFacts, SiteFacts
-from fedpact.report.text import number, size
-from fedpact.theory.tradeoffs import (
+from fedpact.papers.tradeoffs import (
     bits_on_the_wire,
     entropy_bound,
     mean_of_clipped_moment,
     paper_rate,
 )
+from fedpact.text import number, size
 
 STEP = 0.01
 """The step s of the table, in standard deviations of a coordinate's noise."""

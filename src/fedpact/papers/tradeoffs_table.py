@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact.errors import InputError
+from fedpact.papers.composition import OLD_BOUNDS
+from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point
 from fedpact.theory.accounting import Accountant
-from fedpact.theory.composition import OLD_BOUNDS
-from fedpact.theory.tradeoffs import Point, Problem, exact_point, old_point
 
 STEPS = (70_000, 700_000)
 EPSILONS = (0.3, 0.5, 1.0, 2.0, 4.0)
