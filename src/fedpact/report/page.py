@@ -11,7 +11,6 @@ from jinja2 import Environment, StrictUndefined
 
 from fedpact.folder import write_whole
 from fedpact.metrics import fairness, ranking
-from fedpact.papers.rates import rates
 from fedpact.report import budgets, figures
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.text import duration, lower, number, percent, size, upper
@@ -64,6 +63,9 @@ def write_page(run: RunFolder) -> Path:
 
 def render(run: RunFolder) -> str:
     """Return the page as one HTML document."""
+    # The papers' theory is loaded when it is asked.
+    from fedpact.papers.rates import rates
+
     template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
