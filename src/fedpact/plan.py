@@ -1,7 +1,7 @@
 """The plan: one configuration, validated whole and frozen, that every command reads.
 
 data = "digits"              top level: what to train on what, how long
-[partition]                  how records become sites         (data.partition.PartitionSettings)
+[partition]                  how records become sites         (data.kinds.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import plan_error, read
-from fedpact.data.partition import PartitionSettings
+from fedpact.data.kinds import PartitionSettings
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
