@@ -16,12 +16,14 @@ from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import default_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
+from fedpact.metrics import METRICS
 from fedpact.report.comparison import document, guarantees, inequality, rows
 from fedpact.report.outcomes import Comparison
 from fedpact.text import percent
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
-_HEADINGS = ("accuracy", "Ψ", "worst site", "ε", "rounds", "bytes", "seconds")
+_METRICS = tuple(metric.label for metric in METRICS.values())
+_HEADINGS = ("accuracy", *_METRICS, "worst site", "ε", "rounds", "bytes", "seconds")
 
 
 def compare(
@@ -109,10 +111,11 @@ def _print(comparison: Comparison) -> None:
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):
-        figures = (row.accuracy, row.psi, row.worst, row.epsilon, row.rounds, row.bytes)
+        figures = (row.accuracy, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
-    simulator = "accuracy (on held-out records), Ψ" if comparison.pooled else "Ψ"
+    pooled = ("accuracy (on held-out records)",) if comparison.pooled else ()
+    simulator = ", ".join((*pooled, *_METRICS))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
     sentence = inequality(comparison)

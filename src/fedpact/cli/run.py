@@ -15,8 +15,9 @@ from fedpact.engines.simulation import Result
 from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
+from fedpact.metrics import METRICS
 from fedpact.plan import Plan
-from fedpact.text import size, upper
+from fedpact.text import size, upper, written
 
 
 def run(
@@ -56,7 +57,8 @@ class _Live:
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._plan, self._console = plan, console
-        self._accuracy, self._psi, self._sent = "-", "-", 0
+        self._accuracy, self._sent = "-", 0
+        self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
@@ -78,12 +80,10 @@ class _Live:
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
             self._accuracy = f"{record.accuracy:.2%}"
-        if record.psi is not None:
-            self._psi = f"{record.psi:.3g}"
+        self._metrics |= {METRICS[name].label: f"{v:.3g}" for name, v in record.metrics.items()}
         self._sent += record.bytes_up + record.bytes_down
-        line = (
-            f"accuracy {self._accuracy}  Ψ {self._psi}  {self._privacy(record)}  {size(self._sent)}"
-        )
+        metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
+        line = f"accuracy {self._accuracy}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
         self._progress.update(self._task, completed=record.round, description=line)
         if not self._console.is_terminal:
             left = self._left(record.round)
@@ -121,8 +121,10 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     )
     if summary["accuracy"] is not None:
         out.print(f"accuracy   {summary['accuracy']:.2%}")
-    if summary["psi"] is not None:
-        out.print(f"Ψ          {summary['psi']:.4g}")
+    for name, metric in METRICS.items():
+        if summary[name] is not None:
+            out.print(f"{metric.label:<10} {written(metric.form, summary[name])}")
+    if summary["worst_site"] is not None:
         worst = summary["worst_site"]
         out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
     if plan.private:

@@ -52,7 +52,7 @@ def _power_law_mistake(settings: Any) -> str:
     return ""
 
 
-KINDS: Final[Mapping[str, Kind]] = {
+KINDS: Final[dict[str, Kind]] = {
     "iid": Kind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
     "dirichlet": Kind(
         lambda y, sites, s, rng: splits.dirichlet(y, sites, s.beta, rng),

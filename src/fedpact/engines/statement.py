@@ -5,7 +5,7 @@ from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.messages import RoundRecord
-from fedpact.metrics import fairness
+from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
@@ -157,7 +157,7 @@ def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str
         "rounds": last.round,
         "accuracy": last.accuracy,
         "loss": last.loss,
-        "psi": last.psi,
+        **{name: last.metrics.get(name) for name in METRICS},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
         "fairness": fairness(last.scores) if last.scores else None,
         "seconds": sum(record.seconds for record in records),

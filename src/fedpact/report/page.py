@@ -10,10 +10,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from fedpact.folder import write_whole
-from fedpact.metrics import fairness, ranking
+from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, figures
 from fedpact.report.reading import RunFolder, read_run
-from fedpact.text import duration, lower, number, percent, size, upper
+from fedpact.text import duration, lower, number, percent, size, upper, written
 
 _STATUS = {
     "finished": "finished",
@@ -75,7 +75,7 @@ def render(run: RunFolder) -> str:
         cards=headline(run),
         drawings={
             "accuracy": figures.accuracy(run),
-            "psi": figures.psi(run),
+            "metrics": [d for name in METRICS if (d := figures.metric(run, name))],
             "sites": figures.site_accuracy(run),
             "labels": figures.labels(run),
             "epsilon": budgets.epsilon(run),
@@ -127,10 +127,12 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         if pooled:
             loss += ", on the sites' own held-out records: there is no public test set"
         cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
-    known = [record for record in run.records if record.psi is not None]
-    if known:
-        note = f"spread of the sites' losses after round {known[-1].round}; 0 is even"
-        cards.append(Card("Ψ", number(known[-1].psi), note, simulator_only=True))
+    for name, metric in METRICS.items():
+        known = [record for record in run.records if name in record.metrics]
+        if known:
+            value = written(metric.form, known[-1].metrics[name])
+            note = f"{metric.note}; after round {known[-1].round}"
+            cards.append(Card(metric.label, value, note, simulator_only=True))
     if run.scores:
         worst = fairness(run.scores)
         note = f"{worst['worst_site']}; the worst 10 % have {percent(worst['worst_tenth'])}"
