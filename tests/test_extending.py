@@ -53,6 +53,11 @@ ADDED = {
         "metrics.py",
         lambda text: before("check_names(METRICS)", text, block("metric")),
     ),
+    # Its mathematics would be a file of its own: two at most.
+    "accountant": (
+        "theory/accounting.py",
+        lambda text: before("class RunningEpsilon:", text, block("accountant")),
+    ),
     "command": ("cli/commands/sites.py", lambda text: block("command")),
 }
 
@@ -101,7 +106,7 @@ class Sinc(torch.nn.Module):
 
 run = Path("cmp/one/seed-0")
 settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "partition.kind=blocks",
-            "run.workers=1")
+            "run.workers=1", "privacy.accountant=twice")
 options = [word for text in settings for word in ("--set", text)]
 printed = call("run", *options, "--out", str(run))
 plan = json.loads((run / "plan.json").read_text())
@@ -116,6 +121,9 @@ print(json.dumps({
     "page": (run / "report.html").read_text(),
     "partition": json.loads((run / "partition.json").read_text())["train"],
     "report": json.loads(call("report", str(run), "--json")),
+    "account": json.loads(call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all",
+                               "--json")),
+    "privacy": json.loads((run / "privacy.json").read_text()),
     "row": rows(found)[0].metrics,
     "comparison": document(found),
     "compared": render(found),
@@ -161,6 +169,17 @@ def test_a_metric_appears_wherever_one_is_shown(told):
     # The one that was there is shown at the same places.
     assert {"psi", "gap"} <= set(told["rounds"][-1])
     assert len(told["row"]) == 2
+
+
+def test_an_accountant_is_used_by_name_and_shown(told):
+    results = {
+        r["accountant"]: r for r in told["account"]["results"] if r["conversion"] != "mironov"
+    }
+    assert results["twice"]["epsilon"] == 2 * results["rdp"]["epsilon"]
+    assert results["twice"]["bound_by"] == "twice"
+    assert told["privacy"]["accountant"] == "twice"
+    assert {site["epsilon_by"] for site in told["privacy"]["sites"].values()} == {"TWICE"}
+    assert "twice: twice the bound by Rényi" in told["page"]
 
 
 def test_a_command_is_found_and_has_help(told):

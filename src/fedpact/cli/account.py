@@ -15,27 +15,23 @@ from fedpact.errors import InputError
 from fedpact.privacy.remaining import Remaining, remaining
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import (
+    ACCOUNTANTS,
     Accountant,
     Budget,
     Conversion,
     SampledGaussian,
+    bound_by,
     epsilon,
     max_steps,
 )
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
-NAMES: dict[tuple[str, str], str] = {
-    ("best", "balle"): "best of PLD and RDP",
-    ("best", "mironov"): "best of PLD and RDP (Mironov's conversion)",
-    ("pld", "balle"): "PLD, pessimistic",
-    ("pld", "mironov"): "PLD, pessimistic",
-    ("rdp", "balle"): "RDP, Balle's conversion",
-    ("rdp", "mironov"): "RDP, Mironov's conversion, orders 2 to 64",
+_CONVERSIONS: dict[Conversion, str] = {
+    "balle": "Balle's conversion",
+    "mironov": "Mironov's conversion, orders 2 to 64",
 }
 _SIDE_BY_SIDE: tuple[tuple[Accountant, Conversion], ...] = (
-    ("best", "balle"),
-    ("pld", "balle"),
-    ("rdp", "balle"),
+    *((name, "balle") for name in ACCOUNTANTS),
     ("rdp", "mironov"),
 )
 
@@ -116,11 +112,11 @@ def _described(left: Remaining, joint: bool) -> dict[str, Any]:
 
 
 def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
-    if accountant in get_args(Accountant) and conversion in get_args(Conversion):
-        return cast(Accountant, accountant), cast(Conversion, conversion)
+    if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
+        return accountant, cast(Conversion, conversion)
     raise InputError(
         f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
-        f"{', '.join(get_args(Accountant))} and one of {', '.join(get_args(Conversion))}"
+        f"{', '.join(ACCOUNTANTS)} and one of {', '.join(get_args(Conversion))}"
     )
 
 
@@ -156,8 +152,8 @@ def _solve(
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
-        "bound_by": "pld" if by == "pld" or cost < epsilon(history, delta, "rdp", how) else "rdp",
-        "conversion": how if by != "pld" else None,
+        "bound_by": bound_by(history, delta, by, how),
+        "conversion": how if ACCOUNTANTS[by].converts else None,
     }
 
 
@@ -192,12 +188,18 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
             _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
             _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
             str(row["steps"]),
-            NAMES[row["accountant"], row["conversion"] or "balle"]
-            + (f": {row['bound_by'].upper()}" if row["accountant"] == "best" else ""),
+            _name(row),
         )
     console = Console()
     console.print(table)
     console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {covers}.")
+
+
+def _name(row: dict[str, Any]) -> str:
+    about = ACCOUNTANTS[row["accountant"]]
+    if about.parts:
+        return f"{about.label} ({row['conversion']}): {row['bound_by'].upper()}"
+    return about.label + (f", {_CONVERSIONS[row['conversion']]}" if about.converts else "")
 
 
 def _digits(value: float, rounding: str | None) -> str:

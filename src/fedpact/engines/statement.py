@@ -10,7 +10,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
 from fedpact.privacy.terms import ADJACENCY, Terms
-from fedpact.theory.accounting import epsilon
+from fedpact.theory.accounting import bound_by, epsilon
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -114,7 +114,6 @@ def described(terms: Terms) -> dict[str, Any]:
     """Return one site's terms as plain data, with ε of all that is reserved and what bounds it."""
     history, delta = terms.history(terms.steps), terms.budget.delta
     reserved = epsilon(history, delta, terms.accountant)
-    by_rdp = epsilon(history, delta, "rdp")
     return {
         "size": terms.size,
         "size_noise": terms.size_noise,
@@ -128,8 +127,8 @@ def described(terms: Terms) -> dict[str, Any]:
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
-        # "best" is the smaller of the two: which it was.
-        "epsilon_by": "PLD" if terms.accountant == "pld" or reserved < by_rdp else "RDP",
+        # "best" is the smallest of several: which it was.
+        "epsilon_by": bound_by(history, delta, terms.accountant).upper(),
     }
 
 

@@ -14,6 +14,7 @@ from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, figures
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.text import duration, lower, number, percent, size, upper, written
+from fedpact.theory.accounting import ACCOUNTANTS
 
 _STATUS = {
     "finished": "finished",
@@ -26,12 +27,6 @@ _STATUS = {
 _CODES = {
     "budget": "its privacy budget is spent",
     "policy": "its policy or reservation does not allow the request",
-}
-_ACCOUNTANTS = {
-    "best": "best: the smaller of two upper bounds, by privacy loss distributions (PLD) and Rényi "
-    "(RDP)",
-    "pld": "pld: privacy loss distributions, pessimistic estimate",
-    "rdp": "rdp: Rényi differential privacy",
 }
 
 
@@ -234,9 +229,10 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _accountant(run: RunFolder) -> str:
-    told = _ACCOUNTANTS.get(str(run.privacy.get("accountant")), "not known to this version")
+    about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
+    told = about.told if about else "not known to this version"
     by = Counter(terms.get("epsilon_by") for terms in run.privacy["sites"].values())
-    if run.privacy.get("accountant") != "best" or None in by or not by:
+    if about is None or not about.parts or None in by or not by:
         return told
     each = [f"{name}'s at {n:,} of {by.total():,} sites" for name, n in sorted(by.items())]
     return f"{told}. The smaller one is {' and '.join(each)}"

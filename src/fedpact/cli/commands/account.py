@@ -20,7 +20,9 @@ def account(
         float | None, typer.Option(help="The budget's ε, in place of --q, --sigma or --steps.")
     ] = None,
     delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
-    accountant: Annotated[str, typer.Option(help="best, pld or rdp.")] = "best",
+    accountant: Annotated[
+        str, typer.Option(help="best, the smallest bound of all; pld, rdp.")
+    ] = "best",
     conversion: Annotated[
         str, typer.Option(help="RDP to (ε, δ): balle, or mironov as in the papers.")
     ] = "balle",
