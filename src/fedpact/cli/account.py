@@ -198,7 +198,8 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
 def _name(row: dict[str, Any]) -> str:
     about = ACCOUNTANTS[row["accountant"]]
     if about.parts:
-        return f"{about.label} ({row['conversion']}): {row['bound_by'].upper()}"
+        way = " (Mironov's conversion)" if row["conversion"] == "mironov" else ""
+        return f"{about.label}{way}: {row['bound_by'].upper()}"
     return about.label + (f", {_CONVERSIONS[row['conversion']]}" if about.converts else "")
 
 
