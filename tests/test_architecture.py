@@ -19,7 +19,7 @@ Sources = dict[str, str]
 # itself and units of lower rows, never a unit of its own row or above. A new unit needs a row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("check",),
+    ("check", "text"),
     ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folder",),  # a run's files: both sides of the wire write theirs through it
     ("client", "round"),  # the two sides of the wire: neither knows the other
     ("engines",),
+    ("papers",),  # older theory, for comparison and for choosing parameters
     # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties.
     ("report", "audit", "deploy"),
     ("api",),

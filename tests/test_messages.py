@@ -285,12 +285,26 @@ def test_a_record_is_one_line_and_comes_back() -> None:
         epsilon={"a\nb": 1.25},
         refused={"c": "budget"},
         numbers={"F": 2.5},
+        metrics={"psi": 0.25, "other": math.inf},
     )
     line = record.to_json()
     assert "\n" not in line
-    assert line == json.dumps(dataclasses.asdict(record))
+    # A metric stands under its own name, as Ψ always did.
+    held = dataclasses.asdict(record)
+    metrics = held.pop("metrics")
+    assert json.loads(line) == {**held, **metrics}
     assert RoundRecord.from_json(line) == record
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)
+    # A line of an earlier version, whose round was not evaluated.
+    old = {**json.loads(RoundRecord(round=0).to_json()), "psi": None}
+    assert RoundRecord.from_json(json.dumps(old)) == RoundRecord(round=0)
+
+
+def test_a_record_with_what_is_no_number_in_place_of_a_metric_is_none() -> None:
+    for odd in ("text", {"a": 1}, [1]):
+        line = json.dumps({**json.loads(RoundRecord(round=0).to_json()), "psi": odd})
+        with pytest.raises((TypeError, ValueError)):
+            RoundRecord.from_json(line)
 
 
 @pytest.mark.parametrize("count", [64, 65, 1000])

@@ -3,15 +3,30 @@
 import json
 import re
 import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any, get_args
 
 from fedpact.errors import PlanError
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+_DEFAULT = Path(__file__).with_name("default.toml")
+
 _FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
+
+
+def read(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
+
+    Raises PlanError: the file or an override cannot be read.
+    """
+    raw = read_file(_DEFAULT if path is None else path)
+    for setting in overrides:
+        override(raw, setting)
+    return raw
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -48,7 +63,7 @@ def override(raw: dict[str, Any], setting: str) -> None:
 
 
 def plan_error(
-    error: ValidationError, prefix: tuple[str, ...], model: type[BaseModel]
+    error: "ValidationError", prefix: tuple[str, ...], model: "type[BaseModel]"
 ) -> PlanError:
     """Return an error that names every mistake by its key. model: what was read, below `prefix`."""
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
@@ -66,13 +81,17 @@ def _is_other_branch(entry: Any) -> bool:
     )
 
 
-def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Return what is said of a key that no table has."""
+    return f"{key} is no known key: expected one of {', '.join(sorted(known))}"
+
+
+def _explain(entry: Any, prefix: tuple[str, ...], model: "type[BaseModel]") -> str:
     # A value of several forms is reported under each form's name, which is no key.
     place = [part for part in entry["loc"] if not _FORM.match(str(part))]
     key = ".".join(map(str, (*prefix, *place))) or "configuration"
     if entry["type"] == "extra_forbidden":
-        known = sorted(_table_at(model, place[:-1]).model_fields)
-        return f"{key} is no known key: expected one of {', '.join(known)}"
+        return unknown_key(key, _table_at(model, place[:-1]).model_fields)
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "value_error":
         return f"{key}: {message}" if place else message
@@ -81,7 +100,9 @@ def _explain(entry: Any, prefix: tuple[str, ...], model: type[BaseModel]) -> str
     )
 
 
-def _table_at(model: type[BaseModel], place: list[Any]) -> type[BaseModel]:
+def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":
+    from pydantic import BaseModel
+
     for part in place:
         field = model.model_fields.get(str(part))
         if field is not None:

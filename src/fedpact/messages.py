@@ -143,8 +143,8 @@ class RoundRecord:
 
     round: 0 is the initial model, before any training; r >= 1 follows r rounds.
     accuracy, loss: the global model on the public test set, None where the round was not evaluated.
-    psi: Ψ(w) = Σ p_i (F_i(w) - F(w))² over the sites' held-out records, None likewise.
-    scores: per site, empty likewise. steps: local iterations τ of the round.
+    metrics: of the sites' held-out records, by the names of metrics.METRICS (Ψ is "psi"), empty
+    likewise. scores: per site, empty likewise. steps: local iterations τ of the round.
     epsilon: ε spent so far by each site at its δ; empty in a plain run.
     bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
     seconds: wall-clock time of the round. refused: site -> code.
@@ -154,7 +154,7 @@ class RoundRecord:
     round: int
     accuracy: float | None = None
     loss: float | None = None
-    psi: float | None = None
+    metrics: Numbers = field(default_factory=dict[str, float])
     scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
     steps: int = 0
     epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -165,16 +165,21 @@ class RoundRecord:
     numbers: Numbers = field(default_factory=dict[str, float])
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON."""
+        """Return the record as one line of JSON; a metric stands there under its own name."""
         scores = {name: vars(score) for name, score in self.scores.items()}
-        return json.dumps({**vars(self), "scores": scores}, default=dict)
+        body = {**vars(self), **self.metrics, "scores": scores}
+        del body["metrics"]
+        return json.dumps(body, default=dict)
 
     @staticmethod
     def from_json(line: str) -> "RoundRecord":
         """Read back a line that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(line)
         raw["scores"] = {name: SiteScore(**score) for name, score in raw["scores"].items()}
-        return RoundRecord(**raw)
+        own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
+        # A round that was not evaluated has none, or null in a file of an earlier version.
+        metrics = {k: float(v) for k, v in raw.items() if k not in own and v is not None}
+        return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
 
 
 def split(state: State, prefix: str) -> tuple[State, State]:

@@ -5,19 +5,36 @@ comes from public test data.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypedDict
+from dataclasses import dataclass, fields
+from typing import Final, Literal, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedpact.check import count
-from fedpact.errors import InputError
+from fedpact.errors import FedpactError, InputError
 from fedpact.losses import Loss
-from fedpact.messages import SiteScore
+from fedpact.messages import RoundRecord, SiteScore
 from fedpact.params import check_unwritten
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number about the sites' held-out records, for a simulator's eyes. All fields are needed.
+
+    label: what it is called in tables. of: of the scores by site and the sites' numbers of training
+    records. form: how it is written. note: what a reader is told, in half a sentence. about: in
+    full, below its figure.
+    """
+
+    label: str
+    of: Callable[[Mapping[str, SiteScore], Mapping[str, float]], float]
+    form: Literal["number", "percent"]
+    note: str
+    about: str
 
 
 class Fairness(TypedDict):
@@ -187,3 +204,46 @@ def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
         return (-math.inf if math.isnan(accuracy) else accuracy, name)
 
     return sorted(scores, key=rank)
+
+
+METRICS: Final[dict[str, Metric]] = {
+    "psi": Metric(
+        label="Ψ",
+        of=lambda scores, sizes: psi([s.loss for s in scores.values()], [sizes[n] for n in scores]),
+        form="number",
+        note="spread of the sites' losses; 0 is even",
+        about="Ψ(w) = Σ pᵢ (Fᵢ(w) − F(w))², the spread of the sites' mean losses; 0 means that all "
+        "sites fare alike. It is in squared units of the loss: compare it between runs of equal "
+        "accuracy only.",
+    ),
+}
+"""Name -> metric. It stands in rounds.jsonl, summary.json, the page, the comparison and their JSON
+by this entry alone; docs/extending.md adds one."""
+
+
+def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return every metric of METRICS; none where no site has a score."""
+    return {name: metric.of(scores, sizes) for name, metric in METRICS.items() if scores}
+
+
+_TAKEN: Final = frozenset(
+    (
+        *("status", "private", "rounds", "worst_site", "fairness", "delta", "adjacency"),
+        *("accountant", "model_parameters", "folder", "report"),  # in summary.json
+        *("worst_accuracy", "worst_tenth", "accuracy_variance", "accuracy_entropy", "bytes"),
+        *("runs", "missing"),  # in a comparison
+    )
+)
+
+
+def check_names(metrics: Mapping[str, Metric]) -> None:
+    """Raise FedpactError: a metric's name is no identifier, or stands for something else."""
+    taken = _TAKEN | {field.name for field in fields(RoundRecord)}
+    if odd := [name for name in metrics if name in taken or not name.isidentifier()]:
+        raise FedpactError(
+            f"metrics are named {', '.join(odd)}: expected identifiers that rounds, summary and "
+            "comparison have no other number under; choose another name"
+        )
+
+
+check_names(METRICS)

@@ -1,8 +1,8 @@
 """The plan: one configuration, validated whole and frozen, that every command reads.
 
 data = "digits"              top level: what to train on what, how long
-[records]                    what own records may hold    (data.form.PlanRecords)
-[partition]                  how records become sites         (data.partition.PartitionSettings)
+[records]                    what own records may hold        (data.form.PlanRecords)
+[partition]                  how records become sites         (data.kinds.PartitionSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import override, plan_error, read_file
+from fedpact.configuration import plan_error, read
 from fedpact.data.form import PlanRecords
-from fedpact.data.partition import PartitionSettings
+from fedpact.data.kinds import PartitionSettings
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
@@ -37,7 +37,6 @@ from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, calibrated, with_given_noise
 from fedpact.theory.accounting import round_rate_up
 
-_DEFAULT = Path(__file__).with_name("default.toml")
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -264,7 +263,4 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        raw = read_file(_DEFAULT if path is None else path)
-        for setting in overrides:
-            override(raw, setting)
-        return Plan.parse(raw)
+        return Plan.parse(read(path, overrides))

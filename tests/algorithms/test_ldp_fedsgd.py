@@ -23,6 +23,12 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
+from fedpact.papers.tradeoffs import (
+    Problem,
+    aggregate_variance,
+    aggregate_variance_of_sums,
+    utility_bound,
+)
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
@@ -32,12 +38,6 @@ from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 from fedpact.theory.aggregation import least_noise
-from fedpact.theory.tradeoffs import (
-    Problem,
-    aggregate_variance,
-    aggregate_variance_of_sums,
-    utility_bound,
-)
 
 LEVEL = 1e-6
 SIZES, RATES, SIGMAS = (100.0, 40.0, 300.0), (0.1, 1.0, 0.05), (4.0, 12.0, 30.0)

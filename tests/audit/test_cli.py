@@ -12,7 +12,7 @@ from fedpact.audit.target import Target
 from fedpact.cli.main import app
 from fedpact.errors import DataError, PlanError, PrivacyError
 from fedpact.plan import Plan
-from fedpact.report.text import lower
+from fedpact.text import lower
 
 QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
 

@@ -3,18 +3,13 @@
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from fedpact.cli import tradeoffs as tradeoffs_module
-from fedpact.cli.account import account
-from fedpact.cli.tradeoffs import tradeoffs
+from fedpact.cli.main import app
 from fedpact.errors import BudgetExhausted, InputError
+from fedpact.papers import tradeoffs_table as tradeoffs_module
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
-app = typer.Typer()
-app.command()(account)
-app.command()(tradeoffs)
 SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")
 
 

@@ -91,7 +91,7 @@ def test_an_altered_ledger_is_told(twice, tmp_path):
         .replace(b'"round": 2', b'"round": 3')
     )
     with pytest.raises(LedgerError, match="altered"):
-        commands.verify(tmp_path / "kept")
+        commands.verify(tmp_path / "kept", as_json=False)
 
 
 def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_path, capsys):
@@ -123,7 +123,7 @@ def test_a_receipt_of_exact_numbers_is_strict_json(twice, tmp_path, capsys):
     path = sorted((tmp_path / "kept").iterdir())[0]
     with Ledger(path, "site-00", hypothetical=True) as ledger:
         ledger.expose(next(iter(receipt(path)["runs"])), 1)
-    commands.export(path, tmp_path / "receipt.json")
+    commands.export(path, tmp_path / "receipt.json", as_json=False)
 
     def refuse(word):
         raise AssertionError(word)
@@ -146,6 +146,6 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
 
 def test_what_is_no_ledger_is_told(tmp_path):
     with pytest.raises(LedgerError, match="holds no ledger"):
-        commands.verify(tmp_path)
+        commands.verify(tmp_path, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
-        commands.verify(tmp_path / "missing")
+        commands.verify(tmp_path / "missing", as_json=False)

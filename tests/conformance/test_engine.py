@@ -64,7 +64,7 @@ def contents(result):
 def scores(result):
     """The records without their times; the state counts the bytes."""
     return [
-        (r.round, r.accuracy, r.loss, r.psi, r.scores, r.steps, r.epsilon, r.numbers)
+        (r.round, r.accuracy, r.loss, r.metrics, r.scores, r.steps, r.epsilon, r.numbers)
         for r in result.records
     ]
 

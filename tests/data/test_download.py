@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedpact.cli.data import app
+from fedpact.cli.commands.data import app
 from fedpact.data import files
 from fedpact.data.datasets import load
 from fedpact.data.download import download

@@ -68,14 +68,6 @@ def test_joint_counts_what_was_reserved_not_what_is_spent(path):
     }
 
 
-def test_events_that_were_chosen_on_the_way_are_no_sequence(path):
-    with Ledger(path, "site", hypothetical=False) as ledger:
-        ledger.reserve_filter("adaptive", Budget(0.5, 1e-5))
-    assert remaining(path, WHOLE).budget.epsilon == pytest.approx(1.1)
-    with pytest.raises(InputError, match=r"'adaptive'.*no fixed sequence"):
-        remaining(path, WHOLE, joint=True)
-
-
 def test_a_ledger_that_was_altered_or_is_none_answers_nothing(path, tmp_path):
     with pytest.raises(LedgerError):
         remaining(tmp_path / "nowhere", WHOLE)

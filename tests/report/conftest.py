@@ -18,7 +18,7 @@ def record(number: int, sites: list[str], private: bool) -> RoundRecord:
         round=number,
         accuracy=0.7 if scored else None,
         loss=1.25 if scored else None,
-        psi=0.0125 if scored else None,
+        metrics={"psi": 0.0125} if scored else {},
         scores=scores if scored else {},
         steps=3,
         epsilon=dict.fromkeys(sites, 0.3004 * number) if private else {},

@@ -52,7 +52,7 @@ def put(
             round=number,
             accuracy=accuracies.get(number),
             loss=None if number not in accuracies else 1 - accuracies[number],
-            psi=None if number not in accuracies else 0.01 * (seed + 1),
+            metrics={} if number not in accuracies else {"psi": 0.01 * (seed + 1)},
             scores={
                 s: SiteScore(accuracies[number] - 0.1 * i, 1.0, 10) for i, s in enumerate(SITES)
             }
@@ -123,7 +123,7 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> N
     worst = entry.spread(lambda o: o.worst)
     assert worst is not None
     assert worst.mean == pytest.approx(np.mean(finals) - 0.1, rel=1e-12)
-    psi = entry.spread(lambda o: o.psi)
+    psi = entry.spread(lambda o: o.metric("psi"))
     assert (psi and psi.mean, psi and psi.deviation) == pytest.approx((0.02, 0.01))
     for measure, expected in ((entry.outcomes[0].bytes, 900), (entry.outcomes[0].rounds, 3)):
         assert measure == expected

@@ -225,7 +225,9 @@ def test_refusals_say_who_why_and_when(build: Build) -> None:
 def test_a_diverged_run_is_reported(build: Build) -> None:
     lost = {name: SiteScore(0.1, math.inf, 10) for name in FIVE}
     lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
-    text = page(build(FIVE, accuracy=0.1, loss=math.nan, psi=math.inf, scores=lost)).text
+    text = page(
+        build(FIVE, accuracy=0.1, loss=math.nan, metrics={"psi": math.inf}, scores=lost)
+    ).text
     assert "mean loss not a number" in text
     assert "In 1 rounds Ψ was not finite" in text
     assert "clinic-1; the worst 10 % have not a number" in text
@@ -242,7 +244,7 @@ def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
 
 
 def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
-    folder = build(FIVE, rounds=0, accuracy=None, loss=None, psi=None, scores={})
+    folder = build(FIVE, rounds=0, accuracy=None, loss=None, metrics={}, scores={})
     assert "No round was evaluated" in page(folder).text
 
 

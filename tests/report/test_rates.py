@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.report.rates import STEP, rates
+from fedpact.papers.rates import STEP, rates
 from fedpact.report.reading import read_run
 
 Build = Callable[..., Path]

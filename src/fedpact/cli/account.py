@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast, get_args
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -16,23 +15,25 @@ from fedpact.errors import InputError
 from fedpact.privacy.remaining import Remaining, remaining
 from fedpact.privacy.terms import ADJACENCY
 from fedpact.theory.accounting import (
+    ACCOUNTANTS,
     Accountant,
     Budget,
     Conversion,
     SampledGaussian,
+    bound_by,
     epsilon,
     max_steps,
 )
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
-NAMES: dict[tuple[str, str], str] = {
-    ("best", "balle"): "best of PLD and RDP",
-    ("best", "mironov"): "best of PLD and RDP (Mironov's conversion)",
-    ("pld", "balle"): "PLD, pessimistic",
-    ("pld", "mironov"): "PLD, pessimistic",
-    ("rdp", "balle"): "RDP, Balle's conversion",
-    ("rdp", "mironov"): "RDP, Mironov's conversion, orders 2 to 64",
+_CONVERSIONS: dict[Conversion, str] = {
+    "balle": "Balle's conversion",
+    "mironov": "Mironov's conversion, orders 2 to 64",
 }
+_SIDE_BY_SIDE: tuple[tuple[Accountant, Conversion], ...] = (
+    *((name, "balle") for name in ACCOUNTANTS),
+    ("rdp", "mironov"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,48 +61,15 @@ class Setting:
 
 
 def account(
-    q: Annotated[
-        float | None, typer.Option(help="Sampling rate of the Poisson batches, in (0, 1].")
-    ] = None,
-    sigma: Annotated[
-        float | None, typer.Option(help="Noise multiplier: noise over sensitivity, > 0.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of releases, >= 1.")] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="The budget's ε, in place of --q, --sigma or --steps.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
-    accountant: Annotated[str, typer.Option(help="best, pld or rdp.")] = "best",
-    conversion: Annotated[
-        str, typer.Option(help="RDP to (ε, δ): balle, or mironov as in the papers.")
-    ] = "balle",
-    every: Annotated[
-        bool, typer.Option("--all", help="Every accountant and conversion side by side.")
-    ] = False,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="A site's ledger: --epsilon and --delta are for all its runs and one more."
-        ),
-    ] = None,
-    joint: Annotated[
-        bool,
-        typer.Option(
-            "--joint",
-            help="With --ledger: its runs' events and the new ones as one fixed sequence. Cheaper, "
-            "and a proof only if nothing of the new run follows from what the others released.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    setting: Setting,
+    way: tuple[str, str] | None,
+    ledger: Path | None = None,
+    joint: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
-    setting = Setting(q, sigma, steps, epsilon, delta)
+    """Carry out `fedpact account`. way: accountant and conversion; None for all side by side."""
     left = _left(setting, ledger, joint)
-    ways: list[tuple[Accountant, Conversion]] = [_way(accountant, conversion)]
-    if every:
-        ways = [("best", "balle"), ("pld", "balle"), ("rdp", "balle"), ("rdp", "mironov")]
+    ways: list[tuple[Accountant, Conversion]] = [_way(*way)] if way else list(_SIDE_BY_SIDE)
     answers = [_solve(setting, left, by, how) for by, how in ways]
     covers = _covers(left, joint)
     if as_json:
@@ -111,7 +79,7 @@ def account(
             "covers": covers,
             **({"ledger": _described(left, joint)} if left else {}),
         }
-        body = {"results": answers} if every else answers[0]
+        body = answers[0] if way else {"results": answers}
         print(json.dumps(shared | body, indent=2))
         return
     _show(setting.open()[0], answers, covers)
@@ -144,11 +112,11 @@ def _described(left: Remaining, joint: bool) -> dict[str, Any]:
 
 
 def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
-    if accountant in get_args(Accountant) and conversion in get_args(Conversion):
-        return cast(Accountant, accountant), cast(Conversion, conversion)
+    if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
+        return accountant, cast(Conversion, conversion)
     raise InputError(
         f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
-        f"{', '.join(get_args(Accountant))} and one of {', '.join(get_args(Conversion))}"
+        f"{', '.join(ACCOUNTANTS)} and one of {', '.join(get_args(Conversion))}"
     )
 
 
@@ -184,8 +152,8 @@ def _solve(
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
-        "bound_by": "pld" if by == "pld" or cost < epsilon(history, delta, "rdp", how) else "rdp",
-        "conversion": how if by != "pld" else None,
+        "bound_by": bound_by(history, delta, by, how),
+        "conversion": how if ACCOUNTANTS[by].converts else None,
     }
 
 
@@ -220,12 +188,19 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
             _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
             _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
             str(row["steps"]),
-            NAMES[row["accountant"], row["conversion"] or "balle"]
-            + (f": {row['bound_by'].upper()}" if row["accountant"] == "best" else ""),
+            _name(row),
         )
     console = Console()
     console.print(table)
     console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {covers}.")
+
+
+def _name(row: dict[str, Any]) -> str:
+    about = ACCOUNTANTS[row["accountant"]]
+    if about.parts:
+        way = " (Mironov's conversion)" if row["conversion"] == "mironov" else ""
+        return f"{about.label}{way}: {row['bound_by'].upper()}"
+    return about.label + (f", {_CONVERSIONS[row['conversion']]}" if about.converts else "")
 
 
 def _digits(value: float, rounding: str | None) -> str:

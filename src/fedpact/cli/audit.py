@@ -1,11 +1,9 @@
 """`fedpact audit`: attack a configuration, and set what comes out beside what it claims."""
 
 import dataclasses
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from fedpact.audit.findings import Check, Finding, checks
@@ -15,7 +13,6 @@ from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target
 from fedpact.check import count
 from fedpact.cli.console import show
-from fedpact.cli.run import AsJson, Overrides
 from fedpact.data.partition import Partition
 from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
@@ -31,43 +28,28 @@ CONFIDENCE = 0.95
 _SMALL_MODEL = 20_000
 
 
-class Method(StrEnum):
-    """Which attack."""
-
-    one_run = "one-run"
-    many_runs = "many-runs"
-    membership = "membership"
-    all = "all"
+METHODS = ("one-run", "many-runs", "membership")
 
 
 def audit(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A .toml or .json configuration, none for the embedded default; or the folder of "
-            "a run, which then keeps the outcome and shows it in its report."
-        ),
-    ] = None,
-    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    method: Annotated[
-        Method,
-        typer.Option(help="The attack; all leaves out many-runs where it would take too long."),
-    ] = Method.all,
-    canaries: Annotated[int, typer.Option(help="Records to insert in the one run, >= 1.")] = 1000,
-    as_json: AsJson = False,
+    config: Path | None,
+    run: Path | None,
+    overrides: list[str],
+    method: str,
+    canaries: int,
+    as_json: bool,
 ) -> None:
-    """Attack a configuration on made-up canaries: a lower bound on ε beside the claimed one.
+    """Carry out `fedpact audit`. run: the folder, if `config` is one. method: of METHODS, or all.
 
-    It cannot prove a claim right, only wrong: then it ends with exit code 2.
+    Raises PrivacyError: an attack contradicts the claim.
     """
     count(canaries=canaries)
-    run = config if config is not None and config.is_dir() else None
     scene = Scene.of(Plan.read(config, overrides)) if run is None else _scene_of(run, overrides)
     target = Target.of(scene)
     findings = dict[str, Finding]()
     with one_thread():
         for chosen in _methods(method, target):
-            findings[chosen.value] = _carry_out(chosen, scene, target, canaries)
+            findings[chosen] = _carry_out(chosen, scene, target, canaries)
     found = checks(findings, CONFIDENCE)
     document = _document(target, findings, found)
     if run is not None:
@@ -103,23 +85,23 @@ def _scene_of(run: Path, overrides: list[str]) -> Scene:
     )
 
 
-def _methods(method: Method, target: Target) -> list[Method]:
-    if method is not Method.all:
+def _methods(method: str, target: Target) -> list[str]:
+    if method != "all":
         return [method]
     many = target.w.numel() <= _SMALL_MODEL and attackable(target)
-    return [Method.one_run, *([Method.many_runs] if many else []), Method.membership]
+    return [name for name in METHODS if many or name != "many-runs"]
 
 
-def _carry_out(method: Method, scene: Scene, target: Target, canaries: int) -> Finding:
+def _carry_out(method: str, scene: Scene, target: Target, canaries: int) -> Finding:
     match method:
-        case Method.one_run:
+        case "one-run":
             return one_run(target, canaries, CONFIDENCE)
-        case Method.many_runs:
+        case "many-runs":
             return many_runs(target, confidence=CONFIDENCE)
-        case Method.membership:
+        case "membership":
             return membership(scene, CONFIDENCE)
         case _:
-            raise InputError(f"method is {method!r}: expected one method")
+            raise InputError(f"method is {method!r}: expected one of {', '.join(METHODS)}, all")
 
 
 def _document(target: Target, findings: dict[str, Finding], found: list[Check]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,35 +16,27 @@ from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import default_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
+from fedpact.metrics import METRICS
 from fedpact.report.comparison import document, guarantees, inequality, rows
 from fedpact.report.outcomes import Comparison
-from fedpact.report.text import percent
+from fedpact.text import percent
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
-_HEADINGS = ("accuracy", "Ψ", "worst site", "ε", "rounds", "bytes", "seconds")
+_METRICS = tuple(metric.label for metric in METRICS.values())
+_HEADINGS = ("accuracy", *_METRICS, "worst site", "ε", "rounds", "bytes", "seconds")
 
 
 def compare(
-    configs: Annotated[
-        list[Path] | None,
-        typer.Argument(help=".toml or .json configurations; none for the embedded default."),
-    ] = None,
-    algorithms: Annotated[
-        str, typer.Option(help="Run each configuration with these, as in fedavg,fedfdp.")
-    ] = "",
-    overrides: Annotated[
-        list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
-    ] = [],  # noqa: B006 - typer reads the default, nobody changes it
-    seeds: Annotated[int, typer.Option(help="Runs each, with seeds counted from the first's.")] = 3,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder; what has ended there is not run again.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs side by side; 0 for one a core.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    configs: Sequence[Path],
+    chosen: Sequence[str],
+    overrides: Sequence[str],
+    seeds: int,
+    out: Path | None,
+    jobs: int,
+    as_json: bool,
 ) -> None:
-    """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
-    chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
-    plans = read_plans(configs or [], chosen, overrides)
+    """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
+    plans = read_plans(configs, chosen, overrides)
     folder = out or default_folder()
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     console.print(f"{len(plans)} entries, {seeds} seeds, in {folder}")
@@ -119,10 +111,11 @@ def _print(comparison: Comparison) -> None:
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):
-        figures = (row.accuracy, row.psi, row.worst, row.epsilon, row.rounds, row.bytes)
+        figures = (row.accuracy, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
-    simulator = "accuracy (on held-out records), Ψ" if comparison.pooled else "Ψ"
+    pooled = ("accuracy (on held-out records)",) if comparison.pooled else ()
+    simulator = ", ".join((*pooled, *_METRICS))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
     sentence = inequality(comparison)

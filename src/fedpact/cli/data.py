@@ -1,9 +1,8 @@
 """fedpact data: list, verify and download the public data sets."""
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -12,16 +11,11 @@ from fedpact.data.download import download as fetch
 from fedpact.data.synthetic import FORMS
 from fedpact.errors import DataError
 
-app = typer.Typer(help="List, verify and download the public data sets.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-@app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_(as_json: bool) -> None:
     """Show the public data sets, and which of them the data directory holds."""
     rows: list[dict[str, Any]] = [
-        {"name": "digits", "present": True, "licence": "BSD 3-Clause, within scikit-learn"},
+        {"name": "digits", "present": True, "licence": "CC BY 4.0, from UCI, with the package"},
         *({"name": form, "present": True, "licence": "made, not read"} for form in FORMS),
     ]
     for source in files.SOURCES.values():
@@ -38,13 +32,7 @@ def list_(as_json: AsJson = False) -> None:
     Console().print(table)
 
 
-@app.command()
-def verify(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets; default: all that are present.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(names: list[str], as_json: bool) -> None:
     """Compare every file with its published MD5. Fails where one is missing or damaged."""
     if names:
         chosen = [files.find_source(name) for name in names]
@@ -74,15 +62,7 @@ def verify(
         )
 
 
-@app.command()
-def download(
-    names: Annotated[list[str], typer.Argument(help="Data sets to fetch.")],
-    home: Annotated[
-        str | None,
-        typer.Option("--from", help="Another address (http, https, file) with the same files."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def download(names: list[str], home: str | None, as_json: bool) -> None:
     """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
     for name in names:
         files.find_source(name)

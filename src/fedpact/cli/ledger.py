@@ -2,41 +2,31 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from fedpact.cli.console import show, strict
-from fedpact.cli.run import AsJson
 from fedpact.errors import LedgerError
 from fedpact.folder import write_whole
 from fedpact.privacy.receipt import receipt
 from fedpact.privacy.reservations import FILTER
-from fedpact.report.text import upper
-
-app = typer.Typer(help="What sites have promised and spent.", no_args_is_help=True)
+from fedpact.text import upper
 
 _TORN = (
     "a last line that a crash left unreadable: until the ledger is opened, which decides what it "
     "cost, all that its runs reserved counts as spent"
 )
 
-Where = Annotated[
-    Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
-]
 
-
-@app.command("show")
-def show_spend(where: Where, as_json: AsJson = False) -> None:
+def show_spend(where: Path, as_json: bool) -> None:
     """Show what each run reserved and spent."""
     receipts = _receipts(where)
     show({"ledgers": receipts}, as_json, lambda: _print(receipts))
 
 
-@app.command()
-def verify(where: Where, as_json: AsJson = False) -> None:
+def verify(where: Path, as_json: bool) -> None:
     """Check every link of the chain of every ledger; an altered one is an error."""
     receipts = _receipts(where)
     checked = {path: each["entries"] for path, each in receipts.items()}
@@ -52,12 +42,7 @@ def verify(where: Where, as_json: AsJson = False) -> None:
     )
 
 
-@app.command()
-def export(
-    where: Where,
-    out: Annotated[Path, typer.Option(help="The file to write the receipt to.")],
-    as_json: AsJson = False,
-) -> None:
+def export(where: Path, out: Path, as_json: bool) -> None:
     """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
     receipts = _receipts(where)
     write_whole(out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n")

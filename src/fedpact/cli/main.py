@@ -1,36 +1,54 @@
-"""The command `fedpact`: its sub-commands, and how errors end it.
+"""The command `fedpact`: its sub-commands, loaded when called, and how errors end it.
 
 Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal (one paragraph).
 """
 
 import sys
+from importlib.metadata import version
+from typing import Annotated, Any
 
+import click
 import typer
-from rich.console import Console
 
-from fedpact.cli import data, deploy, ledger, tune
-from fedpact.cli.account import account
-from fedpact.cli.audit import audit
-from fedpact.cli.compare import compare
-from fedpact.cli.plan import plan
-from fedpact.cli.report import report
-from fedpact.cli.run import resume, run
-from fedpact.cli.tradeoffs import tradeoffs
+from fedpact.cli import commands
+from fedpact.cli.options import Group
 from fedpact.errors import FedpactError
 
+
+class Commands(Group):
+    """The sub-commands by name; a file is loaded when its command is asked for."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        # By these names a mistyped one is answered.
+        self.commands = {name: click.Command(name) for name in commands.names()}
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, None where there is no file of that name."""
+        if cmd_name in self.commands:
+            self.commands[cmd_name] = commands.load(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
-    name="fedpact",
-    help="Train one model across data owners who keep their records, each under its own (ε, δ).",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+    name="fedpact", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False
 )
-for command in (run, resume, plan, report, compare, account, tradeoffs, audit):
-    app.command()(command)
-app.add_typer(data.app, name="data")
-app.add_typer(ledger.app, name="ledger")
-app.add_typer(tune.app, name="tune")
-app.add_typer(deploy.app, name="deploy")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fedpact {version('fedpact')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train one model across data owners who keep their records, each under its own (ε, δ)."""
 
 
 def main() -> None:
@@ -38,6 +56,8 @@ def main() -> None:
     try:
         app()
     except FedpactError as error:
+        from rich.console import Console
+
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"fedpact: {error}", style="red", markup=False
         )

@@ -1,14 +1,14 @@
 """`fedpact plan`: what a configuration will spend, before anything is spent."""
 
 import math
-from typing import Annotated, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from fedpact.cli.console import show
-from fedpact.cli.run import AsJson, Config, Overrides
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import site_terms
 from fedpact.errors import PlanError
@@ -16,24 +16,20 @@ from fedpact.messages import Reply, Task, encoded_length
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import ADJACENCY, Terms
-from fedpact.report.text import size, upper
+from fedpact.text import size, upper
 from fedpact.theory.accounting import Budget
 from fedpact.theory.planner import Choice, best
 
 
 def plan(
-    config: Config = None,
-    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    optimise: Annotated[
-        bool, typer.Option(help="Choose q, σ, T and τ from the budget, the rounds and the passes.")
-    ] = False,
-    passes: Annotated[
-        float | None,
-        typer.Option(help="With --optimise: most reads of a site's data; default: as configured."),
-    ] = None,
-    as_json: AsJson = False,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    optimise: bool = False,
+    passes: float | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
+    """Carry out `fedpact plan`."""
     whole = Plan.read(config, overrides)
     scene = Scene.of(whole)
     document = forecast(scene)

@@ -2,9 +2,8 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,11 +13,8 @@ from fedpact.report.page import headline, write_page
 from fedpact.report.reading import RunFolder, read_run
 
 
-def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Show a run's key figures and write its report.html anew."""
+def report(run: Path, as_json: bool) -> None:
+    """Carry out `fedpact report` on a run's folder."""
     found = read_run(run)
     path = write_page(found)
     show(_document(found, path), as_json, lambda: _print(found, path))

@@ -2,10 +2,9 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,43 +15,25 @@ from fedpact.engines.simulation import Result
 from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
+from fedpact.metrics import METRICS
 from fedpact.plan import Plan
-from fedpact.report.text import size, upper
-
-Config = Annotated[
-    Path | None,
-    typer.Argument(help="A .toml or .json configuration; none for the embedded default."),
-]
-Overrides = Annotated[
-    list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
-]
-Engine = Annotated[
-    str,
-    typer.Option(help="local: threads of this machine; ray: a cluster, or cores of this machine."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+from fedpact.text import size, upper, written
 
 
 def run(
-    config: Config = None,
-    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
-    ] = None,
-    engine: Engine = "local",
-    as_json: AsJson = False,
+    config: Path | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    engine: str,
+    as_json: bool,
 ) -> None:
-    """Train as a configuration says, and write the run's folder with its report."""
+    """Carry out `fedpact run`. out: the run's folder; None for a new one under runs/."""
     plan = Plan.read(config, overrides)
     _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
-def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
-    engine: Engine = "local",
-    as_json: AsJson = False,
-) -> None:
-    """Go on with a run from its last committed round."""
+def resume(folder: Path, engine: str, as_json: bool) -> None:
+    """Carry out `fedpact resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
@@ -76,7 +57,8 @@ class _Live:
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._plan, self._console = plan, console
-        self._accuracy, self._psi, self._sent = "-", "-", 0
+        self._accuracy, self._sent = "-", 0
+        self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
@@ -98,12 +80,10 @@ class _Live:
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
             self._accuracy = f"{record.accuracy:.2%}"
-        if record.psi is not None:
-            self._psi = f"{record.psi:.3g}"
+        self._metrics |= {METRICS[name].label: f"{v:.3g}" for name, v in record.metrics.items()}
         self._sent += record.bytes_up + record.bytes_down
-        line = (
-            f"accuracy {self._accuracy}  Ψ {self._psi}  {self._privacy(record)}  {size(self._sent)}"
-        )
+        metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
+        line = f"accuracy {self._accuracy}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
         self._progress.update(self._task, completed=record.round, description=line)
         if not self._console.is_terminal:
             left = self._left(record.round)
@@ -141,8 +121,10 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     )
     if summary["accuracy"] is not None:
         out.print(f"accuracy   {summary['accuracy']:.2%}")
-    if summary["psi"] is not None:
-        out.print(f"Ψ          {summary['psi']:.4g}")
+    for name, metric in METRICS.items():
+        if summary[name] is not None:
+            out.print(f"{metric.label:<10} {written(metric.form, summary[name])}")
+    if summary["worst_site"] is not None:
         worst = summary["worst_site"]
         out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
     if plan.private:

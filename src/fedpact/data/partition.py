@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import PCG64, Generator
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.table import Table
 from torch import Tensor
 
@@ -25,61 +24,8 @@ from fedpact import check
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
 from fedpact.data.files import replacing
+from fedpact.data.kinds import KINDS, PartitionSettings
 from fedpact.errors import DataError
-
-# The settings that matter for a kind only; every other one has to keep its default there.
-_SPECIFIC = {
-    "beta": {"dirichlet"},
-    "labels_per_site": {"labels", "power_law"},
-    "shards_per_site": {"shards"},
-    "smallest": {"power_law"},
-    "largest": {"power_law"},
-    "exponent": {"power_law"},
-}
-
-
-class PartitionSettings(BaseModel):
-    """How a simulation spreads records over sites.
-
-    kind: iid; dirichlet (each label by Dirichlet(beta) proportions); labels (labels_per_site labels
-    a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes with density
-    ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
-    given: FedProxVR's setting); natural (the data set's own sites).
-    held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
-    stays in training.
-    A setting that the kind does not use is refused.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    kind: Literal["iid", "dirichlet", "labels", "shards", "power_law", "natural"] = "iid"
-    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    labels_per_site: int | None = Field(default=None, ge=1)
-    shards_per_site: int = Field(default=2, ge=1)
-    smallest: int | None = Field(default=None, ge=2)
-    largest: int | None = Field(default=None, ge=2)
-    exponent: float = Field(default=2.0, ge=0, le=20)
-    held_out: float = Field(default=0.2, ge=0, lt=1)
-
-    @model_validator(mode="after")
-    def _fits_the_kind(self) -> Self:
-        for name, kinds in _SPECIFIC.items():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if self.kind not in kinds and value != default:
-                raise ValueError(
-                    f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of "
-                    f"{' and '.join(sorted(kinds))}; leave it out or change the kind"
-                )
-        if self.kind == "labels" and self.labels_per_site is None:
-            raise ValueError("labels_per_site is missing: kind = 'labels' needs it; give one >= 1")
-        if self.kind == "power_law":
-            low, high = self.smallest, self.largest
-            if low is None or high is None or not low <= high:
-                raise ValueError(
-                    f"smallest is {low}, largest is {high}: kind = 'power_law' needs both, with "
-                    "2 <= smallest <= largest; give the sizes of the smallest and largest site"
-                )
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +137,19 @@ def make_partition(
     """
     check.count(sites=sites)
     rng = Generator(PCG64(check.natural(seed=seed)))
-    if settings.kind == "natural":
+    split = KINDS[settings.kind].split
+    if split is None:
         records = _natural(dataset, sites)
     else:
+        least = KINDS[settings.kind].least
+        if sites * least > len(dataset.y):
+            raise DataError(
+                f"sites is {sites} for the {len(dataset.y)} records of data set {dataset.name}: a "
+                f"{settings.kind} split gives every site at least {least}; take at most "
+                f"{len(dataset.y) // least} sites"
+            )
         width = max(2, len(str(sites - 1)))
-        parts = _split(dataset, settings, sites, rng)
+        parts = split(dataset.y.numpy(), sites, settings, rng)
         records = {f"site-{i:0{width}}": part for i, part in enumerate(parts)}
     for name, part in records.items():
         if len(part) < 2:
@@ -212,32 +166,6 @@ def make_partition(
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
-
-
-def _split(
-    dataset: Dataset, settings: PartitionSettings, sites: int, rng: Generator
-) -> splits.Indices:
-    y = dataset.y.numpy()
-    least = splits.DIRICHLET_LEAST if settings.kind == "dirichlet" else 2
-    if sites * least > len(y):
-        raise DataError(
-            f"sites is {sites} for the {len(y)} records of data set {dataset.name}: a "
-            f"{settings.kind} split gives every site at least {least}; take at most "
-            f"{len(y) // least} sites"
-        )
-    match settings.kind:
-        case "dirichlet":
-            return splits.dirichlet(y, sites, settings.beta, rng)
-        case "labels":
-            return splits.labels(y, sites, settings.labels_per_site or 1, rng)
-        case "shards":
-            return splits.shards(y, sites, settings.shards_per_site, rng)
-        case "power_law":
-            bounds = (settings.smallest or 2, settings.largest or 2)
-            per_site = settings.labels_per_site
-            return splits.power_law(y, sites, bounds, settings.exponent, per_site, rng)
-        case _:
-            return splits.iid(y, sites, rng)
 
 
 def _natural(dataset: Dataset, sites: int) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, write_whole
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
-from fedpact.metrics import evaluate
+from fedpact.metrics import METRICS, evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
@@ -153,7 +153,7 @@ class Coordinator:
             "rounds": last.round,
             "accuracy": last.accuracy,
             "loss": last.loss,
-            "psi": None,
+            **dict.fromkeys(METRICS),
             "worst_site": None,
             "seconds": sum(record.seconds for record in records),
             "bytes_down": sum(record.bytes_down for record in records),
@@ -179,7 +179,7 @@ class Coordinator:
             "separation": self.federation.workshop(self.plan).separation(),
             "accountant": self.plan.privacy.accountant,
             "accounting": FIXED,
-            "accounting_reason": WHY[FIXED],
+            "accounting_reason": WHY,
             "randomness": "seeded test: protects nobody" if test else "secure, at each site",
             "sizes": "public",
             "accuracy_pooled": False,

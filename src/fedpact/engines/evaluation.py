@@ -17,7 +17,7 @@ from fedpact.engines.scene import Scene
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
-from fedpact.metrics import evaluate, psi
+from fedpact.metrics import evaluate, of_sites
 from fedpact.params import FlatModel
 from fedpact.theory.accounting import History
 
@@ -76,9 +76,7 @@ class Evaluator:
             record,
             accuracy=whole.accuracy if whole else None,
             loss=whole.loss if whole else None,
-            psi=psi([s.loss for s in scores.values()], [sizes[n] for n in scores])
-            if scores
-            else None,
+            metrics=of_sites(scores, sizes),
             scores=scores,
         )
 

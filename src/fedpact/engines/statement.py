@@ -5,12 +5,12 @@ from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.messages import RoundRecord
-from fedpact.metrics import fairness
+from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.reservations import FIXED, WHY
 from fedpact.privacy.terms import ADJACENCY, Terms
-from fedpact.theory.accounting import epsilon
+from fedpact.theory.accounting import bound_by, epsilon
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -59,7 +59,7 @@ def privacy_statement(scene: Scene) -> dict[str, Any]:
         "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if scene.plan.private else "none",
-        "accounting_reason": WHY[FIXED] if scene.plan.private else "",
+        "accounting_reason": WHY if scene.plan.private else "",
         "randomness": "seeded simulation",
         "sizes": "noisy" if scene.plan.noisy_sizes else "public",
         "accuracy_pooled": scene.dataset.x_test is None,
@@ -114,7 +114,6 @@ def described(terms: Terms) -> dict[str, Any]:
     """Return one site's terms as plain data, with ε of all that is reserved and what bounds it."""
     history, delta = terms.history(terms.steps), terms.budget.delta
     reserved = epsilon(history, delta, terms.accountant)
-    by_rdp = epsilon(history, delta, "rdp")
     return {
         "size": terms.size,
         "size_noise": terms.size_noise,
@@ -128,8 +127,8 @@ def described(terms: Terms) -> dict[str, Any]:
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
-        # "best" is the smaller of the two: which it was.
-        "epsilon_by": "PLD" if terms.accountant == "pld" or reserved < by_rdp else "RDP",
+        # "best" is the smallest of several: which it was.
+        "epsilon_by": bound_by(history, delta, terms.accountant).upper(),
     }
 
 
@@ -157,7 +156,7 @@ def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str
         "rounds": last.round,
         "accuracy": last.accuracy,
         "loss": last.loss,
-        "psi": last.psi,
+        **{name: last.metrics.get(name) for name in METRICS},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
         "fairness": fairness(last.scores) if last.scores else None,
         "seconds": sum(record.seconds for record in records),

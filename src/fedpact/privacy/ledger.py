@@ -4,18 +4,18 @@ One file per site, for all runs on the same data; `chain` keeps it. Kinds of ent
 
     open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
     reserve   a run may make these events; all of them together cost at most (ε, δ)
-    filter    a run may make whatever events a Rényi filter of these orders admits for (ε, δ)
+    filter    of an earlier version: a run reserved (ε, δ) for events chosen as it went; see
+              reservations
     charge    `count` joint events of one kind, for one request, about to be released
     unprotected  exact numbers are about to leave: the run's (ε, δ) protect nobody any more
     torn      a line that a crash left unreadable, and what it is counted as: the dearest events
-              that runs have left, and all that a filter has left
+              that runs have left, and of a filter all that it reserved
 
 `charge` returns only after the entry is on the disk. A crash between the two costs budget, never
 privacy. (A simulation's charge does not wait for the disk. A power failure may lose it; the resumed
 run finds that out by `last_round`.) The events of a reservation may be used in any order and number
-up to the reserved counts: what is left unused only lowers the cost. `reserve_filter` is for a run
-that chooses σ, q or unlike events from its releases (see reservations). Reservations of several
-runs add up (`total`).
+up to the reserved counts: what is left unused only lowers the cost. Reservations of several runs
+add up (`total`).
 """
 
 import math
@@ -120,20 +120,6 @@ class Ledger:
                 )
             self._append({"run": run, **promise.entry})
 
-    def reserve_filter(
-        self, run: str, budget: Budget, orders: tuple[float, ...] | None = None
-    ) -> None:
-        """Promise a run whatever events a Rényi filter admits, each chosen as the run goes.
-
-        orders: see RenyiFilter; fixed before the first release. The same promise twice is one.
-        Raises PolicyRefused: the run has other terms. InputError: orders without any room.
-        LedgerError: the promise cannot be written down.
-        """
-        promise = Filtered(budget, orders)
-        with self._lock:
-            if not self._is_promised(run, promise):
-                self._append({"run": run, **promise.entry})
-
     def _is_promised(self, run: str, promise: Reservation) -> bool:
         if run not in self._reserved:
             return False
@@ -160,8 +146,7 @@ class Ledger:
         request: identifies what is released (task and place in it). purpose: the channels. In a
         hypothetical ledger a request that was charged before, with the same event and purpose, is
         the same release: only what it asks for beyond the count charged then is charged.
-        Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many, or
-        more than the run's filter admits.
+        Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many.
         LedgerError: the charge cannot be written down.
         """
         at_least_one(count=count)
@@ -257,7 +242,7 @@ class Ledger:
     def _cost_of_torn(self, line: bytes) -> Entry:
         """Return what an unreadable line is counted as, in every open run.
 
-        Of fixed events the dearest that are left (see FixedSequence); a filter is closed. The
+        Of fixed events the dearest that are left (see FixedSequence); of a filter everything. The
         line's own release never left the site.
         """
         named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
@@ -291,10 +276,6 @@ class Ledger:
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count
-                for run in entry.get("closed", ()):
-                    reservation = self._reserved[run]
-                    if isinstance(reservation, Filtered):
-                        reservation.close()
             case "unprotected":
                 self._exposed.add(entry["run"])
             case _:

@@ -55,7 +55,7 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         budget = cost = math.inf
     if reservation["kind"] == "filter":
         accounting = FILTER
-        # A progress figure, as if the events had been fixed in advance; see theory.filters.
+        # A progress figure, as if the events had been fixed in advance: all it reserved is proven.
         cost = budget if closed else min(budget, cost)
         reserved: dict[SampledGaussian, int | None] = dict.fromkeys(sorted(spent))
     else:

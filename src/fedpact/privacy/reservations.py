@@ -1,8 +1,8 @@
-"""What a run was promised at a site, and what it has charged: fixed events, or a filter.
+"""What a run was promised at a site, and what it has charged.
 
     fixed sequence   the events are enumerated before the run; PLD and RDP bound them all together
-    Rényi filter     q, σ or the number of unlike events follow from earlier releases; each event is
-                     admitted while the filter has room for it (theory.filters)
+    Rényi filter     of an earlier version: events were chosen as the run went, and admitted while a
+                     filter had room. Such a promise is read and counted; nothing is charged to it
 
 Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
 """
@@ -13,17 +13,14 @@ from typing import Any, Final
 
 from fedpact.errors import BudgetExhausted, PolicyRefused
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
-from fedpact.theory.filters import RenyiFilter
 
 FIXED: Final = "fixed sequence"
 FILTER: Final = "Rényi filter"
 
-WHY: Final[Mapping[str, str]] = {
-    FIXED: "The events were fixed before the run, so PLD composition is a proof; a stopping time "
-    "alone does not change that for the reserved (ε, δ).",
-    FILTER: "Events were chosen from earlier releases, so composition of fixed events is no proof. "
-    "The filter admitted each while it had room, which makes the whole run (ε, δ) as reserved.",
-}
+WHY: Final = (
+    "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
+    "does not change that for the reserved (ε, δ)."
+)
 
 
 class FixedSequence:
@@ -72,46 +69,28 @@ class FixedSequence:
 
 
 class Filtered:
-    """Events that are not known in advance: each is admitted while the filter has room.
+    """A promise of an earlier version, under a Rényi filter: what it reserved stays spent."""
 
-    Replaying the same charges in the same order restores the filter bit for bit.
-    """
-
-    def __init__(self, budget: Budget, orders: tuple[float, ...] | None) -> None:
+    def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._filter = RenyiFilter(budget, orders)
-        self._closed = False
+        self.spent = Counter[SampledGaussian]()
 
     @property
     def entry(self) -> dict[str, Any]:
         """See the module."""
-        return {"kind": "filter", **_budget(self.budget), "orders": list(self._filter.orders)}
-
-    @property
-    def spent(self) -> Counter[SampledGaussian]:
-        """The events charged so far."""
-        return Counter(self._filter.history)
+        return {"kind": "filter", **_budget(self.budget)}
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
-        """Raise BudgetExhausted: the filter does not admit so many, or is closed."""
-        if self._closed or not self._filter.admits(event, count):
-            why = "a line was lost in a crash" if self._closed else "they do not fit what is left"
-            raise BudgetExhausted(
-                f"run {run!r} asks for {count} of {event}, under a Rényi filter for (ε = "
-                f"{self.budget.epsilon:g}, δ = {self.budget.delta:g}), add/remove one record: {why}"
-            )
+        """Raise PolicyRefused: no further event is admitted."""
+        raise PolicyRefused(
+            f"run {run!r} asks for {count} of {event}: it reserved (ε = {self.budget.epsilon:g}, "
+            f"δ = {self.budget.delta:g}) under a Rényi filter of an earlier version, and this one "
+            "charges nothing to such a promise; use a new run name, under which events are fixed"
+        )
 
     def charge(self, event: SampledGaussian, count: int) -> None:
-        """Count events that `check` let pass."""
-        self._filter.record(event, count)
-
-    def close(self) -> None:
-        """Count all that is left as spent.
-
-        For an unreadable line: any event may have stood there, up to the dearest that the filter
-        admitted, and after that one nothing more fits.
-        """
-        self._closed = True
+        """Count events that the earlier version let pass."""
+        self.spent[event] += count
 
 
 Reservation = FixedSequence | Filtered
@@ -121,7 +100,7 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     """Return a reservation as its entry has it, nothing charged. Raises ValueError and the like."""
     budget = Budget(entry["epsilon"], entry["delta"])
     if entry["kind"] == "filter":
-        return Filtered(budget, tuple(entry["orders"]))
+        return Filtered(budget)
     return FixedSequence(
         budget, Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     )

@@ -4,11 +4,11 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fedpact.errors import PlanError
 from fedpact.privacy.terms import Mechanism
-from fedpact.theory.accounting import Accountant, Budget
+from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -40,6 +40,12 @@ def _read_grants(value: Any) -> Any:
         ) from None
 
 
+def _accountant(name: str) -> str:
+    if name not in ACCOUNTANTS:
+        raise ValueError(f"{name!r} is no accountant: expected one of {', '.join(ACCOUNTANTS)}")
+    return name
+
+
 class Privacy(BaseModel):
     """What each site grants the run: (ε, δ) per record, under add/remove of one record.
 
@@ -63,7 +69,7 @@ class Privacy(BaseModel):
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)
     sigma: _Epsilon | list[_Epsilon] | None = None
-    accountant: Accountant = "best"
+    accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
     sizes: Literal["public", "noisy"] = "public"
     size_noise: float = Field(default=10.0, gt=0)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(

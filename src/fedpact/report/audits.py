@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.errors import DataError
-from fedpact.report.text import lower, upper
+from fedpact.text import lower, upper
 
 _WORDS = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),

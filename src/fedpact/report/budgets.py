@@ -24,7 +24,7 @@ from fedpact.report.drawing import (
     thin,
 )
 from fedpact.report.reading import RunFolder, SitePrivacy
-from fedpact.report.text import scaled, size, upper
+from fedpact.text import scaled, size, upper
 
 _COLOURS = (BLUE, GREEN, RED)
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,10 +13,11 @@ from urllib.parse import quote
 from jinja2 import Environment, StrictUndefined
 
 from fedpact.folder import write_whole
+from fedpact.metrics import METRICS
 from fedpact.report.drawing import Drawing
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
-from fedpact.report.text import duration, number, percent, size, upper
+from fedpact.text import duration, number, percent, size, upper, written
 
 Measure = Callable[[Outcome], float | None]
 
@@ -27,7 +29,7 @@ class Row:
     name: str
     seeds: str
     accuracy: str
-    psi: str
+    metrics: tuple[str, ...]
     worst: str
     epsilon: str
     rounds: str
@@ -43,7 +45,7 @@ def rows(comparison: Comparison) -> list[Row]:
             name=entry.name,
             seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
             accuracy=_percent(entry.spread(lambda o: o.accuracy)),
-            psi=_number(entry.spread(lambda o: o.psi)),
+            metrics=tuple(_metric(entry, name) for name in METRICS),
             worst=_percent(entry.spread(lambda o: o.worst)),
             epsilon=_epsilon(entry),
             rounds=_number(entry.spread(lambda o: o.rounds)),
@@ -122,6 +124,7 @@ def render(comparison: Comparison) -> str:
         inequalities=comparison.inequalities,
         differences=comparison.differences,
         names=names,
+        metrics=[metric.label for metric in METRICS.values()],
         rows=rows(comparison),
         fair=_fair_rows(comparison),
         guarantees=guarantees(comparison),
@@ -136,7 +139,7 @@ def render(comparison: Comparison) -> str:
 _MEASURES: dict[str, Measure] = {
     "accuracy": lambda o: o.accuracy,
     "loss": lambda o: o.loss,
-    "psi": lambda o: o.psi,
+    **{name: methodcaller("metric", name) for name in METRICS},
     "worst_accuracy": lambda o: o.worst,
     "worst_tenth": lambda o: o.fairness and o.fairness["worst_tenth"],
     "accuracy_variance": lambda o: o.fairness and o.fairness["variance"],
@@ -186,6 +189,11 @@ def _percent(spread: Spread | None) -> str:
     if spread.deviation is None:
         return f"{100 * spread.mean:.2f} %"
     return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
+
+
+def _metric(entry: Entry, name: str) -> str:
+    spread = entry.spread(methodcaller("metric", name))
+    return _percent(spread) if METRICS[name].form == "percent" else _number(spread)
 
 
 def _number(spread: Spread | None) -> str:
@@ -246,14 +254,18 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
         for seed in sorted({*by_seed, *entry.missing}):
             outcome = by_seed.get(seed)
             folder = run_folder(Path(), entry.name, seed)
-            row: dict[str, Any] = {"name": entry.name, "seed": seed, "cells": ("–",) * 4}
+            row: dict[str, Any] = {
+                "name": entry.name,
+                "seed": seed,
+                "cells": ("–",) * (3 + len(METRICS)),
+            }
             row["why"] = entry.missing.get(seed, "")
             row["href"] = quote((folder / "report.html").as_posix()) if outcome else None
             if outcome:
                 row["why"] = outcome.run.status
                 row["cells"] = (
                     percent(outcome.accuracy),
-                    number(outcome.psi),
+                    *(written(m.form, outcome.metric(name)) for name, m in METRICS.items()),
                     percent(outcome.worst),
                     _spent(outcome.epsilon, outcome.delta),
                 )

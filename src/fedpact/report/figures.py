@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from fedpact.metrics import ranking
+from fedpact.metrics import METRICS, ranking
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
@@ -29,7 +29,7 @@ from fedpact.report.drawing import (
     thin,
 )
 from fedpact.report.reading import LabelTable, RunFolder
-from fedpact.report.text import percent
+from fedpact.text import percent
 
 
 def accuracy(run: RunFolder) -> Drawing | None:
@@ -66,15 +66,16 @@ def accuracy(run: RunFolder) -> Drawing | None:
     return Drawing(title, svg, caption, simulator_only=bool(spread))
 
 
-def psi(run: RunFolder) -> Drawing | None:
-    """Ψ over rounds, on a logarithmic axis where it spans orders of magnitude."""
-    known = [(r.round, r.psi) for r in run.records if r.psi is not None]
+def metric(run: RunFolder, name: str) -> Drawing | None:
+    """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
+    about = METRICS[name]
+    known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
     points = thin([(at, value) for at, value in known if math.isfinite(value)])
     if not points:
         return None
-    title = "Ψ over rounds"
+    title = f"{about.label} over rounds"
     with Sheet(2.8, HALF) as sheet:
-        axes = sheet.axes("round", "Ψ")
+        axes = sheet.axes("round", about.label)
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
         if min(values) > 0 and max(values) > 30 * min(values):
@@ -85,14 +86,12 @@ def psi(run: RunFolder) -> Drawing | None:
             axes.set_ylim(0, 1.08 * max(values))
         rounds_axis(axes)
         svg = sheet.svg(title)
-    caption = (
-        "Ψ(w) = Σ pᵢ (Fᵢ(w) − F(w))², the spread of the sites' mean losses; 0 means that all sites "
-        "fare alike. It is in squared units of the loss: compare it between runs of equal accuracy "
-        "only."
-    )
+    caption = about.about
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
-        caption += f" In {lost} rounds Ψ was not finite, and is not drawn: the model diverged."
+        caption += (
+            f" In {lost} rounds {about.label} was not finite, and is not drawn: the model diverged."
+        )
     return Drawing(title, svg, caption, simulator_only=True)
 
 

@@ -39,10 +39,10 @@ class Outcome:
         """Mean loss of the last model, likewise."""
         return self.run.evaluated[-1].loss if self.run.evaluated else None
 
-    @property
-    def psi(self) -> float | None:
-        """Ψ of the last model."""
-        return next((r.psi for r in reversed(self.run.records) if r.psi is not None), None)
+    def metric(self, name: str) -> float | None:
+        """Return a metric (metrics.METRICS) of the last model; None if unknown."""
+        records = reversed(self.run.records)
+        return next((r.metrics[name] for r in records if name in r.metrics), None)
 
     @cached_property
     def fairness(self) -> Fairness | None:

@@ -30,7 +30,7 @@ from fedpact.report.drawing import (
     thin,
 )
 from fedpact.report.outcomes import Comparison, Entry, Outcome
-from fedpact.report.text import scaled
+from fedpact.text import scaled
 
 # Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
 _COLOURS = (BLUE, RED, GREEN, ORANGE, "#cc79a7", "#56b4e9", GREY)

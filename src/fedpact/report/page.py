@@ -10,11 +10,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from fedpact.folder import write_whole
-from fedpact.metrics import fairness, ranking
+from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, figures
-from fedpact.report.rates import rates
 from fedpact.report.reading import RunFolder, read_run
-from fedpact.report.text import duration, lower, number, percent, size, upper
+from fedpact.text import duration, lower, number, percent, size, upper, written
+from fedpact.theory.accounting import ACCOUNTANTS
 
 _STATUS = {
     "finished": "finished",
@@ -27,12 +27,6 @@ _STATUS = {
 _CODES = {
     "budget": "its privacy budget is spent",
     "policy": "its policy or reservation does not allow the request",
-}
-_ACCOUNTANTS = {
-    "best": "best: the smaller of two upper bounds, by privacy loss distributions (PLD) and Rényi "
-    "(RDP)",
-    "pld": "pld: privacy loss distributions, pessimistic estimate",
-    "rdp": "rdp: Rényi differential privacy",
 }
 
 
@@ -64,6 +58,9 @@ def write_page(run: RunFolder) -> Path:
 
 def render(run: RunFolder) -> str:
     """Return the page as one HTML document."""
+    # The papers' theory is loaded when it is asked.
+    from fedpact.papers.rates import rates
+
     template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
@@ -73,7 +70,7 @@ def render(run: RunFolder) -> str:
         cards=headline(run),
         drawings={
             "accuracy": figures.accuracy(run),
-            "psi": figures.psi(run),
+            "metrics": [d for name in METRICS if (d := figures.metric(run, name))],
             "sites": figures.site_accuracy(run),
             "labels": figures.labels(run),
             "epsilon": budgets.epsilon(run),
@@ -125,10 +122,12 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         if pooled:
             loss += ", on the sites' own held-out records: there is no public test set"
         cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
-    known = [record for record in run.records if record.psi is not None]
-    if known:
-        note = f"spread of the sites' losses after round {known[-1].round}; 0 is even"
-        cards.append(Card("Ψ", number(known[-1].psi), note, simulator_only=True))
+    for name, metric in METRICS.items():
+        known = [record for record in run.records if name in record.metrics]
+        if known:
+            value = written(metric.form, known[-1].metrics[name])
+            note = f"{metric.note}; after round {known[-1].round}"
+            cards.append(Card(metric.label, value, note, simulator_only=True))
     if run.scores:
         worst = fairness(run.scores)
         note = f"{worst['worst_site']}; the worst 10 % have {percent(worst['worst_tenth'])}"
@@ -230,9 +229,10 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _accountant(run: RunFolder) -> str:
-    told = _ACCOUNTANTS.get(str(run.privacy.get("accountant")), "not known to this version")
+    about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
+    told = about.told if about else "not known to this version"
     by = Counter(terms.get("epsilon_by") for terms in run.privacy["sites"].values())
-    if run.privacy.get("accountant") != "best" or None in by or not by:
+    if about is None or not about.parts or None in by or not by:
         return told
     each = [f"{name}'s at {n:,} of {by.total():,} sites" for name, n in sorted(by.items())]
     return f"{told}. The smaller one is {' and '.join(each)}"

@@ -102,9 +102,13 @@ class RunFolder:
             names.update(record.scores, record.epsilon, record.refused)
         return sorted(names)
 
-    @cached_property
+    @property
     def site_privacy(self) -> dict[str, SitePrivacy]:
         """Each site's guarantee; empty in a plain run."""
+        return self._site_privacy
+
+    @cached_property
+    def _site_privacy(self) -> dict[str, SitePrivacy]:
         spent: dict[str, float] = {}
         # ε never falls: the largest number written anywhere is the safe one.
         for part in (*(record.epsilon for record in self.records), self.summary.get("epsilon", {})):

@@ -2,7 +2,7 @@
 
 A history counts events, each a Poisson-sampled Gaussian release. Adjacency is add or remove one
 record; every ε holds against whoever sees all the releases, chosen adaptively, as long as the
-*events* were fixed in advance (else: theory.filters).
+*events* were fixed in advance.
 
 >>> release = SampledGaussian(q=0.015, sigma=1.1)
 >>> round(epsilon({release: 317}, delta=1e-5), 2)
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -27,12 +27,14 @@ from fedpact.theory import pld, rdp, running
 from fedpact.theory.rdp import Conversion
 
 __all__ = [
+    "ACCOUNTANTS",
     "Accountant",
     "Budget",
     "Conversion",
     "History",
     "RunningEpsilon",
     "SampledGaussian",
+    "bound_by",
     "epsilon",
     "joint",
     "max_steps",
@@ -40,7 +42,8 @@ __all__ = [
     "round_rate_up",
 ]
 
-Accountant = Literal["best", "pld", "rdp"]
+Accountant = str
+"""A name of ACCOUNTANTS."""
 
 # Of a history of more releases than this no bound is looked for.
 _MOST: Final = 10**18
@@ -109,7 +112,15 @@ def epsilon(
     2..64. inf says that no bound was found. Raises InputError.
     """
     check.fraction(delta=delta)
-    return _epsilon(_terms(history), delta, _known(accountant), conversion)
+    return _epsilon(_terms(history), delta, known(accountant), conversion)
+
+
+def bound_by(
+    history: History, delta: float, accountant: Accountant, conversion: Conversion = "balle"
+) -> Accountant:
+    """Return whose bound `epsilon` gives: the accountant itself, or of its parts the smallest."""
+    parts = ACCOUNTANTS[known(accountant)].parts or (accountant,)
+    return min(parts, key=lambda part: epsilon(history, delta, part, conversion))
 
 
 def _terms(history: History) -> tuple[pld.Term, ...]:
@@ -121,9 +132,11 @@ def _terms(history: History) -> tuple[pld.Term, ...]:
     )
 
 
-def _known(accountant: Accountant) -> Accountant:
-    if accountant not in ("best", "pld", "rdp"):
-        raise InputError(f"accountant is {accountant!r}: expected 'best', 'pld' or 'rdp'")
+def known(accountant: str) -> Accountant:
+    """Return a name of ACCOUNTANTS. Raises InputError: another one."""
+    if accountant not in ACCOUNTANTS:
+        names = ", ".join(map(repr, ACCOUNTANTS))
+        raise InputError(f"accountant is {accountant!r}: expected one of {names}")
     return accountant
 
 
@@ -133,9 +146,21 @@ def _epsilon(
 ) -> float:
     if any(count > _MOST for *_, count in terms):
         return math.inf
-    by_rdp = _rdp_epsilon(terms, delta, conversion) if accountant != "pld" else math.inf
-    by_pld = pld.epsilon(terms, delta) if accountant != "rdp" else math.inf
-    return min(by_rdp, by_pld)
+    parts = ACCOUNTANTS[accountant].parts or (accountant,)
+    return min(ACCOUNTANTS[part].epsilon(terms, delta, conversion) for part in parts)
+
+
+def _pld_epsilon(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
+    return pld.epsilon(terms, delta)
+
+
+def _quick_pld(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
+    if not terms:
+        return 0.0
+    if all(q == 1 for q, _, _ in terms):
+        # One Gaussian, in closed form: no search is needed for it.
+        return pld.epsilon(terms, delta)
+    return min(running.epsilons([terms], delta, pld.FINENESS))
 
 
 def _rdp_epsilon(terms: tuple[pld.Term, ...], delta: float, conversion: Conversion) -> float:
@@ -163,10 +188,59 @@ def quick_epsilon(
     terms = _terms(history)
     if any(count > _MOST for *_, count in terms):
         return math.inf
-    by_rdp = _rdp_epsilon(terms, delta, conversion) if _known(accountant) != "pld" else math.inf
-    if accountant == "rdp" or not terms:
-        return by_rdp if terms else 0.0
-    return min(by_rdp, *running.epsilons([terms], delta, pld.FINENESS))
+    parts = ACCOUNTANTS[known(accountant)].parts or (accountant,)
+    return min(ACCOUNTANTS[part].quick(terms, delta, conversion) for part in parts)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An accountant: what bounds ε of a history, and what it is called. All fields are needed.
+
+    label: in a table. told: on a page, in full. epsilon: of the history's terms, δ and conversion,
+    a proven upper bound; quick: nearly the same, an upper bound too, for searches. converts:
+    whether a conversion of RDP matters to it. parts: of what it is the smallest, with epsilon and
+    quick of theirs; () if it is none.
+    """
+
+    label: str
+    told: str
+    epsilon: Callable[[tuple[pld.Term, ...], float, Conversion], float]
+    quick: Callable[[tuple[pld.Term, ...], float, Conversion], float]
+    converts: bool
+    parts: tuple[str, ...]
+
+
+def _of_parts(*_: object) -> float:
+    raise InputError("an accountant of parts was asked for a bound of its own: expected its parts")
+
+
+ACCOUNTANTS: Final[dict[Accountant, Bound]] = {
+    "best": Bound(
+        label="best of PLD and RDP",
+        told="best: the smaller of two upper bounds, by privacy loss distributions (PLD) and Rényi "
+        "(RDP)",
+        epsilon=_of_parts,
+        quick=_of_parts,
+        converts=True,
+        parts=("rdp", "pld"),
+    ),
+    "pld": Bound(
+        label="PLD, pessimistic",
+        told="pld: privacy loss distributions, pessimistic estimate",
+        epsilon=_pld_epsilon,
+        quick=_quick_pld,
+        converts=False,
+        parts=(),
+    ),
+    "rdp": Bound(
+        label="RDP",
+        told="rdp: Rényi differential privacy",
+        epsilon=_rdp_epsilon,
+        quick=_rdp_epsilon,
+        converts=True,
+        parts=(),
+    ),
+}
 
 
 class RunningEpsilon:
@@ -183,9 +257,10 @@ class RunningEpsilon:
     """
 
     def __init__(self, planned: History, delta: float, accountant: Accountant = "best") -> None:
-        self._delta, self._accountant = check.fraction(delta=delta), _known(accountant)
+        self._delta, self._accountant = check.fraction(delta=delta), known(accountant)
         self._counts: dict[SampledGaussian, list[int]] = {}
-        if accountant != "rdp":
+        # What stands in on the way is above PLD; any other accountant is asked itself.
+        if accountant in ("best", "pld"):
             counts, self._bounds = _on_the_way(_terms(planned), delta, accountant)
             self._counts = {SampledGaussian(q, s): column for (q, s), column in counts.items()}
 

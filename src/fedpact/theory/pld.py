@@ -15,9 +15,6 @@ from functools import lru_cache
 from typing import Final, Protocol, cast
 
 import numpy as np
-from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
-    privacy_loss_distribution as _dp,
-)
 
 from fedpact.theory import contour, gaussian
 
@@ -54,9 +51,6 @@ class _Library(Protocol):
         value_discretization_interval: float,
         sampling_prob: float,
     ) -> _Distribution: ...
-
-
-_library = cast(_Library, _dp)
 
 
 def epsilon(terms: Sequence[Term], delta: float) -> float:
@@ -166,7 +160,12 @@ def _repeated(one: _Distribution, count: int) -> _Distribution:
 
 @lru_cache(maxsize=32)
 def _single(q: float, sigma: float, interval: float) -> _Distribution:
-    return _library.from_gaussian_mechanism(
+    # It takes longer to import than all the rest of an answer, and RDP alone does without it.
+    from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
+        privacy_loss_distribution as library,
+    )
+
+    return cast(_Library, library).from_gaussian_mechanism(
         sigma, value_discretization_interval=interval, sampling_prob=q
     )
 

@@ -21,10 +21,7 @@ from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
-from fedpact.params import FlatModel
-from fedpact.plan import Plan
-from fedpact.report.reading import read_run
-from fedpact.theory.curvature import (
+from fedpact.papers.curvature import (
     Estimate,
     Spectrum,
     Vector,
@@ -33,6 +30,9 @@ from fedpact.theory.curvature import (
     spectrum,
     weak_convexity,
 )
+from fedpact.papers.facts import RunFacts
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
 
 # Gradients of SITES sites, IN_GRADIENT records each; spectra of CURVED of them, by IN_HESSIAN
 # records and SINGLE single ones: a minute of computing for a CNN of half a million weights.
@@ -51,24 +51,23 @@ _EVALUATED = (
 
 
 def from_run(
-    run: Path, given: Mapping[str, float | None]
+    run: RunFacts, given: Mapping[str, float | None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return L, lam, sigma2 and gamma, measured where they are not given, and what to report.
 
-    Raises DataError: no such run, or its records are not on this machine. InputError: rounds that
+    Raises DataError: the run's records are not on this machine. InputError: rounds that
     do not tell γ.
     """
-    found = read_run(run)
     numbers = {name: value for name, value in given.items() if value is not None}
     notes, measured = list[str](), dict[str, Any]()
     if "gamma" not in numbers:
-        costs = split(found.records)
+        costs = split(run.records)
         numbers["gamma"] = costs.gamma
         measured["costs"] = asdict(costs)
         notes.append(costs.note)
     if wanted := {"L", "lam", "sigma2"} - set(numbers):
         with Console(stderr=True).status("estimating L, λ and σ̄²"):
-            estimates = _estimates(run)
+            estimates = _estimates(run.path)
         chosen = {"L": estimates["L"], "lam": estimates["lam"]}
         # Assumption 1 is about every w, so of two points the worse.
         chosen["sigma2"] = max(
@@ -82,7 +81,7 @@ def from_run(
             name: {"value": e.value, "low": e.low, "high": e.high} for name, e in estimates.items()
         }
         notes += [UNPROTECTED, _spreads(estimates)]
-    return numbers, {"run": str(run), **measured, "notes": notes}
+    return numbers, {"run": str(run.path), **measured, "notes": notes}
 
 
 # ---------------------------------------------------------------- time

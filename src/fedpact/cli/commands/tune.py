@@ -5,17 +5,10 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.console import show
-from fedpact.cli.tune_fedfdp import Question, answer, print_answer
-from fedpact.cli.tune_fedproxvr import Setting, document, print_document
-from fedpact.cli.tune_figure import check_name, draw
-from fedpact.cli.tune_measure import from_run
+from fedpact.cli.options import AsJson, group
 from fedpact.errors import InputError
 
-app = typer.Typer(
-    help="Choose an algorithm's parameters by its paper's theory.", no_args_is_help=True
-)
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+app = group("Choose an algorithm's parameters by its paper's theory.")
 RunFolder = Annotated[
     Path | None, typer.Argument(help="The folder of a run to measure; none for given numbers.")
 ]
@@ -49,6 +42,12 @@ def fedproxvr(
     With RUN, what is not given is measured: d_com and d_cmp from the rounds' seconds, and L, λ, σ̄²
     from the simulation's records.
     """
+    from fedpact.cli.console import show
+    from fedpact.papers.fedproxvr import Setting, document, print_document
+    from fedpact.papers.figure import check_name, draw
+    from fedpact.papers.measure import from_run
+    from fedpact.report.reading import read_run
+
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:
         check_name(out)
@@ -60,7 +59,7 @@ def fedproxvr(
             )
         numbers, measured = {k: v for k, v in given.items() if v is not None}, {}
     else:
-        numbers, measured = from_run(run, given)
+        numbers, measured = from_run(read_run(run), given)
         out = run / "fedproxvr.png" if out is None else out
     setting = Setting(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
     found = document(setting, measured)
@@ -112,6 +111,10 @@ def fedfdp(
     The defaults are the paper's experiment where it has one. None of them changes the answer as
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
+    from fedpact.cli.console import show
+    from fedpact.papers.fedfdp import Question, answer, print_answer
+    from fedpact.report.reading import read_run
+
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
     question = Question(
         gradient_bound=gradient_bound,
@@ -122,5 +125,5 @@ def fedfdp(
         start=start,
         given={name: value for name, value in given.items() if value is not None},
     )
-    found = answer(question, run)
+    found = answer(question, read_run(run) if run else None)
     show(found, as_json, lambda: print_answer(found))

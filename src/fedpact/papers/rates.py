@@ -8,14 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedpact.report.reading import RunFolder, SitePrivacy
-from fedpact.report.text import number, size
-from fedpact.theory.tradeoffs import (
+from fedpact.papers.facts import RunFacts, SiteFacts
+from fedpact.papers.tradeoffs import (
     bits_on_the_wire,
     entropy_bound,
     mean_of_clipped_moment,
     paper_rate,
 )
+from fedpact.text import number, size
 
 STEP = 0.01
 """The step s of the table, in standard deviations of a coordinate's noise."""
@@ -52,7 +52,7 @@ class Rates:
     reply: float
 
 
-def rates(run: RunFolder) -> Rates | str:
+def rates(run: RunFacts) -> Rates | str:
     """Return the table, or in a sentence why there is no bound for this run."""
     why = _undefined(run)
     if why:
@@ -87,7 +87,7 @@ def rates(run: RunFolder) -> Rates | str:
     return Rates(rows, notes, sent / total, whole / total)
 
 
-def _undefined(run: RunFolder) -> str:
+def _undefined(run: RunFacts) -> str:
     if not run.private:
         return "No rate bound: it needs noise, and a plain run adds none."
     if run.plan.get("algorithm") != "ldp_fedsgd":
@@ -105,22 +105,22 @@ def _undefined(run: RunFolder) -> str:
     return ""
 
 
-def _replies(run: RunFolder) -> dict[str, int]:
+def _replies(run: RunFacts) -> dict[str, int]:
     """Return how often each site replied."""
     rounds = [record for record in run.records if record.round]
     return {name: sum(name not in r.refused for r in rounds) for name in run.site_privacy}
 
 
-def _divisor(run: RunFolder, site: SitePrivacy) -> float:
+def _divisor(run: RunFacts, site: SiteFacts) -> float:
     return 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
 
 
-def _deviation(run: RunFolder, site: SitePrivacy) -> float:
+def _deviation(run: RunFacts, site: SiteFacts) -> float:
     """Return the standard deviation of a released coordinate's noise."""
     return site.sigmas["gradient"] * site.clip / _divisor(run, site)
 
 
-def _bound(run: RunFolder, site: SitePrivacy, d: int) -> float:
+def _bound(run: RunFacts, site: SiteFacts, d: int) -> float:
     moment = site.clip**2
     if run.privacy["mechanism"] == "per_sample":
         moment = mean_of_clipped_moment(site.size, site.rate, site.clip)

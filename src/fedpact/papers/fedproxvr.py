@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact.errors import InputError
-from fedpact.theory.proxvr import Losses, Solver
-from fedpact.theory.proxvr_search import Optimum, minimise
+from fedpact.papers.proxvr import Losses, Solver
+from fedpact.papers.proxvr_search import Optimum, minimise
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
 ROWS = {

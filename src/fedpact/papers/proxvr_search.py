@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fedpact import check
 from fedpact.errors import InputError
-from fedpact.theory.proxvr import (
+from fedpact.papers.proxvr import (
     Losses,
     Solver,
     decrease,

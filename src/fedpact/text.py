@@ -2,6 +2,7 @@
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from typing import Literal
 
 _MISSING = "–"
 
@@ -99,3 +100,12 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def written(form: Literal["number", "percent"], value: float | None) -> str:
+    """Return a metric's value in its form; a dash for None.
+
+    >>> written("percent", 0.5), written("number", 0.0125)
+    ('50.0 %', '0.0125')
+    """
+    return percent(value) if form == "percent" else number(value)

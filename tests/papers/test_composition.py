@@ -5,8 +5,7 @@ import math
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
-from fedpact.theory.composition import (
+from fedpact.papers.composition import (
     AC1_SLACK,
     OLD_BOUNDS,
     _advanced_composition,
@@ -15,6 +14,7 @@ from fedpact.theory.composition import (
     unconditional_noise,
     violations,
 )
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 BUDGET = Budget(2.0, 1e-4)
 Q, STEPS = 1e-3, 100_000

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
-from fedpact.report.reading import RunFolder, read_run
+from fedpact.papers.facts import RunFacts
 from fedpact.theory.fairness import Bounds, best_weight, bound, noise_term
 
 DEFAULTS: dict[str, float] = {
@@ -54,9 +53,9 @@ class Question:
     given: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def answer(question: Question, run: Path | None) -> dict[str, Any]:
-    """Return what --json prints. Raises InputError, and DataError for a folder that is no run."""
-    measured = _released(read_run(run)) if run else {}
+def answer(question: Question, run: RunFacts | None) -> dict[str, Any]:
+    """Return what --json prints. Raises InputError, and DataError for a damaged run."""
+    measured = _released(run) if run else {}
     released = measured.pop("loss", None)
     known = DEFAULTS | measured | dict(question.given)
     steps, dimension = int(known["T"]), int(known["d"])
@@ -99,7 +98,7 @@ def answer(question: Question, run: Path | None) -> dict[str, Any]:
     }
 
 
-def _released(run: RunFolder) -> dict[str, float]:
+def _released(run: RunFacts) -> dict[str, float]:
     """What a run made public: its terms, the worst of all sites, and its first and last F."""
     found: dict[str, float] = {}
     if terms := run.privacy["sites"]:

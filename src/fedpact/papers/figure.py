@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from fedpact.cli.tune_fedproxvr import Setting
 from fedpact.errors import InputError
-from fedpact.theory.proxvr_search import Parameters, path
+from fedpact.papers.fedproxvr import Setting
+from fedpact.papers.proxvr_search import Parameters, path
 
 FACTORS = (1, 2, 5)
 GAMMAS = (1e-4, 1.0)

@@ -4,17 +4,16 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from fedpact.errors import InputError
+from fedpact.papers.composition import OLD_BOUNDS
+from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point
 from fedpact.theory.accounting import Accountant
-from fedpact.theory.composition import OLD_BOUNDS
-from fedpact.theory.tradeoffs import Point, Problem, exact_point, old_point
 
 STEPS = (70_000, 700_000)
 EPSILONS = (0.3, 0.5, 1.0, 2.0, 4.0)
@@ -32,18 +31,8 @@ PAPER = (
 )
 
 
-def tradeoffs(
-    preset: Annotated[
-        str | None, typer.Option(help="'paper': the conventions behind its printed numbers.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Draw the curves into this file, .png or .svg.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-) -> None:
-    """Compare noise, utility and rate by older composition bounds and by exact accounting."""
+def tradeoffs(preset: str | None, out: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact tradeoffs`. Raises InputError: no such preset, or another suffix."""
     if preset not in (None, "paper"):
         raise InputError(f"--preset is {preset!r}: expected paper, or no preset")
     if out is not None and out.suffix not in (".png", ".svg"):

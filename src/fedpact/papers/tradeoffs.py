@@ -12,14 +12,14 @@ from typing import Final
 
 from fedpact import check
 from fedpact.errors import InputError
-from fedpact.theory.accounting import Accountant, Budget
-from fedpact.theory.composition import (
+from fedpact.papers.composition import (
     OLD_BOUNDS,
     OldBound,
     exact_noise,
     unconditional_noise,
     violations,
 )
+from fedpact.theory.accounting import Accountant, Budget
 
 
 @dataclass(frozen=True)

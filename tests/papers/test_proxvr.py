@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.theory.proxvr import (
+from fedpact.papers.proxvr import (
     Losses,
     decrease,
     interval,
@@ -19,7 +19,7 @@ from fedpact.theory.proxvr import (
     most_tau,
     rounds,
 )
-from fedpact.theory.proxvr_search import minimise, path
+from fedpact.papers.proxvr_search import minimise, path
 
 SPEC = Losses(smoothness=1.0, weak_convexity=0.5, heterogeneity=1.0)
 

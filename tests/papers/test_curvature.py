@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.theory.curvature import (
+from fedpact.papers.curvature import (
     Spectrum,
     heterogeneity,
     product_by_differences,
@@ -14,7 +14,7 @@ from fedpact.theory.curvature import (
     spectrum,
     weak_convexity,
 )
-from fedpact.theory.proxvr import Losses
+from fedpact.papers.proxvr import Losses
 
 
 @pytest.fixture

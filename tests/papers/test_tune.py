@@ -11,17 +11,17 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fedpact.cli.main import app
-from fedpact.cli.tune_measure import split
 from fedpact.data.datasets import load
 from fedpact.data.partition import Partition
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
+from fedpact.papers.measure import split
+from fedpact.papers.proxvr import Losses, decrease, local_accuracy, most_tau
+from fedpact.papers.proxvr_search import minimise
 from fedpact.plan import Plan
 from fedpact.theory.fairness import Bounds, best_weight, noise_term
-from fedpact.theory.proxvr import Losses, decrease, local_accuracy, most_tau
-from fedpact.theory.proxvr_search import minimise
 
 SPEC = ("--L", "1", "--lam", "0.5", "--sigma2", "1", "--gamma", "0.01")
 

@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import binom, multivariate_normal, norm
 
 from fedpact.errors import InputError
-from fedpact.theory import tradeoffs
-from fedpact.theory.tradeoffs import (
+from fedpact.papers import tradeoffs
+from fedpact.papers.tradeoffs import (
     Problem,
     aggregate_variance,
     aggregate_variance_of_sums,

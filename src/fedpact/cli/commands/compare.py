@@ -1,0 +1,38 @@
+"""`fedpact compare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.keys import check_keys
+from fedpact.cli.options import AsJson
+
+
+def compare(
+    configs: Annotated[
+        list[Path] | None,
+        typer.Argument(help=".toml or .json configurations; none for the embedded default."),
+    ] = None,
+    algorithms: Annotated[
+        str, typer.Option(help="Run each configuration with these, as in fedavg,fedfdp.")
+    ] = "",
+    overrides: Annotated[
+        list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
+    ] = [],  # noqa: B006 - typer reads the default, nobody changes it
+    seeds: Annotated[int, typer.Option(help="Runs each, with seeds counted from the first's.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder; what has ended there is not run again.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side; 0 for one a core.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
+    chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
+    # An override of settings goes to those of the chosen algorithms that know it.
+    whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
+    for config in configs or [None]:
+        check_keys(config, whole)
+    from fedpact.cli import compare as command
+
+    command.compare(configs or [], chosen, overrides, seeds, out, jobs, as_json)

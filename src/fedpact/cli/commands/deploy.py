@@ -1,0 +1,113 @@
+"""`fedpact deploy`: a federation on real machines, or all of it on this one for trying."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.keys import check_keys
+from fedpact.cli.options import AsJson, Config, Overrides, group
+
+app = group("A federation on real machines, over Flower.")
+
+Where = Annotated[
+    Path, typer.Argument(help="What `fedpact deploy init` wrote, or one party's directory in it.")
+]
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="A new directory.")],
+    config: Config = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    host: Annotated[str, typer.Option(help="The server's name or address, for sites.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="The server's port.")] = 8443,
+    records: Annotated[
+        bool, typer.Option(help="Give each site its part of the plan's data, for trying.")
+    ] = True,
+    test_seeds: Annotated[
+        bool, typer.Option(help="Draw noise from the plan's seed: a test, on this machine only.")
+    ] = False,
+    round_seconds: Annotated[float, typer.Option(help="How long a round waits.")] = 600.0,
+    resend_seconds: Annotated[float, typer.Option(help="Then a site is asked again.")] = 60.0,
+    join_seconds: Annotated[float, typer.Option(help="How long the start waits.")] = 60.0,
+    least_replies: Annotated[int, typer.Option(help="With fewer, a round is tried again.")] = 1,
+    retries: Annotated[int, typer.Option(help="How often, before the run stops.")] = 2,
+) -> None:
+    """Write a deployment of a configuration: certificates, keys, settings, policies, scripts."""
+    check_keys(config, overrides)
+    from fedpact.cli import deploy as command
+    from fedpact.deploy.write import Choices
+    from fedpact.engines.federation import Patience
+    from fedpact.engines.flower import require_flower
+
+    require_flower()
+    patience = Patience(
+        round_seconds=round_seconds,
+        resend_seconds=resend_seconds,
+        join_seconds=join_seconds,
+        least_replies=least_replies,
+        retries=retries,
+    )
+    seeds = "test" if test_seeds else "secure"
+    choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
+    command.init(directory, config, overrides, choices)
+
+
+@app.command()
+def up(
+    directory: Where,
+    wait: Annotated[bool, typer.Option(help="Show progress, and end all when it is done.")] = False,
+) -> None:
+    """Run the whole federation on this machine, or one party, in the background."""
+    from fedpact.cli import deploy as command
+
+    command.up(directory, wait)
+
+
+@app.command()
+def status(directory: Where, as_json: AsJson = False) -> None:
+    """Show who runs, how far the run is, and what each site has spent."""
+    from fedpact.cli import deploy as command
+
+    command.status(directory, as_json)
+
+
+@app.command()
+def down(directory: Where) -> None:
+    """End what `up` started; `up` goes on with the run."""
+    from fedpact.cli import deploy as command
+
+    command.down(directory)
+
+
+@app.command()
+def readmit(
+    directory: Where,
+    site: Annotated[str, typer.Argument(help="The site's name.")],
+) -> None:
+    """Let a site in again whose ledger the server has refused; it needs the ledger last seen."""
+    from fedpact.cli import deploy as command
+
+    command.readmit(directory, site)
+
+
+@app.command()
+def server(
+    directory: Annotated[Path, typer.Argument(help="The server's directory.")],
+    as_json: AsJson = False,
+) -> None:
+    """Run the server until the run has ended; started again, it goes on."""
+    from fedpact.cli import deploy as command
+
+    command.server(directory, as_json)
+
+
+@app.command()
+def site(directory: Annotated[Path, typer.Argument(help="The site's directory.")]) -> None:
+    """Take part as a site until stopped; started again, it goes on."""
+    from fedpact.cli import deploy as command
+
+    command.site(directory)

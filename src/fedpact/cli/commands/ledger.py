@@ -1,0 +1,42 @@
+"""`fedpact ledger`: what sites have promised and spent, and whether the proof is intact."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.options import AsJson, group
+
+app = group("What sites have promised and spent.")
+
+Where = Annotated[
+    Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
+]
+
+
+@app.command()
+def show(where: Where, as_json: AsJson = False) -> None:
+    """Show what each run reserved and spent."""
+    from fedpact.cli import ledger as command
+
+    command.show_spend(where, as_json)
+
+
+@app.command()
+def verify(where: Where, as_json: AsJson = False) -> None:
+    """Check every link of the chain of every ledger; an altered one is an error."""
+    from fedpact.cli import ledger as command
+
+    command.verify(where, as_json)
+
+
+@app.command()
+def export(
+    where: Where,
+    out: Annotated[Path, typer.Option(help="The file to write the receipt to.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
+    from fedpact.cli import ledger as command
+
+    command.export(where, out, as_json)

@@ -1,0 +1,27 @@
+"""`fedpact plan`."""
+
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.keys import check_keys
+from fedpact.cli.options import AsJson, Config, Overrides
+
+
+def plan(
+    config: Config = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    optimise: Annotated[
+        bool, typer.Option(help="Choose q, σ, T and τ from the budget, the rounds and the passes.")
+    ] = False,
+    passes: Annotated[
+        float | None,
+        typer.Option(help="With --optimise: most reads of a site's data; default: as configured."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
+    check_keys(config, overrides)
+    from fedpact.cli import plan as command
+
+    command.plan(config, overrides, optimise=optimise, passes=passes, as_json=as_json)

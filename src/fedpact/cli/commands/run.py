@@ -1,0 +1,25 @@
+"""`fedpact run`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.keys import check_keys
+from fedpact.cli.options import AsJson, Config, Engine, Overrides
+
+
+def run(
+    config: Config = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
+    ] = None,
+    engine: Engine = "local",
+    as_json: AsJson = False,
+) -> None:
+    """Train as a configuration says, and write the run's folder with its report."""
+    check_keys(config, overrides)
+    from fedpact.cli import run as command
+
+    command.run(config, overrides, out, engine, as_json)

@@ -1,0 +1,1 @@
+"""Older theory of the papers, for comparison and for choosing parameters; loaded when called."""

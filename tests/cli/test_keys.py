@@ -1,0 +1,96 @@
+"""Keys that are checked without importing the classes are the keys that the classes have."""
+
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from fedpact import algorithms
+from fedpact.cli.keys import check_keys, keys
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+
+
+def tables(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """A class of settings with those of all its tables."""
+    found = [model]
+    for field in model.model_fields.values():
+        for form in (field.annotation, *get_args(field.annotation)):
+            if isinstance(form, type) and issubclass(form, BaseModel):
+                found += tables(form)
+    return found
+
+
+MODELS = [*tables(Plan), *(algorithms.load(name).Settings for name in algorithms.names())]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.__module__}.{model.__name__}")
+def test_the_sources_have_the_keys_of_the_class(model):
+    assert set(keys((model.__module__, model.__name__))) == set(model.model_fields)
+
+
+def test_every_table_of_a_plan_is_known_as_one():
+    known = keys(("fedpact.plan", "Plan"))
+    for name, field in Plan.model_fields.items():
+        own = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        assert (known[name] is not None) == own, name
+
+
+def refused(by, *overrides: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        by(None, overrides)
+    return str(caught.value)
+
+
+MISTYPED = ["rouns=3", "privcy.epsilon=1", "privacy.epsilom=1", "run.worker=2", "robust.knd='x'"]
+
+
+@pytest.mark.parametrize("override", [*MISTYPED, "settings.learning_rat=1"])
+def test_a_mistyped_key_is_answered_as_by_the_plan(override):
+    assert refused(check_keys, override) == refused(Plan.read, override)
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_of_each_algorithm_a_mistyped_setting_too(name):
+    given = (f"algorithm={name}", "settings={nothing=1}")
+    assert "settings.nothing is no known key" in refused(check_keys, *given)
+
+
+def test_every_mistyped_key_is_named():
+    told = refused(check_keys, *MISTYPED)
+    assert all(f"{override.partition('=')[0].split('.')[0]}" in told for override in MISTYPED)
+    assert told.count("is no known key") == len(MISTYPED)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("privacy.epsilon=3", "partition.kind=dirichlet", "settings.local_steps=2"),
+        # Names and values are not its business, nor are the tables that sites are named in.
+        ("privacy.per_site.site-00.epsilon=1", "rounds=-1"),
+        ("algorithm=nobody", "settings.nothing=1"),
+        ("algorithm='../plan'", "settings.nothing=1"),
+        ("algorithm='__init__'", "settings.nothing=1"),
+        ("algorithm=3", "settings.nothing=1"),
+        ("privacy=3",),
+    ],
+)
+def test_what_is_no_mistyped_key_is_left_to_the_plan(overrides):
+    check_keys(None, overrides)
+
+
+def test_a_class_that_the_sources_do_not_tell_is_left_to_the_plan(tmp_path):
+    with pytest.raises(LookupError):
+        keys(("fedpact.privacy.settings", "Nobody"))
+    # A base from elsewhere may have any fields.
+    with pytest.raises(LookupError):
+        keys(("fedpact.errors", "InputError"))
+
+
+def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text("[1, 2]")
+    check_keys(path)
+    with pytest.raises(PlanError):
+        Plan.read(path)

@@ -1,0 +1,115 @@
+"""What a call of `fedpact` loads, how its commands are found, and completion in three shells."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedpact.cli import commands
+from fedpact.errors import FedpactError
+
+# Each takes longer to import than an answer may take.
+HEAVY = {
+    *("torch", "numpy", "scipy", "dp_accounting", "matplotlib", "pydantic", "sklearn", "jinja2"),
+    *("cryptography", "flwr", "ray", "safetensors", "greenlet"),
+}
+CALL = """
+import atexit, json, sys
+sys.argv = ["fedpact", *json.loads(sys.argv[1])]
+atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules))))
+from fedpact.cli.main import main
+main()
+"""
+
+
+def call(*arguments: str) -> tuple[int, str, str, set[str]]:
+    """Exit code, what was printed and the modules that were loaded, in a process of its own."""
+    command = [sys.executable, "-c", CALL, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    *printed, modules = done.stdout.splitlines()
+    return done.returncode, "\n".join(printed), done.stderr, set(json.loads(modules))
+
+
+def top(modules: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--help",), 0, "account"),
+        (("--version",), 0, "fedpact "),
+        (("run", "--help"), 0, "--engine"),
+        (("tune", "fedproxvr", "--help"), 0, "--gamma"),
+        (("run", "--set", "privacy.epsilom=1"), 2, "privacy.epsilom is no known key"),
+        (("plan", "--set", "settings.learning_rat=1"), 2, "settings.learning_rat is no known key"),
+        (("audit", "--set", "rouns=1"), 2, "rouns is no known key"),
+        (("compare", "--set", "rouns=1"), 2, "rouns is no known key"),
+        (("compare", "--algorithms", "fedavg", "--set", "rouns=1"), 2, "rouns is no known key"),
+        (("deploy", "init", "d", "--set", "rouns=1"), 2, "rouns is no known key"),
+        (("rnu",), 2, "Did you mean 'run'?"),
+        (("run", "--otu", "x"), 2, "--out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_answer_that_computes_nothing_loads_nothing(arguments, code, told):
+    found, out, err, modules = call(*arguments)
+    assert found == code, err
+    assert told in out + err
+    assert not top(modules) & HEAVY
+    if arguments[0] != "--help":
+        # Of the commands, the one that was called.
+        named = {name.split(".")[3] for name in modules if name.startswith("fedpact.cli.commands.")}
+        assert named <= {arguments[0]}
+
+
+def test_account_loads_numbers_only():
+    setting = ("--q", "0.1", "--sigma", "1", "--steps", "5")
+    code, out, err, modules = call("account", *setting, "--accountant", "rdp", "--json")
+    assert code == 0, err
+    assert json.loads(out)["solved_for"] == "epsilon"
+    assert top(modules) & HEAVY == {"numpy", "scipy"}
+    # The same by distributions, which need their library and nothing else.
+    _, _, _, modules = call("account", *setting, "--accountant", "pld", "--json")
+    assert {"dp_accounting"} <= top(modules)
+    assert not top(modules) & {"torch", "matplotlib", "pydantic", "flwr"}
+
+
+def test_a_command_says_what_it_does_and_an_incomplete_file_is_an_error(monkeypatch, tmp_path):
+    assert {"account", "run", "deploy"} <= set(commands.names())
+    for name in commands.names():
+        assert commands.load(name).get_short_help_str(), name
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    for name, content in {"empty": "", "mute": "def mute():\n    pass\n"}.items():
+        (tmp_path / f"{name}.py").write_text(content)
+        with pytest.raises(FedpactError, match=f"'{name}' with a docstring"):
+            commands.load(name)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options_without_loading_anything(shell):
+    def completed(line: str) -> str:
+        given = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}  # bash
+        given |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        command = [sys.executable, "-c", CALL, "[]"]
+        environment = {**os.environ, **given, "_FEDPACT_COMPLETE": f"complete_{shell}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        *printed, modules = done.stdout.splitlines()
+        assert not top(set(json.loads(modules))) & HEAVY
+        return "\n".join(printed)
+
+    found = completed("fedpact re")
+    assert "report" in found
+    assert "resume" in found
+    assert "account" not in found
+    assert "--engine" in completed("fedpact run --en")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_s_script_is_printed_as_the_readme_says(shell):
+    environment = {**os.environ, "_FEDPACT_COMPLETE": f"source_{shell}"}
+    command = [sys.executable, "-c", CALL, "[]"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert f"_FEDPACT_COMPLETE=complete_{shell}" in done.stdout

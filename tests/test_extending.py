@@ -1,0 +1,215 @@
+"""docs/extending.md: each of its blocks, added to a copy of the package, is found by all of it.
+
+What is added where is the count of files that an extension touches: one each.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedpact
+from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
+from fedpact.errors import FedpactError
+from fedpact.metrics import METRICS, Metric, check_names
+from fedpact.persample import separable
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "extending.md").read_text(encoding="utf-8")
+
+
+def block(name: str) -> str:
+    (found,) = re.findall(rf"```python {name}\n(.*?)```", PAGE, re.DOTALL)
+    return found
+
+
+def algorithm() -> str:
+    page = (DOCS / "adding-an-algorithm.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return found
+
+
+def before(line: str, text: str, added: str) -> str:
+    assert text.count(line) == 1
+    return text.replace(line, f"{added}\n\n{line}")
+
+
+# What is added: the one file that it touches, and what becomes of it.
+ADDED = {
+    "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
+    "rule": (
+        "persample/separable.py",
+        lambda text: text + '\n\n_RULES |= _named(pointwise, "sinc")\n',
+    ),
+    "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),
+    "metric": (
+        "metrics.py",
+        lambda text: before("check_names(METRICS)", text, block("metric")),
+    ),
+    # Its mathematics would be a file of its own: two at most.
+    "accountant": (
+        "theory/accounting.py",
+        lambda text: before("class RunningEpsilon:", text, block("accountant")),
+    ),
+    "command": ("cli/commands/sites.py", lambda text: block("command")),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("copy")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(fedpact.__file__).parent, root / "fedpact", ignore=ignored)
+    for file, change in ADDED.values():
+        path = root / "fedpact" / file
+        path.write_text(change(path.read_text("utf-8") if path.exists() else ""), encoding="utf-8")
+    return root
+
+
+RUN = """
+import json, sys
+from pathlib import Path
+import torch
+import fedpact
+from fedpact.cli.main import app
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.report.comparison import document, render, rows
+from fedpact.report.outcomes import read_comparison
+from typer.testing import CliRunner
+
+assert fedpact.__file__.startswith(sys.argv[1])
+
+
+def call(*arguments):
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+class Sinc(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return torch.sinc(self.layer(x))
+
+
+run = Path("cmp/one/seed-0")
+settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "partition.kind=blocks",
+            "run.workers=1", "privacy.accountant=twice")
+options = [word for text in settings for word in ("--set", text)]
+printed = call("run", *options, "--out", str(run))
+plan = json.loads((run / "plan.json").read_text())
+found = read_comparison(Path("cmp"), {"one": plan}, [0])
+kernel = PerSampleKernel(FlatModel(Sinc()), cross_entropy)
+print(json.dumps({
+    "command": json.loads(call("sites", "--json")),
+    "help": call("--help"),
+    "printed": printed,
+    "summary": json.loads((run / "summary.json").read_text()),
+    "rounds": [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()],
+    "page": (run / "report.html").read_text(),
+    "partition": json.loads((run / "partition.json").read_text())["train"],
+    "report": json.loads(call("report", str(run), "--json")),
+    "account": json.loads(call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all",
+                               "--json")),
+    "privacy": json.loads((run / "privacy.json").read_text()),
+    "row": rows(found)[0].metrics,
+    "comparison": document(found),
+    "compared": render(found),
+    "way": kernel.way(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(copy: Path) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    command = [sys.executable, "-c", RUN, str(copy)]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_one_file_is_touched_by_each():
+    assert all(isinstance(file, str) for file, _ in ADDED.values())
+    assert len({file for file, _ in ADDED.values()}) == len(ADDED)
+
+
+def test_an_algorithm_and_a_partition_are_used_by_name(told):
+    assert told["summary"]["status"] == "finished"
+    # Blocks of neighbours: every record of a site lies before those of the next.
+    sites = [told["partition"][name] for name in sorted(told["partition"])]
+    assert len(sites) == 3
+    assert all(max(one) < min(other) for one, other in itertools.pairwise(sites))
+
+
+def test_a_metric_appears_wherever_one_is_shown(told):
+    scores = [s["accuracy"] for s in told["rounds"][-1]["scores"].values()]
+    gap = max(scores) - min(scores)
+    assert told["rounds"][-1]["gap"] == told["summary"]["gap"] == pytest.approx(gap)
+    assert told["report"]["summary"]["gap"] == told["summary"]["gap"]
+    assert f"gap        {100 * gap:.1f} %" in told["printed"]
+    assert "0 is even; after round 1" in told["page"]
+    assert "gap over rounds" in told["page"]
+    assert told["comparison"]["entries"]["one"]["gap"]["mean"] == pytest.approx(gap)
+    assert told["comparison"]["entries"]["one"]["runs"]["0"]["gap"] == pytest.approx(gap)
+    assert told["row"][-1] == f"{100 * gap:.2f} %"
+    assert told["compared"].count(">gap</th>") == 2
+    # The one that was there is shown at the same places.
+    assert {"psi", "gap"} <= set(told["rounds"][-1])
+    assert len(told["row"]) == 2
+
+
+def test_an_accountant_is_used_by_name_and_shown(told):
+    results = {
+        r["accountant"]: r for r in told["account"]["results"] if r["conversion"] != "mironov"
+    }
+    assert results["twice"]["epsilon"] == 2 * results["rdp"]["epsilon"]
+    assert results["twice"]["bound_by"] == "twice"
+    assert told["privacy"]["accountant"] == "twice"
+    assert {site["epsilon_by"] for site in told["privacy"]["sites"].values()} == {"TWICE"}
+    assert "twice: twice the bound by Rényi" in told["page"]
+
+
+def test_a_command_is_found_and_has_help(told):
+    assert told["command"] == {"sites": 5}
+    assert "Show how many sites a configuration has." in told["help"]
+
+
+def test_a_rule_is_used(told):
+    assert "aten.sinc.default" not in separable._RULES
+    assert told["way"] == "graph"
+
+
+def test_an_incomplete_partition_is_an_error():
+    def split(y, sites, settings, rng):
+        return []
+
+    with pytest.raises(FedpactError, match="depth"):
+        check_kinds({**KINDS, "new": Kind(split, own=("depth",))}, PartitionSettings)
+    with pytest.raises(FedpactError, match="beta"):
+        check_kinds({k: v for k, v in KINDS.items() if k != "dirichlet"}, PartitionSettings)
+    with pytest.raises(TypeError):
+        Kind()
+
+
+@pytest.mark.parametrize("name", ["loss", "scores", "status", "fairness", "worst_accuracy", "a b"])
+def test_a_metric_whose_name_is_taken_is_an_error(name):
+    with pytest.raises(FedpactError, match=name):
+        check_names({**METRICS, name: METRICS["psi"]})
+
+
+def test_an_incomplete_metric_is_an_error():
+    with pytest.raises(TypeError, match="about"):
+        Metric(label="x", of=lambda scores, sizes: 0.0, form="number", note="")

@@ -1,0 +1,179 @@
+"""docs/upgrading.md lists what is used of the insides of torch and Flower, and it is all there."""
+
+import ast
+import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import vmap
+
+from fedpact.persample import products, rules, separable
+from fedpact.persample.trace import without_advice
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")
+ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+LISTED = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row[1])]
+
+PROMISED = ("flwr.app", "flwr.clientapp", "flwr.serverapp")
+LIBRARIES = ("aten", "higher_order", "mkldnn")  # of operators, under torch.ops
+WHERE = {
+    **{name: getattr(torch.ops, name) for name in LIBRARIES},
+    "Tensor": torch.zeros(1),
+    "Module": nn.Linear(1, 1),
+    "OpOverload": torch.ops.aten.add.Tensor,
+}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Private and inner names of others in a file; of attributes and operators the last part."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in ("torch", "flwr"):
+                inner = module.startswith("flwr.") and module not in PROMISED
+                inner = inner or "._" in module or module.startswith("torch.fx.passes")
+                for alias in node.names:
+                    if inner or private(alias.name):
+                        yield f"{module}.{alias.name}"
+            case ast.Attribute(value=of, attr=name):
+                library = ast.unparse(of).rpartition(".")[2].removeprefix("_")
+                foreign = ast.unparse(of).split(".")[0] not in ("self", "cls") and name not in own
+                if library in LIBRARIES or (private(name) and foreign and name != "_replace"):
+                    yield name
+            case ast.Constant(value=str(text)):
+                parts = text.split(".")
+                if re.fullmatch(r"/?(torch|flwr)(\.\w+)+.*", text) and " " not in text:
+                    if private(parts[1]) or parts[0] == "/flwr":
+                        yield text
+                elif private(text) and any(hasattr(of, text) for of in WHERE.values()):
+                    yield text
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def all_used() -> dict[str, set[str]]:
+    """Name -> the files that use it."""
+    files = {path: ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
+    own = {name for tree in files.values() for name in defined(tree)}
+    found = dict[str, set[str]]()
+    for path, tree in files.items():
+        for name in used(tree, own):
+            found.setdefault(name, set()).add(path.relative_to(ROOT / "src/fedpact").as_posix())
+    return found
+
+
+def last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def test_what_is_used_is_listed_with_its_files_and_nothing_else_is():
+    found = all_used()
+    # A whole name stands there whole; of an attribute, the name or a step on the way to one.
+    parts = {part for name in LISTED for part in name.split(".")[1:]}
+    assert not {name: files for name, files in found.items() if name not in {*LISTED, *parts}}
+    # An operator that gives nothing back is told by its name alone, and begins with no underscore.
+    names = {last(name) for name in found} | {"sym_constrain_range_for_size"}
+    assert not [name for name in LISTED if last(name) not in names]
+
+
+def test_the_scan_finds_names_in_every_form():
+    source = """
+from torch.nn.modules.batchnorm import _BatchNorm
+from flwr.common.serde import x
+from flwr.app import Message
+import logging
+def _mine(t, self): ...
+y = t._version, self._own, torch.ops.aten.lstm.input, _aten.gru.input, a._mine, has(t, "_schema")
+log = "torch._dynamo", "/flwr.proto.A/B", "_mine", "a _word", "torch.fx"
+"""
+    tree = ast.parse(source)
+    assert set(used(tree, set(defined(tree)))) == {
+        *("torch.nn.modules.batchnorm._BatchNorm", "flwr.common.serde.x", "_version", "lstm"),
+        *("gru", "_schema", "torch._dynamo", "/flwr.proto.A/B"),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if not name.startswith("/")])
+def test_it_is_there(name):
+    first, *rest = name.split(".")
+    if first in WHERE:
+        found, rest = WHERE[first], rest
+    else:
+        # The longest part of it that is a module, and attributes from there.
+        found, rest = None, name.split(".")
+        for end in range(len(rest), 0, -1):
+            try:
+                found, rest = importlib.import_module(".".join(rest[:end])), rest[end:]
+                break
+            except ImportError:
+                continue
+    for part in rest:
+        found = getattr(found, part)
+    assert found is not None
+
+
+def test_every_test_that_is_named_is_there():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE))
+    assert len(named) > 10
+    for path, test in named:
+        assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+    for row in ROWS:
+        assert re.search(r"::|the same|federation|Ray", row[-2]), row
+
+
+def test_every_operator_of_a_table_is_one_of_torchs():
+    for name in {*rules._RULES, *separable._RULES}:
+        library, operator, overload = name.split(".")
+        if library == "aten":
+            assert hasattr(getattr(torch.ops.aten, operator), overload), name
+
+
+def test_layers_have_the_bases_that_they_are_known_by():
+    bases = {
+        "BatchNorm": nn.modules.batchnorm._BatchNorm,
+        "InstanceNorm": nn.modules.instancenorm._InstanceNorm,
+        "Dropout": nn.modules.dropout._DropoutNd,
+    }
+    known = {n: k for n, k in vars(nn).items() if isinstance(k, type) and issubclass(k, nn.Module)}
+    for word, base in bases.items():
+        layers = [kind for name, kind in known.items() if word in name]
+        assert len(layers) >= 4, word
+        assert all(issubclass(kind, base) for kind in layers), word
+
+
+def test_advice_on_slow_operations_can_be_switched_off():
+    # torch.histc has no rule under vmap: torch goes through the records and says that it is slow.
+    def advice():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            vmap(lambda x: torch.histc(x, 4))(torch.rand(3, 5))
+        return [warning for warning in told if "performance drop" in str(warning.message)]
+
+    assert advice()
+    with without_advice():
+        assert not advice()
+    assert advice()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_onednn_s_product_is_there_where_onednn_is():
+    assert products._onednn is not None
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    found = products._onednn(x, weight, bias, "none", [], "")
+    assert torch.allclose(found, torch.nn.functional.linear(x, weight, bias), atol=1e-5)
