@@ -161,7 +161,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
     path = write(tmp_path / "t.csv", "x,y\n1,yes\n2,yes\n")
     assert load(path, label="y").y.tolist() == [0, 0]
     assert load(path, label="y", classes=("no", "yes")).y.tolist() == [1, 1]
-    with pytest.raises(DataError, match="row 1 .* is none of the 2 classes"):
+    with pytest.raises(DataError, match=r"row 1 .* is none of the 2 classes"):
         load(path, label="y", classes=("0", "1"))
 
 

@@ -103,7 +103,10 @@ def test_what_leaves_a_site_has_one_form_whatever_its_records_are(make, tmp_path
     clean = everything(site_dir)
     codes = [entry.code for entry in clean if isinstance(entry, Refusal)]
     assert set(codes) == {"budget"}
-    for name, change in BAD_IMAGES.items():
+    # What a site reads is the same for all algorithms; what they make of it is tried on a few.
+    names = BAD_IMAGES if algorithm == "fedavg" else ("3e38", "all bad", "twenty times as many")
+    for name in names:
+        change = BAD_IMAGES[name]
         store(site_dir, *change(x, y))
         assert everything(site_dir) == clean, name
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, slack
+from fedpact.persample.bounds import slack
+from fedpact.persample.kernel import PerSampleKernel
 
 CLASSES = 3
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedpact.losses import cross_entropy
 from fedpact.persample import norms
+from fedpact.persample.bounds import SHORTEST
 from fedpact.persample.dense import Sum
-from fedpact.persample.kernel import SHORTEST
 from fedpact.privacy.stacked import Stack
 
 KINDS = ("normal", "cancelling", "spikes", "constant", "mixed", "denormal", "bad")

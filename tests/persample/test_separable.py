@@ -15,7 +15,8 @@ from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import norms
-from fedpact.persample.kernel import PerSampleKernel, slack
+from fedpact.persample.bounds import slack
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.separable import _RULES
 
 MOST = 40

@@ -86,22 +86,25 @@ class Dense:
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
 
-    def sum_of(self, asked: Sum) -> Tensor | None:
-        """Return one question's sum [d], in several passes where one holds too few records."""
+    def sum_of(self, asked: Sum, *, exact: bool = False) -> Tensor | None:
+        """Return one question's sum [d], in several passes where one holds too few records.
+
+        exact: in float64, of however few records.
+        """
         count, most = asked.y.shape[0], MOST // self._width // ALIKE * ALIKE
         if count <= most or not most or asked.weights is not None:
-            return self.sums([asked])[0]
-        exact = torch.zeros_like(asked.model.vector, dtype=torch.float64)
+            return self.sums([asked], exact=exact)[0]
+        total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
         for start in range(0, count, most):
             some = slice(start, start + most)
             one = Sum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
             found = self._sums([one], exact=True)[0] if self._fits(one) else None
             if found is None:
                 return None
-            exact += found
-        return exact.to(self._dtype)
+            total += found
+        return total if exact else total.to(self._dtype)
 
-    def sums(self, asked: Sequence[Sum]) -> list[Tensor | None]:
+    def sums(self, asked: Sequence[Sum], *, exact: bool = False) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
 
         That is where there is no record or too many for a pass, and where records are none of the
@@ -110,9 +113,9 @@ class Dense:
         """
         found: list[Tensor | None] = [None] * len(asked)
         for some in self._groups(asked):
-            answers = self._sums([asked[i] for i in some])
+            answers = self._sums([asked[i] for i in some], exact=exact)
             for i, answer in zip(some, answers, strict=True):
-                found[i] = None if answer is None else answer.to(self._dtype)
+                found[i] = answer if answer is None or exact else answer.to(self._dtype)
         return found
 
     def _fits(self, one: Sum) -> bool:

@@ -19,18 +19,19 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fedpact.errors import InputError, ModelError
+from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
+from fedpact.persample.bounds import check_clip, within
 from fedpact.persample.dense import Sum
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.separation import Mixers, check_separation
-from fedpact.persample.share import IN_FLOAT32, TOGETHER, unit_of
+from fedpact.persample.share import IN_FLOAT32, unit_of
 from fedpact.persample.weighting import Weights, weights_of
 
 _AT_A_TIME = 512
@@ -40,26 +41,6 @@ _Weigh = Callable[[Tensor, slice], Tensor]
 
 # What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
 _Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
-
-
-SHORTEST: Final = 2.0**-100
-"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
-
-
-def slack(records: int) -> float:
-    """By how much a sum over at most so many records may exceed the clip: relative, proven.
-
-    docs/privacy.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r of at
-    most `records`, where float32 adds (gradients.TOGETHER records to a product) and where float64
-    does.
-
-    >>> slack(75) < 2e-3 and slack(10**6) < 0.13
-    True
-    """
-    unit = 2.0**-24
-    added = (TOGETHER + 16) * unit * min(records, IN_FLOAT32)
-    rounded = unit * (1 + 2.0**-5) * records if records > IN_FLOAT32 else 0.0
-    return 2.0**-14 + 2 * max(added, rounded)
 
 
 class PerSampleKernel:
@@ -85,25 +66,38 @@ class PerSampleKernel:
             return self._passes.losses(x.detach(), y)
 
     def clipped_sum(
-        self, x: Tensor, y: Tensor, clip: float, weights: Weights | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weights: Weights | None = None,
+        most: int | None = None,
     ) -> Tensor:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = min(w_j, C/‖g_j‖).
 
         clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
         by default. They are asked for slice by slice of the batch, and w_j must depend on ℓ_j
-        alone, else one record changes the others' shares.
+        alone, else one record changes the others' shares. most: given where B is larger: the sum is
+        then shortened to most C, which keeps `slack(most)` for any B; see bounds.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
         check_clip("clip", clip)
         x = x.detach()
-        total = self._passes.at_once(Sum(self.model, x, y, clip, weights))
+        total = self._passes.at_once(Sum(self.model, x, y, clip, weights), exact=most is not None)
         if total is not None:
-            return total
-        return self._by_passes(x, y, clip, None if weights is None else partial(_asked, weights))
+            return within(total, clip, most).to(self.model.vector.dtype)
+        weigh = None if weights is None else partial(_asked, weights)
+        return self._sum(self._passes.gradients, x, y, clip, weigh, most)
 
     def clipped_difference(
-        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, bound: float
+        self,
+        x: Tensor,
+        y: Tensor,
+        w: Tensor,
+        anchor: Tensor,
+        bound: float,
+        most: int | None = None,
     ) -> Tensor:
         """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = min(1, bound/‖d_j‖).
 
@@ -119,7 +113,7 @@ class PerSampleKernel:
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
             return self._passes.differences(x, y, w, anchor)
 
-        total = self._sum(measure, x.detach(), y, bound, None)
+        total = self._sum(measure, x.detach(), y, bound, None, most)
         self.model.load(w)
         return total
 
@@ -163,18 +157,24 @@ class PerSampleKernel:
         return torch.stack(rows)
 
     def _sum(
-        self, measure: _Measure, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None
+        self,
+        measure: _Measure,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weigh: _Weigh | None,
+        most: int | None = None,
     ) -> Tensor:
         """The sum [d] of what `measure` finds; see `slack` for what float32 may add to it."""
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
         self._mixers.check()
-        exact = batch > IN_FLOAT32 or self._passes.cut_small(x, y)
+        exact = most is not None or batch > IN_FLOAT32 or self._passes.cut_small(x, y)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         with torch.no_grad(), _all_digits(vector):
             self._add(total, measure, x, y, _Clip(clip, unit_of(clip)), weigh)
-        return total.mul_(unit_of(clip)).to(vector.dtype)
+        return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
 
     def _add(
         self,
@@ -338,15 +338,6 @@ def _gradients(
         torch.autograd.grad(output, parameters, grad, allow_unused=True),
     )
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-def check_clip(name: str, clip: float) -> None:
-    """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
-    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
-        raise InputError(
-            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
-            "no digits in float32; scale loss or weights"
-        )
 
 
 def _apart(v: Tensor, vector: Tensor) -> Tensor:

@@ -84,11 +84,14 @@ class Passes:
         self._images = bool(convolutions) and pools
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
-    def at_once(self, asked: Sum) -> Tensor | None:
-        """Return what is asked for [d], None where it takes the passes that the others make."""
+    def at_once(self, asked: Sum, *, exact: bool = False) -> Tensor | None:
+        """Return what is asked for [d], None where it takes the passes that the others make.
+
+        exact: in float64, of however few records.
+        """
         if self.dense is None or self.chain is None or not self.chain.holds:
             return None
-        return self.dense.sum_of(asked)
+        return self.dense.sum_of(asked, exact=exact)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Which way records of the form of x, y take: "chain", "graph" or "records"."""

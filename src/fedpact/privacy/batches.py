@@ -13,7 +13,8 @@ from torch import Tensor
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel, check_clip, slack
+from fedpact.persample.bounds import check_clip, slack
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.guarded import measured, summed
 from fedpact.privacy.terms import Terms
@@ -22,11 +23,19 @@ from fedpact.privacy.terms import Terms
 def clip_for(clip: float, expected: float) -> float:
     """The clip that keeps what one record moves a sum by at or below C, rounding included.
 
-    expected: q N, the expected size of a batch. A Poisson batch is larger than `most` once in 10^31
-    batches (Chernoff: exp(-t² / 2(qN + t/3)), t = 12 √(qN) + 50, is at most 10^-31).
+    expected: q N, the expected size of a batch.
     """
-    most = math.ceil(expected + 12 * math.sqrt(expected) + 50)
-    return clip / (1 + slack(most))
+    return clip / (1 + slack(most_records(expected)))
+
+
+def most_records(expected: float) -> int:
+    """How many records a batch of q N expected ones is reckoned with.
+
+    A Poisson batch of N records is larger once in 10^31 batches (Chernoff: with t = 12 √(qN) + 50,
+    exp(-t² / 2(qN + t/3)) is at most 10^-31). One that is, as where a site has more records than it
+    has declared, is summed in another way, which keeps the same slack; see persample.bounds.
+    """
+    return math.ceil(expected + 12 * math.sqrt(expected) + 50)
 
 
 class Batch(Protocol):
@@ -195,6 +204,10 @@ class NoisyBatch(Channels, Generic[K]):
 class PerSampleBatch(NoisyBatch[PerSampleKernel]):
     """See Batch. The sum of gradients that are clipped one by one, over the expected batch size."""
 
+    @property
+    def _most(self) -> int:
+        return most_records(self._terms.batch_size)
+
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
         self.use("gradient")
@@ -205,6 +218,8 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         clipped_sum = self._kernel.clipped_sum
 
         def take(x: Tensor, y: Tensor) -> Tensor:
+            if len(y) > self._most:
+                return clipped_sum(x, y, clip, weights, self._most)
             return clipped_sum(x, y, clip, weights)
 
         total = summed(take, self._x, self._y, w, one_by_one=True)
@@ -220,6 +235,8 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         clipped_difference = self._kernel.clipped_difference
 
         def take(x: Tensor, y: Tensor) -> Tensor:
+            if len(y) > self._most:
+                return clipped_difference(x, y, w, anchor, clip, self._most)
             return clipped_difference(x, y, w, anchor, clip)
 
         total = summed(take, self._x, self._y, w, one_by_one=True)

@@ -29,15 +29,20 @@ class Seat(PerSampleKernel):
         self._ask = ask
 
     def clipped_sum(
-        self, x: Tensor, y: Tensor, clip: float, weights: Weights | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weights: Weights | None = None,
+        most: int | None = None,
     ) -> Tensor:
         """See PerSampleKernel."""
-        # What is to be refused, and an empty batch, is for the site's own kernel.
-        if x.shape[0] and clip > 0:
+        # What is to be refused, or is too long, and an empty batch, is for the site's own kernel.
+        if x.shape[0] and clip > 0 and most is None:
             total = self._ask(Sum(self.model, x.detach(), y, clip, weights))
             if total is not None:
                 return total
-        return super().clipped_sum(x, y, clip, weights)
+        return super().clipped_sum(x, y, clip, weights, most)
 
 
 class PlainSeat(PlainKernel):

@@ -1,0 +1,51 @@
+"""How far one record may move a sum, rounding included, and what keeps it there."""
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import InputError
+from fedpact.persample.share import IN_FLOAT32, TOGETHER
+
+SHORTEST: Final = 2.0**-100
+"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
+
+
+def slack(records: int) -> float:
+    """By how much a sum over at most so many records may exceed the clip: relative, proven.
+
+    docs/privacy.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r of at
+    most `records`, where float32 adds (gradients.TOGETHER records to a product) and where float64
+    does.
+
+    >>> slack(75) < 2e-3 and slack(10**6) < 0.13
+    True
+    """
+    unit = 2.0**-24
+    added = (TOGETHER + 16) * unit * min(records, IN_FLOAT32)
+    rounded = unit * (1 + 2.0**-5) * records if records > IN_FLOAT32 else 0.0
+    return 2.0**-14 + 2 * max(added, rounded)
+
+
+def within(total: Tensor, clip: float, most: int | None) -> Tensor:
+    """Return a sum [d] of clipped parts, shortened to most C; as it is where most is None.
+
+    For a batch of more than `most` records, whose sum in float64 is rounded to float32 afterwards:
+    that rounding is then no larger than with `most`. The nearest point of a ball is never farther
+    from another's than the points themselves are, so what one record moves the sum by only shrinks.
+    """
+    if most is None:
+        return total
+    longest = most * clip * (1 + 2.0**-14)
+    return total * torch.clamp(longest / total.square().sum().sqrt(), max=1)
+
+
+def check_clip(name: str, clip: float) -> None:
+    """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
+    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
+        raise InputError(
+            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
+            "no digits in float32; scale loss or weights"
+        )
