@@ -111,10 +111,6 @@ def by_draws(kind):
     return lambda r, k, t, d: private_oracle(r, k, t, kind(d))
 
 
-class LessNoiseWithRecords(Draws):
-    """Made by an oracle that knows how many records it has: noise that depends on the batch."""
-
-
 def quiet_with_records(records, kernel, terms, draws):
     factor = 0.7 if len(records.y) else 1.0
     sigmas = {channel: factor * sigma for channel, sigma in terms.sigmas.items()}
@@ -152,7 +148,7 @@ def test_the_right_mechanism_passes(seed, target, queries):
     one = seeded(target, seed)
     found = [*noise_levels(one, queries), *noise_tests(one, queries), *sampling_tests(one, queries)]
     assert len(found) > 20
-    assert all(test.passed for test in found), [test for test in found if not test.passed]
+    assert not [test for test in found if not test.passed]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -190,9 +186,7 @@ def test_a_true_curve_is_refuted_as_often_as_allowed(epsilon, canaries, guesses)
 
     lost = lost_by([(epsilon, 0.0)])
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
-    least = next(
-        (v for v in range(guesses + 1) if refuted(lost, canaries, guesses, v, 0.05)), None
-    )
+    least = next((v for v in range(guesses + 1) if refuted(lost, canaries, guesses, v, 0.05)), None)
     if least is not None:
         assert law.sf(least - 1) <= 0.05
 

@@ -112,7 +112,7 @@ def lost_by(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
         lower = [math.exp(-e) * (x - d) for e, d in pairs]
         # The same for the event's complement.
         upper = [1 - d - math.exp(min(e, 700.0)) * (1 - x) for e, d in pairs]
-        return max(0.0, *lower, *upper)
+        return max([0.0, *lower, *upper])
 
     return lost
 
@@ -131,10 +131,10 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) -> float:
-    """Return the bound from `runs` runs of each kind, were the scores those of two Gaussians that
-    are (claimed, δ)-private: what the best attack on a mechanism exactly as claimed would show.
+    """Return the bound that the best attack on a mechanism exactly as claimed would show.
 
-    By the expected counts at the best threshold.
+    From `runs` runs of each kind, were their scores two Gaussians that are (claimed, δ)-private and
+    no more; by the expected counts at the best threshold.
     """
     mu = gaussian_mu(claimed, delta)
     shown = 0.0

@@ -71,7 +71,8 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
         case OneRun():
             told = (
                 f"{finding.correct} of {finding.guesses} guesses right, {finding.canaries} "
-                f"canaries, {finding.events} events; {_powered(finding.power, finding.claimed)}"
+                f"canaries, {finding.events} events; "
+                f"{_powered(finding.power, finding.claimed)}"
             )
             return [
                 Check(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from scipy import stats
 
@@ -60,8 +59,8 @@ class Tested:
 def noise_levels(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[NoiseLevel, ...]:
     """Return the level of every channel; all are right at once with probability 0.999.
 
-    Sum of squares over σ² is chi-square, with as many degrees of freedom as there are numbers; about
-    the mean of all events, with one less a coordinate: what does not change hides nothing.
+    Sum of squares over σ² is chi-square, with as many degrees of freedom as there are numbers;
+    about the mean of all events, with one less a coordinate: what does not change hides nothing.
     """
     levels = list[NoiseLevel]()
     for channel, noise in _noise(target, queries, _nobody(target)).items():
@@ -92,7 +91,7 @@ def noise_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple
 
 def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
     """Yield p-values, each exact or too large, of noise [requests, events, numbers]."""
-    requests, events, numbers = noise.shape
+    numbers = noise.shape[2]
     flat = noise.flatten(0, 1)
     squares = flat.square()
     for what, sums, size in (
@@ -101,9 +100,9 @@ def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
     ):
         p = float(stats.chi2.cdf(float(sums.min()), size))
         yield what, min(1.0, p * len(sums))
-    # Noise of bounded size hides no record that is larger; P[all |z| <= a] = (1 - 2 Φ(-a))^n.
-    largest = float(flat.abs().max())
-    yield "its largest values are large", float(np.exp(flat.numel() * np.log1p(-2 * stats.norm.sf(largest))))
+    # Noise of bounded size hides no record that is larger; P[all |z| <= a] = (2 Φ(a) - 1)^n.
+    within = 1 - 2 * float(stats.norm.sf(float(flat.abs().max())))
+    yield "its largest values are large", within ** flat.numel()
     some = flat.flatten()[:: max(1, flat.numel() // _SAMPLE)].numpy()
     yield "it is normal", float(stats.kstest(some, "norm", method="asymp").pvalue)
     # Given one of two independent vectors, their product over its length is N(0, 1).
