@@ -7,7 +7,7 @@ import pytest
 
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.theory import pld
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, quick_epsilon, round_rate_up
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, round_rate_up
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
 BUDGET = Budget(2.0, 1e-5)

@@ -106,7 +106,8 @@ def _of_runs(method: str, finding: ManyRuns, confidence: float) -> list[Check]:
     for b in finding.bounds:
         told = (
             f"{finding.events} events, seen in {b.counts.seen_with} runs of {b.counts.runs_with} "
-            f"with the canary, {b.counts.seen_without} without ({finding.attack}); {_powered(b.power, b.claimed)}"
+            f"with the canary, {b.counts.seen_without} without ({finding.attack}); "
+            f"{_powered(b.power, b.claimed)}"
         )
         made.append(Check(method, "ε", b.epsilon, b.claimed, b.delta, confidence, told))
     return made
