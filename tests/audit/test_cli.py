@@ -35,10 +35,15 @@ def test_one_json_document_with_everything_an_epsilon_needs():
     assert (one["canaries"], one["events"]) == (60, 2)
     for bound in [one, *document["methods"]["many-runs"]["bounds"]]:
         assert 0 <= bound["epsilon"] <= bound["claimed"]
-    # The same once more in one form: one-run, three δ and a channel's noise, AUC.
-    assert [c["quantity"] for c in document["checks"]] == ["ε", "ε", "ε", "ε", "σ", "AUC"]
+    # The same once more in one form: one-run and its curve, three δ, a channel's noise and the
+    # nearest of the tests, AUC.
+    assert [c["quantity"] for c in document["checks"]] == [*"εpεεεσp", "AUC"]
+    # What the attacks could show at best stands beside what they showed.
+    assert all(
+        "as claimed would show" in c["found"] for c in document["checks"] if c["quantity"] == "ε"
+    )
     assert document["checks"][0]["bound"] == one["epsilon"]
-    assert [c["confidence"] for c in document["checks"]] == [0.95] * 4 + [0.999, 0.95]
+    assert [document["checks"][i]["confidence"] for i in (0, 2, 5, 7)] == [0.95, 0.95, 0.999, 0.95]
 
 
 def test_text():
@@ -108,7 +113,8 @@ def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatc
     assert (document["epsilon"], document["delta"]) == (site["epsilon"], site["delta"])
     assert (document["mechanism"], document["events"]) == (stated["mechanism"], site["steps"])
     page = (run / "report.html").read_text()
-    (check,) = document["checks"]
+    check, curve = document["checks"]
+    assert curve["quantity"] == "p"
     assert f"ε ≥ {lower(check['bound'])}</td>" in page
     assert check["found"] in page
     assert "No attack contradicts the claim" in page

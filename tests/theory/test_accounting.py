@@ -138,7 +138,8 @@ def test_extremes_give_a_bound_or_inf_but_never_nan(accountant):
                 value = epsilon({SampledGaussian(q, sigma): 3}, delta, accountant)
                 assert value >= 0, (q, sigma, delta)
     assert math.isfinite(epsilon({ALI: 100}, 1e-30))
-    assert epsilon({ALI: 100}, 1e-30, "pld") == math.inf  # below what an FFT resolves
+    # Below what a grid resolves, too, and then tighter than RDP.
+    assert epsilon({ALI: 100}, 1e-30, "pld") < epsilon({ALI: 100}, 1e-30, "rdp")
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "best"])

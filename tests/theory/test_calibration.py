@@ -7,7 +7,7 @@ import pytest
 
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.theory import pld
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, quick_epsilon, round_rate_up
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, round_rate_up
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
 BUDGET = Budget(2.0, 1e-5)
@@ -62,10 +62,10 @@ def test_a_thousand_sites_need_one_search_a_rate_and_few_exact_answers(monkeypat
     assert sorted(sigma) == sorted(sigma, key=sigma.__getitem__)
 
 
-def test_a_delta_too_small_for_the_quick_accountant_is_searched_with_the_exact_one():
+def test_a_delta_too_small_for_a_grid_is_searched_as_well():
     budget = Budget(2.0, 1e-13)
     event = {SampledGaussian(0.3, 20.0): 40}
-    assert quick_epsilon(event, budget.delta, "pld") == math.inf
+    assert not pld.resolved([(0.3, 20.0, 40)], budget.delta)
     assert epsilon(event, budget.delta, "pld") < math.inf
     sigma = smallest_sigma(budget, 0.3, 40, "pld")
     cost = [epsilon({SampledGaussian(0.3, s): 40}, 1e-13, "pld") for s in (sigma, 0.999 * sigma)]

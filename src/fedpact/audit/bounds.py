@@ -8,7 +8,7 @@ A method that reports the largest of k bounds asks each of them for confidence 1
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from scipy import stats
 
 from fedpact import check
 from fedpact.errors import InputError
+from fedpact.theory import gaussian
 
 _LARGEST_EPSILON = 100.0
 
@@ -60,6 +61,103 @@ def one_run_epsilon(
     """
     level = 1 - check.fraction(confidence=confidence)
     return _largest(lambda e: one_run_p_value(canaries, guesses, correct, e, delta) <= level)
+
+
+def refuted(
+    lost: Callable[[float], float], canaries: int, guesses: int, correct: int, level: float
+) -> bool:
+    """Return whether so many right guesses refute a trade-off curve, at this level of error.
+
+    lost: for P[E] = x under one of two neighbours the least P[E] under the other that the curve
+    allows; it grows with x. Mahloujifar, Melis, Chaudhuri 2024, arXiv 2410.22235: with m canaries,
+    r guesses, v right ones and τ = level, were P[at least v right] = τ, then r_v = τ v/m, h_v =
+    τ (r - v)/m, and downwards
+
+        h_i = max(h_{i+1}, lost(r_{i+1})),    r_i = r_{i+1} + i/(r - i) (h_i - h_{i+1})
+
+    bound what is right and wrong from below; together they cannot be more than r/m.
+    """
+    one_run_p_value(canaries, guesses, correct, 0.0, 0.0)  # checks the counts
+    right, wrong = level * correct / canaries, level * (guesses - correct) / canaries
+    for i in range(correct - 1, -1, -1):
+        more = max(wrong, lost(right))
+        right += i / (guesses - i) * (more - wrong)
+        wrong = more
+    return right + wrong > guesses / canaries
+
+
+def curve_p_value(
+    lost: Callable[[float], float], canaries: int, guesses: int, correct: int
+) -> float:
+    """Return the least level, within 1 %, at which `refuted`; 1.0 where there is none."""
+    low, high = 1e-9, 1.0
+    if refuted(lost, canaries, guesses, correct, low):
+        return low
+    if not refuted(lost, canaries, guesses, correct, high):
+        return high
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        if refuted(lost, canaries, guesses, correct, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def lost_by(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return `lost` of `refuted` for a mechanism that is (ε, δ)-private for all pairs given."""
+    pairs = [(e, d) for e, d in curve if e < math.inf]
+
+    def lost(x: float) -> float:
+        lower = [math.exp(-e) * (x - d) for e, d in pairs]
+        # The same for the event's complement.
+        upper = [1 - d - math.exp(min(e, 700.0)) * (1 - x) for e, d in pairs]
+        return max([0.0, *lower, *upper])
+
+    return lost
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return μ of N(0, 1) against N(μ, 1) at which these two are (ε, δ)-private and no more."""
+    if epsilon == math.inf:
+        return math.inf
+    low, high = 0.0, 1.0
+    while gaussian.epsilon(high, delta) < epsilon:
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian.epsilon(middle, delta) < epsilon else (low, middle)
+    return low
+
+
+def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) -> float:
+    """Return the bound that the best attack on a mechanism exactly as claimed would show.
+
+    From `runs` runs of each kind, were their scores two Gaussians that are (claimed, δ)-private and
+    no more; by the expected counts at the best threshold.
+    """
+    mu = gaussian_mu(claimed, delta)
+    shown = 0.0
+    for at in np.linspace(-3, min(mu, 40.0) + 3, 121):
+        p1, p0 = float(stats.norm.sf(at - mu)), float(stats.norm.sf(at))
+        counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
+        shown = max(shown, many_runs_epsilon(counts, delta, confidence))
+    return shown
+
+
+def expected_right(mu: float, share: float) -> float:
+    """Return how many guesses are right, as a share, of the surest `share` of all canaries.
+
+    Scores are N(μ/2, 1) with a canary and N(-μ/2, 1) without it, independent.
+    """
+    low, high = 0.0, mu / 2 + 10
+    # |score| > t for the share that is guessed; right if its sign is.
+    for _ in range(60):
+        t = (low + high) / 2
+        guessed = float(stats.norm.sf(t - mu / 2) + stats.norm.cdf(-t - mu / 2))
+        low, high = (t, high) if guessed > share else (low, t)
+    right = float(stats.norm.sf(low - mu / 2))
+    return right / (right + float(stats.norm.cdf(-low - mu / 2)))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """What the methods found, in one form: a bound beside a claim, with everything that it needs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedpact.audit.many_runs import ManyRuns
 from fedpact.audit.membership import Membership
 from fedpact.audit.noise_level import CONFIDENCE as NOISE_CONFIDENCE
+from fedpact.audit.noise_level import Tested
 from fedpact.audit.one_run import OneRun
 
 Finding = OneRun | ManyRuns | Membership
 
-_SIGN = {"ε": ">=", "σ": "<=", "AUC": ">="}
+_SIGN = {"ε": ">=", "σ": "<=", "AUC": ">=", "p": "="}
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Check:
 
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, bounded from
     above; "AUC" of a membership attack, bounded from below, where the claim is the most that
-    (ε, δ) leaves room for. confidence: with which the bound holds. found: how it came about.
+    (ε, δ) leaves room for; "p" of a test of the mechanism, beside the level it may not fall below.
+    confidence: with which the bound holds. found: how it came about.
     """
 
     method: str
@@ -35,7 +37,7 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether the claim stands. Not, where one of the two is not a number."""
-        if self.quantity == "σ":
+        if self.quantity in ("σ", "p"):
             return self.claimed <= self.bound
         return self.bound <= self.claimed
 
@@ -69,7 +71,8 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
         case OneRun():
             told = (
                 f"{finding.correct} of {finding.guesses} guesses right, {finding.canaries} "
-                f"canaries, {finding.events} events"
+                f"canaries, {finding.events} events; "
+                f"{_powered(finding.power, finding.claimed)}"
             )
             return [
                 Check(
@@ -80,10 +83,15 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
                     finding.delta,
                     confidence,
                     told,
-                )
+                ),
+                *_of_tests(method, (finding.curve,)),
             ]
         case ManyRuns():
-            return [*_of_runs(method, finding, confidence), *_of_noise(method, finding)]
+            return [
+                *_of_runs(method, finding, confidence),
+                *_of_noise(method, finding),
+                *_of_tests(method, finding.tests),
+            ]
         case Membership():
             a = finding.auc
             told = (
@@ -98,7 +106,8 @@ def _of_runs(method: str, finding: ManyRuns, confidence: float) -> list[Check]:
     for b in finding.bounds:
         told = (
             f"{finding.events} events, seen in {b.counts.seen_with} runs of {b.counts.runs_with} "
-            f"with the canary, {b.counts.seen_without} without ({finding.attack})"
+            f"with the canary, {b.counts.seen_without} without ({finding.attack}); "
+            f"{_powered(b.power, b.claimed)}"
         )
         made.append(Check(method, "ε", b.epsilon, b.claimed, b.delta, confidence, told))
     return made
@@ -117,4 +126,23 @@ def _of_noise(method: str, finding: ManyRuns) -> list[Check]:
             "records",
         )
         for n in finding.noise
+    ]
+
+
+def _powered(power: float, claimed: float) -> str:
+    """What the method could show at best: a bound below it is no evidence of privacy."""
+    return (
+        f"the best attack on a mechanism exactly as claimed would show ε >= {power:.3g} of "
+        f"{claimed:.4g}"
+    )
+
+
+def _of_tests(method: str, tests: Sequence[Tested]) -> list[Check]:
+    """Those that failed, each, and the others by the one that came nearest to it."""
+    failed = [t for t in tests if not t.passed]
+    good = sorted((t for t in tests if t.passed), key=lambda t: t.p / t.level)
+    nearest = f" (nearest of {len(good)} that pass)" if len(good) > 1 else ""
+    return [
+        Check(method, "p", t.p, t.level, None, 1 - t.level, f"test that {t.what}{note}")
+        for t, note in [*((t, "") for t in failed), *((t, nearest) for t in good[:1])]
     ]

@@ -23,15 +23,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedpact.audit.bounds import Counts, many_runs_epsilon
-from fedpact.audit.noise_level import NoiseLevel, noise_levels
+from fedpact.audit.bounds import Counts, many_runs_epsilon, many_runs_power
+from fedpact.audit.noise_level import NoiseLevel, Tested, noise_levels, noise_tests
+from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.persample.kernel import PlainKernel
 from fedpact.persample.weighting import UNIFORM, Fair
-from fedpact.privacy.noise import SeededDraws
+from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import Records
 
 _CHANNELS = ("gradient", "loss", "below")
@@ -48,12 +49,16 @@ _WEIGHT = 20.0
 
 @dataclass(frozen=True)
 class Bound:
-    """ε at one δ: the lower bound, what the accountant states, and the counts it comes from."""
+    """ε at one δ: the lower bound, what the accountant states, and the counts it comes from.
+
+    power: the bound that the best attack would show, by the expected counts, were all as claimed.
+    """
 
     delta: float
     epsilon: float
     claimed: float
     counts: Counts
+    power: float
 
     @property
     def passed(self) -> bool:
@@ -69,11 +74,12 @@ class ManyRuns:
     events: int
     bounds: tuple[Bound, ...]
     noise: tuple[NoiseLevel, ...]
+    tests: tuple[Tested, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether every claim stands."""
-        return all(part.passed for part in (*self.bounds, *self.noise))
+        return all(part.passed for part in (*self.bounds, *self.noise, *self.tests))
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,12 @@ class Attack:
         """Return one run's statistics, means over its events."""
         records = self.records
         if present:
+            # Anywhere among the others: a batch of always the first records has it or has it not.
+            generator = stream(target.plan.seed, "audit", self.name, "place", *key)
+            at = int(torch.randint(len(records.y) + 1, (), generator=generator))
             records = Records(
-                torch.cat([records.x, self.canary.x]), torch.cat([records.y, self.canary.y])
+                torch.cat([records.x[:at], self.canary.x, records.x[at:]]),
+                torch.cat([records.y[:at], self.canary.y, records.y[at:]]),
             )
         draws = SeededDraws(target.plan.seed, "audit", self.name, present, *key)
         oracle, rows = target.oracle(records, draws), list[list[float]]()
@@ -136,9 +146,12 @@ def many_runs(
         at = rule.threshold(runs, delta, each)
         counts = Counts(int((with_it > at).sum()), runs, int((without > at).sum()), runs)
         found = many_runs_epsilon(counts, delta, each)
-        bounds.append(Bound(delta, found, target.claimed(events, delta), counts))
+        claimed = target.claimed(events, delta)
+        power = many_runs_power(claimed, delta, runs, each)
+        bounds.append(Bound(delta, found, claimed, counts, power))
     noise = noise_levels(target, attack.queries)
-    return ManyRuns(attack.name, events, tuple(bounds), noise)
+    tests = (*noise_tests(target, attack.queries), *sampling_tests(target, attack.queries))
+    return ManyRuns(attack.name, events, tuple(bounds), noise, tests)
 
 
 @dataclass(frozen=True)

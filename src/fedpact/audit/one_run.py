@@ -15,6 +15,7 @@ is a rough one). Adding canaries to an
 unchanged public size is what add/remove adjacency is about.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from fedpact.audit.bounds import one_run_epsilon
+from fedpact.audit.bounds import (
+    curve_p_value,
+    expected_right,
+    gaussian_mu,
+    lost_by,
+    one_run_epsilon,
+)
+from fedpact.audit.noise_level import Tested
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
 from fedpact.errors import InputError, ModelError
@@ -33,6 +41,8 @@ from fedpact.privacy.terms import Terms
 
 # Guesses, as shares of the canaries; the largest of the bounds counts, each at its share of error.
 _SHARES = (0.05, 0.2, 1.0)
+# Where the claimed curve is tested, beside the budget's own δ.
+_DELTAS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4)
 # Numbers that the canaries' gradients may take: half a gigabyte.
 _MOST_NUMBERS = 1 << 27
 
@@ -42,6 +52,8 @@ class OneRun:
     """What one run shows. Of m canaries `correct` of `guesses` were right, where ε is largest.
 
     epsilon: the lower bound. claimed: what the accountant states at delta for the run's events.
+    power: the bound that the best attack would show, were the mechanism as claimed. curve: whether
+    the guesses refute the trade-off curve that the accountant states, at all δ together.
     """
 
     canaries: int
@@ -51,11 +63,13 @@ class OneRun:
     delta: float
     epsilon: float
     claimed: float
+    power: float
+    curve: Tested
 
     @property
     def passed(self) -> bool:
-        """Whether the claim stands."""
-        return self.epsilon <= self.claimed
+        """Whether the claim stands: ε at its δ, and the whole trade-off curve."""
+        return self.epsilon <= self.claimed and self.curve.passed
 
 
 def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
@@ -67,26 +81,43 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
         torch.cat([target.records.x, made.x[coins]]), torch.cat([target.records.y, made.y[coins]])
     )
     scores, events, anchors = _scores(target, records, made)
-    bounds = [_bound(scores, coins, share, target, confidence) for share in _SHARES]
-    best, guesses, correct = max(bounds)
+    # Each share of guesses bounds ε, and tests the curve.
+    error = (1 - confidence) / (2 * len(_SHARES))
+    guessed = [_guess(scores, coins, share) for share in _SHARES]
     delta = target.terms.budget.delta
+    found = [(one_run_epsilon(m, r, v, delta, 1 - error), r, v) for r, v in guessed]
+    best, guesses, correct = max(found)
     claimed = target.claimed(events, delta, anchors)
-    return OneRun(m, guesses, correct, events + anchors, delta, best, claimed)
+    stated = [(target.claimed(events, d, anchors), d) for d in (delta, *_DELTAS)]
+    p = min(curve_p_value(lost_by(stated), m, r, v) for r, v in guessed)
+    told = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
+    return OneRun(
+        m, guesses, correct, events + anchors, delta, best, claimed,
+        power=_power(m, claimed, delta, error),
+        curve=Tested(told, p, error),
+    )  # fmt: skip
 
 
-def _bound(
-    scores: Tensor, coins: Tensor, share: float, target: Target, confidence: float
-) -> tuple[float, int, int]:
-    """ε, guesses, right guesses, where the highest and the lowest scores are guessed."""
+def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
+    """The bound at the expected number of right guesses, were the scores those of Gaussians."""
+    mu = min(gaussian_mu(claimed, delta), 50.0)
+    shown = [0.0]
+    for share in _SHARES:
+        r = 2 * max(1, round(share * canaries / 2))
+        r = min(r, canaries)
+        right = math.floor(r * expected_right(mu, share))
+        shown.append(one_run_epsilon(canaries, r, right, delta, 1 - error))
+    return max(shown)
+
+
+def _guess(scores: Tensor, coins: Tensor, share: float) -> tuple[int, int]:
+    """Guesses, right guesses, where the highest and the lowest scores are guessed."""
     half = max(1, round(share * len(scores) / 2))
     order = torch.argsort(scores)
     right = int(coins[order[-half:]].sum())
     lowest = order[: min(half, len(scores) - half)]
     right += int((~coins[lowest]).sum())
-    guesses = half + len(lowest)
-    each = 1 - (1 - confidence) / len(_SHARES)
-    found = one_run_epsilon(len(scores), guesses, right, target.terms.budget.delta, each)
-    return found, guesses, right
+    return half + len(lowest), right
 
 
 def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int, int]:

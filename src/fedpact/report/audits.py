@@ -11,6 +11,7 @@ from fedpact.text import lower, upper
 _WORDS = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
     "σ": ("σ ≤ {}", "σ = {}"),
+    "p": ("p = {}", "p ≥ {}"),
     "AUC": ("AUC ≥ {}", "AUC ≤ {}"),
 }
 
@@ -19,7 +20,8 @@ _WORDS = {
 class Check:
     """One bound that was measured, and what the accountant states of the same.
 
-    quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above.
+    quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
+    "p", of a test of the mechanism, beside its level.
     """
 
     method: str
@@ -33,9 +35,8 @@ class Check:
     @property
     def wrong(self) -> bool:
         """Whether the numbers contradict each other, whatever else the file says of them."""
-        return not (
-            self.claimed <= self.bound if self.quantity == "σ" else self.bound <= self.claimed
-        )
+        above = self.quantity in ("σ", "p")
+        return not (self.claimed <= self.bound if above else self.bound <= self.claimed)
 
     @property
     def cells(self) -> tuple[str, ...]:

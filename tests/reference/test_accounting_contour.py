@@ -1,0 +1,178 @@
+"""Millions of releases at tiny rates, against plain integrals, limits, dp-accounting; extremes."""
+
+import itertools
+import math
+import warnings
+
+import mpmath as mp
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+from fedpact.theory import contour, gaussian, pld
+from fedpact.theory.accounting import (
+    Budget,
+    SampledGaussian,
+    epsilon,
+    max_steps,
+    quick_epsilon,
+)
+from fedpact.theory.calibration import smallest_sigma
+
+
+def quadrature(terms, c, spread):
+    """Return δ as a function of ε, the larger of both directions.
+
+    By Gauss and Legendre in z and equal steps in u, without smoothing, bounds or tails: what
+    theory.contour bounds from above. Beyond z = 9 lie 1e-11 of 1e8 releases. c: any order; spread:
+    of the composed loss.
+    """
+    x, w = np.polynomial.legendre.leggauss(24)
+    cuts = np.linspace(-9, 9, 145)
+    half = (cuts[1] - cuts[0]) / 2
+    z = (cuts[:-1, None] + half * (1 + x)).ravel()
+    w = np.tile(half * w, 144) * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    step = 2 * math.pi / (30 * spread)
+    s = c + 1j * step * np.arange(math.ceil(9 / spread / step))
+    weights = np.full(len(s), step / math.pi)
+    weights[0] /= 2
+    both = []
+    for sign in (1, -1):
+        total = np.zeros(len(s), dtype=complex)
+        for q, sigma, count in terms:
+            loss = np.log1p(q * np.expm1(z / sigma - 0.5 / sigma**2))
+            power = s + 1 if sign == 1 else -s
+            change = np.array([w @ np.expm1(p * loss) for p in power])
+            a, b = change.real, change.imag
+            total += count * (0.5 * np.log1p(2 * a + a**2 + b**2) + 1j * np.arctan2(b, 1 + a))
+        both.append(total)
+
+    def delta(e):
+        return max(float((weights * np.exp(k - s * e) / (s * (s + 1))).real.sum()) for k in both)
+
+    return delta
+
+
+@pytest.mark.parametrize(
+    ("terms", "delta"),
+    [
+        ([(1e-6, 1.0, 10**7)], 1e-5),
+        ([(1e-7, 0.8, 10**8)], 1e-8),
+        ([(1e-4, 1.0, 10**7)], 1e-5),
+        ([(1e-7, 20.0, 10**8)], 1e-6),
+        ([(1e-6, 1.0, 10**7), (2e-6, 2.0, 10**6), (1e-5, 3.0, 300)], 1e-6),
+    ],
+    ids=str,
+)
+def test_tiny_rates_are_at_most_two_percent_above_the_integral(terms, delta):
+    spread = math.sqrt(sum(t * q * q * math.expm1(s**-2) for q, s, t in terms))
+    exact = quadrature(terms, 3 / spread, spread)
+    found = epsilon({SampledGaussian(q, s): t for q, s, t in terms}, delta)
+    assert exact(found) <= delta
+    assert exact(found / 1.02) > delta
+    # The quick one, by which calibrations search, is as good.
+    quick = quick_epsilon({SampledGaussian(q, s): t for q, s, t in terms}, delta)
+    assert found <= quick * (1 + 1e-9) <= found * 1.02
+
+
+def gaussian_delta(mu, e):
+    return float(ndtr(mu / 2 - e / mu) - math.exp(e + log_ndtr(-mu / 2 - e / mu)))
+
+
+@pytest.mark.parametrize(("q", "count"), [(1e-7, 10**8), (1e-6, 10**7), (1e-5, 10**8)])
+def test_tiny_rates_approach_their_central_limit(q, count):
+    # Bu, Dong, Long, Su 2020; here the limit is reached but for 0.2 %.
+    mu = q * math.sqrt(count * math.expm1(1.0))
+    limit = brentq(lambda e: gaussian_delta(mu, e) - 1e-5, 0, 10 * mu + mu**2)
+    found = epsilon({SampledGaussian(q, 1.0): count}, 1e-5)
+    assert limit * 0.998 <= found <= limit * 1.01
+
+
+CASES = [
+    ([(0.015, 1.1, 716)], 1e-5),
+    ([(0.1, 2.25, 100)], 1e-9),
+    ([(1e-3, 0.6, 10_000)], 1e-4),
+    ([(0.02, 1.0, 300), (0.3, 6.0, 40), (1.0, 10.0, 1)], 1e-5),
+]
+
+
+@pytest.mark.parametrize(("terms", "delta"), CASES, ids=str)
+def test_where_a_grid_serves_both_agree(terms, delta):
+    # dp-accounting's grid adds 0.1 % at most, the smoothing 0.4.
+    assert pld.resolved(terms, delta)
+    found = contour.epsilon(terms, delta)
+    assert found == pytest.approx(pld.epsilon(terms, delta), rel=6e-3)
+
+
+def test_the_search_for_noise_ends_within_seconds_and_close():
+    for budget, q, steps in [
+        (Budget(0.01, 1e-5), 1e-6, 10**7),
+        (Budget(1.0, 1e-6), 1e-4, 10**7),
+    ]:
+        sigma = smallest_sigma(budget, q, steps)
+        cost = [
+            epsilon({SampledGaussian(q, s): steps}, budget.delta) for s in (sigma, 0.99 * sigma)
+        ]
+        assert cost[0] <= budget.epsilon < cost[1]
+
+
+def test_full_batches_are_one_gaussian_at_any_budget():
+    # sqrt(1e5)/σ = μ; δ(1e-3) = 1e-15 by 40 digits.
+    with mp.workdps(40):
+        e = mp.mpf("1e-3")
+
+        def log_delta(mu):
+            return mp.log(mp.ncdf(mu / 2 - e / mu) - mp.exp(e) * mp.ncdf(-mu / 2 - e / mu))
+
+        mu = mp.findroot(lambda m: log_delta(m) + 15 * mp.log(10), (1.5e-4, 1.6e-4))
+    exact = math.sqrt(1e5) / float(mu)
+    sigma = smallest_sigma(Budget(1e-3, 1e-15), 1.0, 10**5)
+    assert exact <= sigma <= exact * 1.001
+    assert exact == pytest.approx(2.05e6, rel=1e-3)
+    assert max_steps(SampledGaussian(1.0, sigma), Budget(1e-3, 1e-15)) == pytest.approx(
+        1e5, rel=1e-3
+    )
+
+
+def test_one_gaussian_by_forty_digits():
+    draw = np.random.default_rng(4)
+    with mp.workdps(40):
+        for _ in range(200):
+            mu, delta = float(10 ** draw.uniform(-10, 3)), float(10 ** draw.uniform(-30, -0.01))
+            found = gaussian.epsilon(mu, delta)
+
+            def exact(e, m=mu):
+                return mp.ncdf(m / mp.mpf(2) - e / m) - mp.exp(e) * mp.ncdf(-m / mp.mpf(2) - e / m)
+
+            assert exact(mp.mpf(found)) <= delta, (mu, delta)
+            if found:
+                assert exact(mp.mpf(found - 1e-6 * max(found, mu))) > delta, (mu, delta)
+
+
+@pytest.mark.parametrize("sigma", [5e-324, 1e-200, 1e-160, 1e-3, 1e10, 1e160, 1e200, 1.7e308])
+def test_numbers_out_of_all_range_give_a_bound_and_no_traceback(sigma):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for q, count, delta in itertools.product(
+            (5e-324, 0.5, 1.0), (1, 10**8, 10**400), (5e-324, 1e-5)
+        ):
+            for accountant in ("pld", "rdp"):
+                found = epsilon({SampledGaussian(q, sigma): count}, delta, accountant)
+                assert found >= 0
+            assert quick_epsilon({SampledGaussian(q, sigma): count}, delta) >= 0
+
+
+def test_the_limits_of_noise_are_right():
+    def cost(q, sigma, count=3, delta=1e-5):
+        return epsilon({SampledGaussian(q, sigma): count}, delta)
+
+    # So much noise tells nothing; none tells all, but of a record that is hardly ever sampled.
+    assert cost(1.0, 1e200) == cost(0.5, 1e160) == 0
+    assert cost(1.0, 1e-200) == cost(0.5, 1e-200) == math.inf
+    assert cost(1e-6, 1e-200) == 0
+    # With δ = 0.3 above 1 - (1-q)³ = 0.271 the loss is at most -3 log(1-q), and 0 in truth.
+    assert cost(0.1, 1e-200, delta=0.3) == 0
+    both = {SampledGaussian(0.01, 1e-200): 3, SampledGaussian(1.0, 1.0): 1}
+    alone = gaussian.epsilon(1.0, 0.1 - (1 - 0.99**3))
+    assert epsilon(both, 0.1, "pld") == pytest.approx(alone - 3 * math.log(0.99), rel=1e-9)
