@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.messages import Local, Refusal, Reply, State, Task, encoded_parts, from_bytes
 from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger

@@ -1,4 +1,4 @@
-"""A run's folder: who writes which file where. Every write is whole or not at all.
+"""A run's folder: who writes which file where. Every write is whole or not at all (see files).
 
 plan.json           the resolved configuration; `fedpact run RUN/plan.json` repeats the run
 partition.json      which records belong to which site
@@ -10,7 +10,7 @@ model.safetensors   the final model's weights
 summary.json        the outcome, once there is one
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
-sites/NAME/         ledger.jsonl, memory.safetensors: the site's own
+sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and private
 """
 
 import json
@@ -22,6 +22,7 @@ from typing import Any
 
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
+from fedpact.files import write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
 
 
@@ -32,20 +33,6 @@ def check_out(out: Path) -> Path:
         why = "may not be written to" if found.is_dir() else "is no folder"
         raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
     return out
-
-
-def write_whole(path: Path, *content: bytes | memoryview) -> None:
-    """Replace a file so that a reader or a restart finds the old content or the new, never half.
-
-    content: the file's parts, in their order.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,9 @@ class Folder:
 
     def write_json(self, name: str, document: Any) -> None:
         """Write one of the JSON files."""
-        write_whole(self.path / name, json.dumps(document, indent=2).encode() + b"\n")
+        write_whole(
+            self.path / name, json.dumps(document, indent=2).encode() + b"\n", private=False
+        )
 
     def read_json(self, name: str) -> Any:
         """Read one of the JSON files. Raises DataError: missing or no JSON."""
@@ -125,7 +114,7 @@ class Folder:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
-        write_whole(self.path / "state.safetensors", *checkpoint.to_parts())
+        write_whole(self.path / "state.safetensors", *checkpoint.to_parts(), private=False)
 
     def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
         """Return the last committed round and the records up to it; later lines are dropped."""
@@ -141,5 +130,6 @@ class Folder:
         # One line a round, round 0 included; whatever follows was never committed.
         kept = lines[: checkpoint.round + 1]
         if len(kept) < len(lines):
-            write_whole(self.path / "rounds.jsonl", ("\n".join(kept) + "\n").encode())
+            content = ("\n".join(kept) + "\n").encode()
+            write_whole(self.path / "rounds.jsonl", content, private=False)
         return checkpoint, [RoundRecord.from_json(line) for line in kept]

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from fedpact.cli.console import show, strict
 from fedpact.cli.run import AsJson
 from fedpact.errors import LedgerError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.privacy.receipt import receipt
 from fedpact.privacy.reservations import FILTER
 from fedpact.report.text import upper
@@ -60,7 +60,9 @@ def export(
 ) -> None:
     """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
     receipts = _receipts(where)
-    write_whole(out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n")
+    write_whole(
+        out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n", private=False
+    )
     show(
         {"receipt": str(out), "ledgers": len(receipts)},
         as_json,

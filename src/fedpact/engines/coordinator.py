@@ -24,7 +24,8 @@ from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
-from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.files import write_whole
+from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
 from fedpact.metrics import evaluate
@@ -149,7 +150,7 @@ class Coordinator:
         module = self.federation.workshop(self.plan).module()
         FlatModel(module).load(at.state.vectors["w"])
         tensors = {name: value.clone() for name, value in module.state_dict().items()}
-        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors))
+        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors), private=False)
         last = records[-1]
         summary: dict[str, Any] = {
             "status": status,

@@ -31,7 +31,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, PlanError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws

@@ -15,7 +15,7 @@ from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.runtime import Desk, release_node
 from fedpact.engines.site import Site, answer
 from fedpact.errors import InputError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.messages import Refusal, to_bytes
 
 _log = logging.getLogger("fedpact.site")

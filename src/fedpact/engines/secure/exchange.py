@@ -20,7 +20,7 @@ from fedpact.engines.secure.keys import SecretsDoNotFit
 from fedpact.engines.secure.ring import Layout, Weighing, decode
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import InputError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, encoded_length
 
 _log = logging.getLogger("fedpact.server")

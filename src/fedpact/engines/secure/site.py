@@ -20,7 +20,7 @@ from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
 from fedpact.engines.secure.ring import Weighing, Words, encode
 from fedpact.errors import DataError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
 _log = logging.getLogger("fedpact.site")
