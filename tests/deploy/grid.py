@@ -22,6 +22,7 @@ class Node:
         self.site = Site(directory)
         self.key = seal.read_private_key(directory / "site.key")
         self.here, self.behave, self.heard = True, lambda _, answer: answer(), []
+        self.hangs, self.since = False, "first"
 
     def hear(self, message):
         self.heard.append(codec.unpack(message.content)[0])
@@ -52,7 +53,11 @@ class Grid:
                 seal.serialization.PublicFormat.SubjectPublicKeyInfo,
             )
             if node.here:
-                found.append(SimpleNamespace(node_id=node.number, public_key=pem))
+                found.append(
+                    SimpleNamespace(
+                        node_id=node.number, public_key=pem, last_activated_at=node.since
+                    )
+                )
         return found
 
     def push_messages(self, messages):
@@ -68,7 +73,7 @@ class Grid:
         replies = []
         for number in list(numbers):
             message = self.waiting.get(number)
-            if message is None:
+            if message is None or self.nodes[message.metadata.dst_node_id].hangs:
                 continue
             TaskIdentity.node_id = message.metadata.dst_node_id
             reply = self.nodes[message.metadata.dst_node_id].hear(message)

@@ -99,6 +99,105 @@ def test_a_silent_site_costs_its_round_the_time_and_no_more(federation):
     assert charged(nodes[0]) == 0
 
 
+class Clock:
+    """Time that passes where the transport waits and nowhere else."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(transport, "time", found)
+    return found
+
+
+def waited(clock, nodes, run):
+    """Round -> how long it waited, as the first site's next question or the end tells."""
+    began, behave = {}, nodes[1].behave
+
+    def note(message, answer):
+        began.setdefault(from_bytes(nodes[1].heard[-1]).round, clock.now)
+        return behave(message, answer)
+
+    nodes[1].behave = note
+    run()
+    ends = [*list(began.values())[1:], clock.now]
+    return {r: end - start for (r, start), end in zip(began.items(), ends, strict=True)}
+
+
+def test_a_site_that_hangs_costs_one_round_its_time_and_not_every_round(federation, clock):
+    run, nodes = federation
+    nodes[0].hangs = True
+    seconds = waited(clock, nodes, run)
+    assert seconds[1] == pytest.approx(0.6, abs=0.11)
+    assert seconds[2] == seconds[3] == 0
+    assert [record.refused for record in run.records[1:]] == [{"site-00": "absent"}] * 3
+
+
+def test_a_site_that_hung_is_waited_for_again_once_it_answers(federation, clock):
+    """What it answers then is of a round that is over; the round under way has it."""
+    run, nodes = federation
+    nodes[0].hangs = True
+
+    def wake(message, answer):
+        nodes[0].hangs = from_bytes(nodes[1].heard[-1]).round < 3
+        return answer()
+
+    nodes[1].behave = wake
+    assert [record.refused for record in run()[1:]] == [{"site-00": "absent"}] * 2 + [{}]
+    # Asked in round 1, again when that was asked long ago, and not for each round it slept through.
+    assert [from_bytes(block).round for block in nodes[0].heard if block][-1] == 3
+    assert from_bytes(nodes[0].heard[0]).round == 1
+    assert 2 not in {from_bytes(block).round for block in nodes[0].heard}
+
+
+def test_with_too_few_others_a_site_that_hangs_is_waited_for(make, tmp_path, clock):
+    patience = {"round_seconds": 5, "resend_seconds": 9, "join_seconds": 0, "retries": 2}
+    directory = make(tmp_path / "d", {"patience": {**patience, "least_replies": 3}}, rounds=1)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+    nodes[2].hangs = True
+    sleep = clock.sleep
+
+    def wake(seconds):
+        sleep(seconds)
+        nodes[2].hangs = clock.now < 1012
+
+    clock.sleep = wake
+    records = []
+    coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    assert records[1].refused == {}
+    for node in nodes:
+        node.site.ledger.close()
+
+
+def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
+    """Its predecessor took the question with it; that is not waited for."""
+    run, nodes = federation
+    nodes[2].behave = lambda message, answer: None
+    sleep = clock.sleep
+
+    def restart(seconds):
+        sleep(seconds)
+        if nodes[2].since == "first":
+            nodes[2].since, nodes[2].behave = "second", lambda message, answer: answer()
+
+    clock.sleep = restart
+    seconds = waited(clock, nodes, run)
+    assert all(record.refused == {} for record in run.records)
+    # A look at who is there, far below the 0.15 s until any other site is asked again.
+    assert seconds[1] == pytest.approx(0.1)
+
+
 def test_a_site_that_is_away_is_not_waited_for_and_may_come_later(federation):
     run, nodes = federation
     nodes[2].here = False
