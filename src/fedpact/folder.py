@@ -22,7 +22,7 @@ from typing import Any
 
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
-from fedpact.files import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
 
 
@@ -33,6 +33,9 @@ def check_out(out: Path) -> Path:
         why = "may not be written to" if found.is_dir() else "is no folder"
         raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
     return out
+
+
+_LOST = "put the run's folder back from a backup, or begin a new run in another one"
 
 
 @dataclass(frozen=True)
@@ -118,18 +121,22 @@ class Folder:
 
     def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
         """Return the last committed round and the records up to it; later lines are dropped."""
+        state, rounds = self.path / "state.safetensors", self.path / "rounds.jsonl"
         try:
-            block = (self.path / "state.safetensors").read_bytes()
-            lines = (self.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+            with understood(state, _LOST):
+                checkpoint = Checkpoint.from_bytes(state.read_bytes())
+            # One line a round, round 0 included; whatever follows was never committed.
+            lines = rounds.read_bytes().splitlines()
         except OSError as error:
             raise DataError(
                 f"run {self.path} cannot be resumed ({error.strerror}: {error.filename}): "
                 "it ended before its first round was written; start it anew"
             ) from None
-        checkpoint = Checkpoint.from_bytes(block)
-        # One line a round, round 0 included; whatever follows was never committed.
         kept = lines[: checkpoint.round + 1]
+        with understood(rounds, _LOST):
+            records = [RoundRecord.from_json(line.decode()) for line in kept]
+            if [record.round for record in records] != list(range(checkpoint.round + 1)):
+                raise ValueError(f"it has no line for each of the rounds 0 to {checkpoint.round}")
         if len(kept) < len(lines):
-            content = ("\n".join(kept) + "\n").encode()
-            write_whole(self.path / "rounds.jsonl", content, private=False)
-        return checkpoint, [RoundRecord.from_json(line) for line in kept]
+            write_whole(rounds, b"\n".join(kept) + b"\n", private=False)
+        return checkpoint, records

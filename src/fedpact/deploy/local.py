@@ -124,10 +124,12 @@ def ledger_of(site: Path) -> Mapping[str, Any] | None:
 
 def _last_round(server: Path) -> dict[str, Any] | None:
     path = server / "run" / "rounds.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # What follows the last end of a line is being written, or was when the server was killed.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     if not lines:
         return None
-    record = RoundRecord.from_json(lines[-1])
+    with understood(path, "the server says more when it is started"):
+        record = RoundRecord.from_json(lines[-1].decode())
     told = ("round", "accuracy", "epsilon", "refused", "seconds")
     return {name: getattr(record, name) for name in told}
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
-from fedpact.files import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
@@ -47,6 +48,10 @@ _DOES_NOT_COVER = [
     "Several records of one person: the unit is one record.",
     "The sites' declared sizes, sampling rates and label names, which are public.",
 ]
+_LEDGERS = (
+    "it says which ledgers this run has seen, and without it one that was put back is not found "
+    "out: put it back from a backup, or begin a new run"
+)
 _EPSILON = (
     "ε as the server knows it: every task that was sent counts as charged once, as does each new "
     "attempt at a round under secure aggregation. A site that died "
@@ -88,8 +93,10 @@ class Coordinator:
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
         path = self.folder.path / "ledgers.json"
-        seen: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        ledgers = {site: (int(length), str(head)) for site, (length, head) in seen.items()}
+        ledgers = dict[str, tuple[int, str]]()
+        with suppress(FileNotFoundError), understood(path, _LEDGERS):
+            for site, (length, head) in json.loads(path.read_bytes()).items():
+                ledgers[site] = int(length), str(head)
         sizes = {name: member.size for name, member in self.federation.sites.items()}
         longest = self.federation.checks.longest
         admission = Admission(self.plan.method, sizes, longest, ledgers)
@@ -103,6 +110,7 @@ class Coordinator:
         self._begin()
         evaluator = _Evaluator(self)
         at, records = self._restore(evaluator)
+        evaluator.go_on(records)
         for record in records:
             on_round(record)
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
@@ -205,10 +213,10 @@ class _Evaluator:
         self._model = FlatModel(coordinator.federation.workshop(coordinator.plan).module())
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         self._test = _test_set(coordinator)
-        records = coordinator.folder.path / "rounds.jsonl"
-        if records.exists():
-            lines = records.read_text(encoding="utf-8").splitlines()
-            self._steps = sum(RoundRecord.from_json(line).steps for line in lines)
+
+    def go_on(self, records: list[RoundRecord]) -> None:
+        """Count on from the rounds that are committed."""
+        self._steps = sum(record.steps for record in records)
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._steps += record.steps

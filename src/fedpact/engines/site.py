@@ -31,7 +31,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, PlanError
-from fedpact.files import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, State, Step, Task, from_bytes, to_bytes
 from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.noise import SeededDraws
@@ -193,6 +193,12 @@ class Site:
         return usable(records, self._bench.private, str(path))
 
 
+_LOST = (
+    "move it away. If the server asks for that round once more, it is charged once more, and never "
+    "beyond the budget"
+)
+
+
 class _LastReply:
     """The last reply and the question that it answers, in one file, written before it is sent."""
 
@@ -200,10 +206,11 @@ class _LastReply:
         self._path = path
         self._key: _Question = "", 0, 0, ""
         self._block = b""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), understood(path, _LOST):
             head, _, self._block = path.read_bytes().partition(b"\n")
             run, number, attempt, digest = json.loads(head)
-            self._key = run, number, attempt, digest
+            self._key = str(run), int(number), int(attempt), str(digest)
+            _answer(self._block)
 
     def answer_to(self, task: Task) -> bytes | None:
         return self._block if self._key == _key(task) else None
