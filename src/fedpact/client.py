@@ -29,8 +29,8 @@ _NOTHING: Final = State()
 
 
 _LOST = (
-    "put it back from a backup; or move memory.safetensors and pending-memory.safetensors away: what "
-    "the algorithm remembers at this site then begins anew"
+    "put it back from a backup; or move memory.safetensors and pending-memory.safetensors away, "
+    "and what the algorithm remembers at this site begins anew"
 )
 
 

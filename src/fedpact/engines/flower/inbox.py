@@ -35,30 +35,41 @@ class PromptGrid(HttpGrid):
 
     def __init__(self, address: str, root: bytes | None, token: str) -> None:
         super().__init__(address, root_certificates=root, token=token)
-        self._here = queue.SimpleQueue[Message]()
+        # To which messages answers are on their way, and the answers that are here: None, if one
+        # never came in full.
+        self._awaited = set[str]()
+        self._here = queue.SimpleQueue[tuple[str, Message | None]]()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
-        told = self._runtime_client.PullMessages(
-            PullAppMessagesRequest(message_ids=list(message_ids))
-        )
-        fetching = [
-            threading.Thread(target=self._fetch, args=(each.metadata.message_id, tree), daemon=True)
-            for each, tree in zip(told.messages_list, told.message_object_trees, strict=True)
-        ]
-        for thread in fetching:
-            thread.start()
+        # Of an answer that has been fetched a SuperLink says that there never was any.
+        asked = [number for number in message_ids if number not in self._awaited]
+        fetching = self._fetch_all(asked) if asked else []
         for thread in fetching:
             # Most are there in full; then they come with this call.
             thread.join(_HERE_SECONDS)
         found = list[Message]()
         while not self._here.empty():
-            found.append(self._here.get())
+            number, message = self._here.get()
+            self._awaited.discard(number)
+            if message is not None:
+                found.append(message)
         return found
 
-    def _fetch(self, number: str, tree: ObjectTree) -> None:
-        """Wait for an answer's content, put it among those that are here, and say so to Flower."""
-        client, run = self._runtime_client, self.run.run_id
+    def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
+        told = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        fetching = list[threading.Thread]()
+        for each, tree in zip(told.messages_list, told.message_object_trees, strict=True):
+            about = each.metadata.reply_to_message_id
+            self._awaited.add(about)
+            arguments = about, each.metadata.message_id, tree
+            fetching.append(threading.Thread(target=self._fetch, args=arguments, daemon=True))
+            fetching[-1].start()
+        return fetching
+
+    def _fetch(self, about: str, number: str, tree: ObjectTree) -> None:
+        """Wait for an answer's content, tell Flower that it is here, and put it with the others."""
+        client, run, message = self._runtime_client, self.run.run_id, None
         try:
             contents = pull_objects(
                 [each.object_id for each in iterate_object_tree(tree)],
@@ -67,10 +78,10 @@ class PromptGrid(HttpGrid):
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
             )
-            message = inflate_object_from_contents(number, contents)
+            found = inflate_object_from_contents(number, contents)
+            message = found if isinstance(found, Message) else None
         except (ObjectPullError, httpx.HTTPError, KeyError, ValueError) as error:
             # Who was asked does not answer, which is how it is treated.
             _log.warning("an answer never arrived in full: %s", error)
-            return
-        if isinstance(message, Message):
-            self._here.put(message)
+        finally:
+            self._here.put((about, message))
