@@ -21,7 +21,7 @@ from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.site import Site
-from fedpact.errors import PlanError
+from fedpact.errors import DataError, PlanError
 from fedpact.folder import Folder
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.receipt import receipt
@@ -598,3 +598,45 @@ def test_the_run_ends_when_every_budget_is_spent(federation):
     for node in nodes:
         spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"] == 2.0
+
+
+def test_a_server_that_died_in_the_midst_of_a_record_goes_on(federation, monkeypatch):
+    """A torn last line, and a whole one whose state was not committed: neither counts."""
+    run, nodes = federation
+    commit = Folder.commit
+
+    def die(folder, checkpoint, record):
+        if record.round == 2:
+            with (folder.path / "rounds.jsonl").open("a") as file:
+                file.write(record.to_json() + "\n" + record.to_json()[:20])
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "commit", die)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    # The replies of round 2 were stored, so that nothing was charged, or is counted, twice.
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+    (spent,) = set(records[-1].epsilon.values())
+    with Site(make_copy(nodes[0].directory)) as site:
+        assert spent == site.epsilon()
+
+
+def make_copy(directory):
+    return shutil.copytree(directory, directory.with_name("copy"))
+
+
+@pytest.mark.parametrize("name", ["ledgers.json", "state.safetensors", "rounds.jsonl"])
+@pytest.mark.parametrize("content", [b"\xff\x00", b"{}", b"[1]", b""])
+def test_a_damaged_file_of_the_server_is_told(federation, name, content):
+    run, _ = federation
+    run()
+    path = run.directory / "server" / "run" / name
+    path.write_bytes(content)
+    if (name, content) == ("ledgers.json", b"{}"):
+        return  # as before the first round
+    with pytest.raises(DataError, match=rf"{name} cannot be understood .* from a backup"):
+        run()

@@ -21,7 +21,7 @@ import torch
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import QUIET, require_flower
 from fedpact.engines.site import Site
-from fedpact.errors import InputError
+from fedpact.errors import FedpactError, InputError
 from fedpact.files import only_one, private_opener
 from fedpact.messages import RoundRecord
 
@@ -56,7 +56,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         *("--superexec-auth-secret-file", "runtime.secret"),
         "--disable-runtime-dependency-installation",
     ]
-    with _ended_by_signals(), only_one(directory / "lock", f"{directory} has a server already"):
+    alone = only_one(directory / "lock", f"{directory} has a server already")
+    with _files_told(), _ended_by_signals(), alone:
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
         if database.prepare(_home(directory) / "superlink.db"):
             _log.info("Flower's database is new")
@@ -73,7 +74,7 @@ def run_site(directory: Path) -> None:
     from fedpact.engines.flower import credentials, gate
     from fedpact.engines.flower.worker import work
 
-    with Site(directory) as site:
+    with _files_told(), Site(directory) as site:
         credentials.check_site(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")
         command = [
@@ -139,6 +140,19 @@ def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[b
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def _files_told() -> Generator[None]:
+    """Raise FedpactError, in words, for a file that cannot be used: rights, a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise FedpactError(
+            f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
+            ": see that the account which this party runs under owns its directory, and that there "
+            "is room on the disk; then start it again"
+        ) from error
 
 
 def _home(directory: Path) -> Path:

@@ -89,21 +89,22 @@ class Site:
             directory / self.settings.ledger, self.settings.data_set, hypothetical=self._test
         )
         try:
+            # What cannot be read ends it before anything is promised.
+            self._last = _LastReply(directory / "reply.bin")
+            self._client = Client[Bench](
+                self.name,
+                self._terms.size,
+                self.plan.method,
+                self._oracle,
+                self.ledger,
+                directory / "memory.safetensors",
+                self._policy,
+                self._device,
+            )
             self._take_part()
         except BaseException:
             self.ledger.close()
             raise
-        self._last = _LastReply(directory / "reply.bin")
-        self._client = Client[Bench](
-            self.name,
-            self._terms.size,
-            self.plan.method,
-            self._oracle,
-            self.ledger,
-            directory / "memory.safetensors",
-            self._policy,
-            self._device,
-        )
 
     def __enter__(self) -> Self:
         return self
