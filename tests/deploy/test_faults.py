@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import dp_accounting
 import pytest
-from tests.deploy.waiting import wait_for
+from tests.waiting import wait_for
 
 from fedpact.deploy import local
 from fedpact.privacy.receipt import receipt

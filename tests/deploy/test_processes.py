@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tests.deploy.waiting import wait_for
+from tests.waiting import wait_for
 
 from fedpact.deploy import local, processes
 from fedpact.deploy.running import Process

@@ -80,7 +80,7 @@ def runner():
     yield running
     running.process.stdin.close()
     running.process.stdout.close()
-    running.process.wait(timeout=30)
+    running.process.wait()
 
 
 def check_after_kill(folder):
