@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.waiting import wait_for
@@ -135,3 +136,27 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     home = processes._home(site)
     assert (site / "log.txt").stat().st_mode & 0o777 == 0o600
     assert home.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_supernode_whose_server_has_gone_is_started_anew(monkeypatch):
+    """Left to itself it may never come back, and counts as there."""
+    node = SimpleNamespace(poll=lambda: None)
+    with processes.socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        alive = processes._Alive(node, f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(processes, "_KNOCK_SECONDS", 60.0)
+        assert alive()
+        alive._next = 0.0
+        assert alive()
+    # Between two knocks nobody asks.
+    assert alive()
+    alive._next = 0.0
+    assert not alive()
+    node.poll = lambda: 1
+    assert not processes._Alive(node, "nowhere.invalid:1")()
+
+
+def test_a_network_that_fails_for_a_moment_ends_no_supernode():
+    alive = processes._Alive(SimpleNamespace(poll=lambda: None), "nowhere.invalid:1")
+    assert alive()

@@ -93,7 +93,7 @@ def run_site(directory: Path) -> None:
                     _wait_for_port("127.0.0.1", site.settings.port, "port in site.toml")
                     tell("let in by the server")
                     with _flower(directory, command) as node:
-                        work(site, directory, lambda node=node: node.poll() is None)
+                        work(site, directory, _Alive(node, site.federation.address))
                     tell(f"the connection to the server has ended: {_reason(directory)}")
                 except gate.NotLetIn as error:
                     tell(str(error))
@@ -234,6 +234,33 @@ def _wait_for(address: str, tell: _Teller) -> None:
                 "and that its port is open to this machine"
             )
         time.sleep(_KNOCK_SECONDS)
+
+
+class _Alive:
+    """Whether the SuperNode runs and its server still listens, as of a moment ago.
+
+    A SuperNode that has lost its server tries again at longer and longer intervals, and was seen to
+    stop trying while it went on saying that it is there. It is started anew instead.
+    """
+
+    def __init__(self, node: subprocess.Popen[bytes], address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._node, self._server = node, (host.strip("[]"), int(port))
+        self._next = 0.0
+
+    def __call__(self) -> bool:
+        if self._node.poll() is not None:
+            return False
+        if time.monotonic() < self._next:
+            return True
+        self._next = time.monotonic() + 2 * _KNOCK_SECONDS
+        try:
+            socket.create_connection(self._server, timeout=_KNOCK_SECONDS).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            pass  # a network that fails for a moment is Flower's to bear
+        return True
 
 
 def _wait_for_port(host: str, port: int, setting: str) -> None:
