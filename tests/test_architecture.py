@@ -19,7 +19,7 @@ Sources = dict[str, str]
 # itself and units of lower rows, never a unit of its own row or above. A new unit needs a row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("check", "text"),
+    ("check", "text", "files"),
     ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
-from fedpact.folder import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.messages import Local, Refusal, Reply, State, Task, encoded_parts, from_bytes
 from fedpact.methods import Method
 from fedpact.privacy.ledger import Ledger
@@ -26,6 +26,12 @@ Held = TypeVar("Held", Task, State, Local)
 _CPU: Final = torch.device("cpu")
 _NOTHING: Final = State()
 """The memory of an algorithm that has none: one object, so that it is hashed once."""
+
+
+_LOST = (
+    "put it back from a backup; or move memory.safetensors and pending-memory.safetensors away, "
+    "and what the algorithm remembers at this site begins anew"
+)
 
 
 class Client(Generic[Bench]):
@@ -131,8 +137,9 @@ class _Memory:
     def _read(self, path: Path) -> tuple[State, int]:
         if path not in self._there:
             return _NOTHING, -1
-        stored = from_bytes(path.read_bytes())
-        numbers = dict(stored.numbers) if isinstance(stored, State) else {}
-        vectors = stored.vectors if isinstance(stored, State) else {}
-        number = int(numbers.pop("/round"))
+        with understood(path, _LOST):
+            stored = from_bytes(path.read_bytes())
+            numbers = dict(stored.numbers) if isinstance(stored, State) else {}
+            vectors = stored.vectors if isinstance(stored, State) else {}
+            number = int(numbers.pop("/round"))
         return State(vectors, numbers) if vectors or numbers else _NOTHING, number

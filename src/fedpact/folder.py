@@ -1,4 +1,4 @@
-"""A run's folder: who writes which file where. Every write is whole or not at all.
+"""A run's folder: who writes which file where. Every write is whole or not at all (see files).
 
 plan.json           the resolved configuration; `fedpact run RUN/plan.json` repeats the run
 partition.json      which records belong to which site
@@ -10,7 +10,7 @@ model.safetensors   the final model's weights
 summary.json        the outcome, once there is one
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
-sites/NAME/         ledger.jsonl, memory.safetensors: the site's own
+sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and private
 """
 
 import json
@@ -18,10 +18,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fedpact.costs import Costs
 from fedpact.errors import DataError, InputError
+from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
 
 
@@ -34,54 +35,7 @@ def check_out(out: Path) -> Path:
     return out
 
 
-def write_whole(path: Path, *content: bytes | memoryview) -> None:
-    """Replace a file so that a reader or a restart finds the old content or the new, never half.
-
-    content: the file's parts, in their order.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
-    # Not cut to nothing first: `make_room` may have taken the room for it there.
-    with partial.open("r+b" if partial.exists() else "wb") as file:
-        file.writelines(content)
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def make_room(length: int, *paths: Path) -> None:
-    """Take room on the disk, of each file `length` bytes, for what `write_whole` is to write there.
-
-    It stays taken until then, or until `free_room`. Raises OSError: there is not enough; then none
-    is taken.
-    """
-    try:
-        for path in paths:
-            with _partial(path).open("ab") as file:
-                _take(file, length)
-    except BaseException:
-        free_room(*paths)
-        raise
-
-
-def free_room(*paths: Path) -> None:
-    """Give back what `make_room` took and `write_whole` did not use."""
-    for path in paths:
-        _partial(path).unlink(missing_ok=True)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _take(file: IO[bytes], length: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, length)
-    else:  # macOS
-        file.write(bytes(max(0, length - file.tell())))
-        file.flush()
-        os.fsync(file.fileno())
+_LOST = "put the run's folder back from a backup, or begin a new run in another one"
 
 
 @dataclass(frozen=True)
@@ -143,7 +97,9 @@ class Folder:
 
     def write_json(self, name: str, document: Any) -> None:
         """Write one of the JSON files."""
-        write_whole(self.path / name, json.dumps(document, indent=2).encode() + b"\n")
+        write_whole(
+            self.path / name, json.dumps(document, indent=2).encode() + b"\n", private=False
+        )
 
     def read_json(self, name: str) -> Any:
         """Read one of the JSON files. Raises DataError: missing or no JSON."""
@@ -161,21 +117,26 @@ class Folder:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
-        write_whole(self.path / "state.safetensors", *checkpoint.to_parts())
+        write_whole(self.path / "state.safetensors", *checkpoint.to_parts(), private=False)
 
     def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
         """Return the last committed round and the records up to it; later lines are dropped."""
+        state, rounds = self.path / "state.safetensors", self.path / "rounds.jsonl"
         try:
-            block = (self.path / "state.safetensors").read_bytes()
-            lines = (self.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+            with understood(state, _LOST):
+                checkpoint = Checkpoint.from_bytes(state.read_bytes())
+            # One line a round, round 0 included; whatever follows was never committed.
+            lines = rounds.read_bytes().splitlines()
         except OSError as error:
             raise DataError(
                 f"run {self.path} cannot be resumed ({error.strerror}: {error.filename}): "
                 "it ended before its first round was written; start it anew"
             ) from None
-        checkpoint = Checkpoint.from_bytes(block)
-        # One line a round, round 0 included; whatever follows was never committed.
         kept = lines[: checkpoint.round + 1]
+        with understood(rounds, _LOST):
+            records = [RoundRecord.from_json(line.decode()) for line in kept]
+            if [record.round for record in records] != list(range(checkpoint.round + 1)):
+                raise ValueError(f"it has no line for each of the rounds 0 to {checkpoint.round}")
         if len(kept) < len(lines):
-            write_whole(self.path / "rounds.jsonl", ("\n".join(kept) + "\n").encode())
-        return checkpoint, [RoundRecord.from_json(line) for line in kept]
+            write_whole(rounds, b"\n".join(kept) + b"\n", private=False)
+        return checkpoint, records

@@ -129,12 +129,11 @@ def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path):
         text=True,
     )
     records = tmp_path / "r" / "rounds.jsonl"
-    deadline = time.monotonic() + 60
     while not (records.exists() and records.read_text().count("\n") > 5):
-        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    stopped = json.loads(process.communicate(timeout=60)[0])
+    stopped = json.loads(process.communicate()[0])
     assert process.returncode == 0
     assert stopped["status"] == "stopped"
     assert 5 <= stopped["rounds"] < 150
@@ -151,4 +150,4 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
         assert getattr(package, name).__name__ == name
     assert package.__all__ == sorted(package.__all__)
     code = "import sys, fedpact.theory.accounting; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -142,12 +142,11 @@ def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(tmp_path: Path
     command += ["--seeds", "1", "--out", "c", "--json"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     records = tmp_path / "c" / "default" / "seed-0" / "rounds.jsonl"
-    deadline = time.monotonic() + 180
     while not (records.exists() and records.read_text().count("\n") > 3):
-        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    stopped = json.loads(process.communicate(timeout=180)[0])
+    stopped = json.loads(process.communicate()[0])
     assert process.returncode == 0
     assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
     done = records.read_text().count("\n")

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,16 @@ def say(**line): print(json.dumps(line), flush=True)
 for r in range(asked["plan"]["rounds"]):
     say(round=r, accuracy=None if r else 0.25)
     if what == "slow":
-        for _ in range(200):
+        for _ in range(12000):
             if stopped: sys.exit(0)
             time.sleep(0.05)
+        sys.exit(5)
     if what == "deaf":
-        time.sleep(60)
+        time.sleep(600)
 if what.startswith("meets"):
     places = [os.path.join(os.path.dirname(os.path.dirname(asked["folder"])), x) for x in "12"]
     open(places[what == "meets2"], "w").close()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 600
     while not all(map(os.path.exists, places)):
         if time.monotonic() > until: sys.exit(4)
         time.sleep(0.02)
@@ -131,12 +131,10 @@ def test_a_run_that_prints_much_is_not_held_up(tmp_path: Path) -> None:
 
 
 def test_stop_lets_runs_end_after_their_round_and_begins_no_other(tmp_path: Path) -> None:
-    began = time.monotonic()
     news: list[News] = []
     failed = carry_out(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
+    # One that is not stopped fails in the end.
     assert failed == {}
-    # Each would have taken 20 seconds.
-    assert time.monotonic() - began < 15
     assert {n.job.name for n in news} == {"slow"}
 
 
@@ -147,10 +145,9 @@ def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
         processes.extend(children())
         raise KeyboardInterrupt
 
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         carry_out(jobs(tmp_path, "deaf", "deaf"), 2, interrupt, never)
-    assert time.monotonic() - began < 15
+    # They would have slept for ten minutes each.
     assert processes
     for process in processes:
         with pytest.raises(ProcessLookupError):

@@ -504,7 +504,7 @@ def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, m
         assert charged(directory) == STEPS
         # With room again it goes on, and nothing is left over of what was taken.
         assert isinstance(from_bytes(site.handle(task_of(site, 16, vectors=w))), Reply)
-    assert not list(directory.rglob("*.partial"))
+    assert not [*directory.rglob("*.partial"), *directory.rglob("*.room")]
 
 
 class Disk:

@@ -1,24 +1,27 @@
-"""SIGKILL of real processes in mid-round: the run ends, nobody over budget, no round lost."""
+"""SIGKILL of real processes at any instant: the run ends, nobody over budget, no round lost.
 
+Every wait is for something that happens (see waiting), so that a busy machine makes these tests
+slower and not wrong. When a party is killed is drawn by chance: what is asserted holds always.
+"""
+
+import json
 import os
 import random
 import signal
 import time
+from collections import Counter
+from contextlib import suppress
 
+import dp_accounting
 import pytest
+from tests.waiting import wait_for
 
 from fedpact.deploy import local
 from fedpact.privacy.receipt import receipt
 
-SECONDS = 240  # far beyond what it takes: machines are shared
-PATIENCE = {"round_seconds": 90, "resend_seconds": 6, "join_seconds": 90, "least_replies": 2}
-
-
-def wait_for(condition, seconds=SECONDS):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
+NAMES = ("site-00", "site-01", "site-02")
+# Far beyond what it takes: rounds are to wait for whoever was killed.
+PATIENCE = {"round_seconds": 600, "resend_seconds": 6, "join_seconds": 600, "least_replies": 2}
 
 
 class Federation:
@@ -29,7 +32,7 @@ class Federation:
         self.numbers = local.start(directory)
 
     def committed(self):
-        """The records on the disk; every earlier one has to be among them, unchanged."""
+        """The last committed round, -1 if none; every earlier record is there, unchanged."""
         path = self.directory / "server" / "run" / "rounds.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
@@ -39,66 +42,106 @@ class Federation:
         self.lines = lines[:-1] if state else []
         return len(lines) - 1
 
-    def ended(self):
-        return local.look(self.directory)["status"] != "not ended"
+    def reached(self, number):
+        """Wait for a round to be committed."""
+        wait_for(lambda: self.committed() >= number, self.directory)
+
+    def runs(self, name):
+        return local.look(self.directory)["running"][name]
 
     def kill(self, name):
-        """End a party as a power cut would: its process, and Flower's, at once."""
-        os.killpg(self.numbers[name], signal.SIGKILL)
-        wait_for(lambda: not local.look(self.directory)["running"][name])
-        self.numbers = local.start(self.directory, name)
+        """End a party as a power cut would: its process, and Flower's, at once. Start it again."""
+        if self.runs(name):  # not the server of a run that has ended
+            os.killpg(self.numbers[name], signal.SIGKILL)
+        wait_for(lambda: not self.runs(name), self.directory)
+        self.numbers |= local.start(self.directory, name)
+
+    def finish(self, rounds):
+        """Wait for the end, which nobody helps to come; look at what it is."""
+        wait_for(lambda: not self.runs("server"), self.directory)
+        assert local.look(self.directory)["status"] == "finished"
+        assert self.committed() == rounds
+        # Whoever was not ended by us has not ended.
+        assert all(map(self.runs, NAMES))
 
 
-def check_ledgers(directory, steps):
-    for name in ("site-00", "site-01", "site-02"):
-        run = next(iter(receipt(directory / "sites" / name / "ledger.jsonl")["runs"].values()))
+def check_ledgers(directory, rounds, spare):
+    """Nobody is over budget, as our own reader has it and as another accountant counts anew."""
+    for name in NAMES:
+        path = directory / "sites" / name / "ledger.jsonl"
+        run = next(iter(receipt(path)["runs"].values()))
         assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
         (event,) = run["events"]
-        assert event["spent"] <= event["reserved"] == steps
+        assert event["spent"] <= event["reserved"] == 2 * (rounds + spare)
+        events = charged(path)
+        assert sum(events.values()) == event["spent"]
+        assert recounted(events, run["delta"]) <= 2.0 * (1 + 1e-9)
 
 
-def survive(make, directory, rounds, victims, seconds=4, spare=0, **plan):
-    """Kill the victims one after the other, each at a random instant of a later round.
+def charged(path):
+    """(q, σ) -> number of joint events, from the file's lines alone."""
+    events = Counter()
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):  # a line that a kill has torn: the next one counts it
+            entry = json.loads(line)
+            if entry["kind"] == "charge":
+                events[entry["q"], entry["sigma"]] += entry["count"]
+            if entry["kind"] == "torn":
+                for _, q, sigma, count in entry["charges"]:
+                    events[q, sigma] += count
+    return events
 
-    seconds: what a round takes, most of it Flower's waiting. spare: rounds set aside for crashes.
+
+def recounted(events, delta):
+    accountant = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
+    for (q, sigma), count in events.items():
+        gaussian = dp_accounting.GaussianDpEvent(sigma)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(q, gaussian), count)
+    return accountant.get_epsilon(delta)
+
+
+def survive(make, directory, rounds, kills, spare, pause, **plan):
+    """Kill parties by chance, from the start to the end, then see that the run ends as it should.
+
+    kills: their number, so many in each round. pause: the longest between two of a round, seconds.
+    spare: rounds set aside for what crashes take.
     """
     budget = {"spare_rounds": spare}
     make(directory, {"patience": PATIENCE}, rounds=rounds, budget=budget, **plan)
-    choose = random.Random(int.from_bytes(os.urandom(4)))
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)
+    choose = random.Random(seed)
     federation = Federation(directory)
     try:
-        for number, name in enumerate(victims, start=1):
-            wait_for(lambda number=number: federation.committed() >= number)
-            time.sleep(choose.uniform(0, seconds))
-            assert not federation.ended(), "the kill came too late to try anything"
-            federation.kill(name)
-        wait_for(federation.ended)
-        assert federation.committed() == rounds
-        found = local.look(directory)
-        assert found["status"] == "finished"
-        check_ledgers(directory, steps=2 * (rounds + spare))
+        for number in range(kills):
+            # The first ones come before anything was committed, the last ones in the last round.
+            federation.reached(number * (rounds + 1) // kills - 1)
+            time.sleep(choose.uniform(0, pause))
+            federation.kill(choose.choice([*NAMES, "server"]))
+        federation.finish(rounds)
+        # Once more, after the end: the server finds that there is nothing left to do.
+        federation.kill("server")
+        federation.finish(rounds)
+        check_ledgers(directory, rounds, spare)
     finally:
         local.stop(directory)
         for path in directory.rglob("log.txt"):
             print(path, path.read_text()[-3000:], sep="\n")
 
 
-def test_two_sites_and_the_server_are_killed(make, tmp_path):
-    survive(make, tmp_path / "d", 5, ["site-01", "server", "site-02"])
+def test_parties_are_killed(make, tmp_path):
+    survive(make, tmp_path / "d", rounds=2, kills=3, spare=4, pause=4)
 
 
 @pytest.mark.slow
-def test_ten_sites_and_three_servers_are_killed(make, tmp_path):
-    names = ["site-00", "site-01", "site-02"]
-    victims = [names[i % 3] for i in range(10)]
-    for place in (3, 7, 11):
-        victims.insert(place, "server")
-    survive(make, tmp_path / "d", 18, victims)
+def test_parties_are_killed_sixty_times(make, tmp_path):
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=40, pause=4)
 
 
 @pytest.mark.slow
-def test_two_sites_and_two_servers_are_killed_under_secure_aggregation(make, tmp_path):
-    """A server that dies after it asked for a sum charges that round anew: twice at most here."""
-    victims = ["site-01", "server", "site-02", "server"]
+def test_parties_are_killed_sixty_times_under_secure_aggregation(make, tmp_path):
+    """A server that dies after it asked for a sum charges that round anew."""
     secure = {"secure_aggregation": {"threshold": 2}}
-    survive(make, tmp_path / "d", 5, victims, seconds=14, spare=2, **secure)
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **secure)

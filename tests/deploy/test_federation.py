@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.waiting import wait_for
 
 from benchmarks import deployment
 from fedpact.deploy import keys, local
@@ -24,30 +24,22 @@ from fedpact.plan import Plan
 from fedpact.privacy.chain import read_entries
 
 PLAN = {"rounds": 5, "sites": 3, "settings": {"local_steps": 2}, "run": {"workers": 2}}
-SECONDS = 150  # far beyond what it takes: machines are shared
-
-
-def wait_for(condition, seconds=SECONDS):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def finished(make, elsewhere):
     """A deployment that has run to its end, with what strangers got who knocked meanwhile."""
     directory = make(
         elsewhere / "d",
-        {"seeds": "test", "patience": {"join_seconds": SECONDS}},
+        {"seeds": "test", "patience": {"join_seconds": 3600}},
         privacy={},
         **{k: v for k, v in PLAN.items() if k not in ("rounds", "sites")},
     )
     local.start(directory)
     try:
         log = directory / "server" / "log.txt"
-        wait_for(lambda: log.exists() and "is connected" in log.read_text())
+        wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
-        wait_for(lambda: not local.look(directory)["running"]["server"])
+        wait_for(lambda: not local.look(directory)["running"]["server"], directory)
         return directory, knocked, local.look(directory)
     finally:
         local.stop(directory)
@@ -76,7 +68,7 @@ def knock(directory, elsewhere):
         "plain HTTP": ["--insecure"],
     }
     running = {name: supernode(address, arguments, elsewhere) for name, arguments in tries.items()}
-    told = {name: process.communicate(timeout=SECONDS)[0] for name, process in running.items()}
+    told = {name: process.communicate()[0] for name, process in running.items()}
     try:
         urllib.request.urlopen(f"http://{address}/", timeout=10)
         told["bare HTTP"] = "answered"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Grid, Node, charged
+from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, transport
@@ -28,6 +28,7 @@ SECURE = {"secure_aggregation": {"threshold": 2}}
 @pytest.fixture(autouse=True)
 def identity(monkeypatch):
     monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+    monkeypatch.setattr(transport, "time", Clock())
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 

@@ -1,6 +1,7 @@
 """A site by itself: what it promises, answers, repeats and refuses."""
 
 import json
+import os
 import re
 import shutil
 
@@ -252,3 +253,56 @@ def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):
     (site_dir / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(PolicyRefused, match="site's policy has"):
         Site(site_dir)
+
+
+# What a damaged disk, or a hand, may leave in a site's files: garbage, half of it, nothing.
+DAMAGES = {
+    "garbage": lambda content: b"\xff\xfe\x80" * 40,
+    "half of it": lambda content: content[: len(content) // 2],
+    "nothing": lambda content: b"",
+    "other JSON": lambda content: b"[]\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["reply.bin", "memory.safetensors", "pending-memory.safetensors", "opened.json"]
+)
+def test_a_damaged_file_is_told_with_what_to_do_and_nothing_is_promised(
+    make, tmp_path, name, damage
+):
+    plan = {"algorithm": "fedfdp", "settings": {}}
+    if name == "opened.json":
+        plan = {"secure_aggregation": {"threshold": 2}}
+    directory = make(tmp_path / "d", **plan) / "sites" / "site-00"
+    if name == "opened.json":
+        (directory / name).write_text('["run", 1, 0, ["site-00", "site-01"]]')
+    else:
+        for number, included in ((1, -1), (2, 1)):
+            with Site(directory) as site:
+                site.handle(task_of(site, number, included, numbers={"loss": 2.0}))
+    path, ledger = directory / name, directory / "ledger.jsonl"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    before = ledger.read_bytes() if ledger.exists() else b""
+    with pytest.raises(DataError, match=rf"{name} cannot be understood .*(back from|move it away)"):
+        Site(directory)
+    after = ledger.read_bytes() if ledger.exists() else b""
+    assert after == before
+
+
+def test_what_holds_ledgers_replies_and_memory_is_its_owners(make, tmp_path):
+    before = os.umask(0o022)
+    try:
+        directory = make(tmp_path / "d", algorithm="fedfdp", settings={}) / "sites" / "site-00"
+        for number, included in ((1, -1), (2, 1)):
+            with Site(directory) as site:
+                site.handle(task_of(site, number, included, numbers={"loss": 2.0}))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    private = {name for name, mode in modes.items() if mode == 0o600}
+    assert private >= {
+        *("ledger.jsonl", "reply.bin", "memory.safetensors", "pending-memory.safetensors"),
+        *("site.key", "runtime.secret", "records.npz"),
+    }
+    assert {"plan.json", "federation.toml", "ca.crt"}.isdisjoint(private)

@@ -80,7 +80,7 @@ def runner():
     yield running
     running.process.stdin.close()
     running.process.stdout.close()
-    running.process.wait(timeout=30)
+    running.process.wait()
 
 
 def check_after_kill(folder):
@@ -126,14 +126,14 @@ def kill_often(runner, tmp_path, times, seed):
 def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypatch, write):
     calls, whole = [], folders.write_whole
 
-    def cut_off(path, *parts):
+    def cut_off(path, *parts, private):
         content = b"".join(parts)
         calls.append(path.name)
         if len(calls) > write:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(path.name + ".partial").write_bytes(content[: len(content) // 2])
             raise KeyboardInterrupt
-        whole(path, content)
+        whole(path, content, private=private)
 
     with monkeypatch.context() as patched:
         patched.setattr(folders, "write_whole", cut_off)

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from fedpact.cli.console import show, strict
 from fedpact.errors import LedgerError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.privacy.receipt import receipt
 from fedpact.privacy.reservations import FILTER
 from fedpact.text import upper
@@ -45,7 +45,9 @@ def verify(where: Path, as_json: bool) -> None:
 def export(where: Path, out: Path, as_json: bool) -> None:
     """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
     receipts = _receipts(where)
-    write_whole(out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n")
+    write_whole(
+        out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n", private=False
+    )
     show(
         {"receipt": str(out), "ledgers": len(receipts)},
         as_json,

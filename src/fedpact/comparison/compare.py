@@ -10,7 +10,8 @@ from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
-from fedpact.folder import Folder, check_out, write_whole
+from fedpact.files import write_whole
+from fedpact.folder import Folder, check_out
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
@@ -63,7 +64,7 @@ def compare(
     comparison = read_comparison(folder, documents, chosen, failed)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document(comparison), indent=2, default=str) + "\n"
-    write_whole(folder / "comparison.json", text.encode())
+    write_whole(folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
     return comparison
 

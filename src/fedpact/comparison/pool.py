@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.plan import Plan
 
 _WORKER = [sys.executable, "-m", "fedpact.comparison.worker"]
@@ -158,7 +158,7 @@ def _explain(job: Job, code: int, errors: IO[str]) -> str:
     errors.seek(0)
     text = errors.read()
     path = _error_file(job)
-    write_whole(path, text.encode())
+    write_whole(path, text.encode(), private=False)
     if code < 0:
         ended = f"the process was ended by signal {-code}"
         ended += ", as it is where memory runs out" if code == -signal.SIGKILL else ""

@@ -7,8 +7,9 @@ import urllib.request
 import zlib
 from collections.abc import Iterator
 
-from fedpact.data.files import Source, check_md5, data_dir, find_source, replacing, state
+from fedpact.data.files import Source, check_md5, data_dir, find_source, state
 from fedpact.errors import DataError
+from fedpact.files import replacing
 
 _TIMEOUT = 60  # seconds without an answer
 
@@ -29,7 +30,7 @@ def download(name: str, home: str | None = None) -> list[str]:
         check_md5(source, file, content, url)
         target = data_dir() / source.name / file
         try:
-            with replacing(target) as temporary:
+            with replacing(target, private=False) as temporary:
                 temporary.write_bytes(content)
         except OSError as error:
             raise DataError(

@@ -11,16 +11,15 @@ data sets' own sites publish; it finds a damaged or wrong file, not an attacker.
 import hashlib
 import lzma
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fedpact.errors import DataError
+from fedpact.files import replacing
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -195,7 +194,7 @@ def cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
             warnings.warn(f"{path} is damaged ({error}): it is made again", stacklevel=2)
     arrays = decode(source)
     try:
-        with replacing(path) as target, target.open("wb") as stream:
+        with replacing(path, private=False) as target, target.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays)
     except OSError as error:
         warnings.warn(
@@ -204,20 +203,3 @@ def cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
             stacklevel=2,
         )
     return arrays
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary file beside `path`, and put it in its place if the block ends well.
-
-    So `path` never holds half a file, whoever else reads or writes it. Raises OSError.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    target = Path(name)
-    try:
-        yield target
-        target.replace(path)
-    finally:
-        target.unlink(missing_ok=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 from fedpact import check
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
-from fedpact.data.files import replacing
 from fedpact.data.kinds import KINDS, PartitionSettings
 from fedpact.errors import DataError
+from fedpact.files import replacing
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Partition:
             "held_out": {name: indices.tolist() for name, indices in self.held_out.items()},
             "label_counts": self.label_counts.tolist(),
         }
-        with replacing(Path(path)) as target:
+        with replacing(Path(path), private=False) as target:
             target.write_text(json.dumps(content))
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 import datetime
 import ipaddress
-import os
 import secrets
 from pathlib import Path
 
@@ -11,24 +10,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedpact.files import write_whole
+
 _CURVE = ec.SECP384R1()
 _DAYS = 825
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
-
-
-def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
 
 
 def write_signing_key(path: Path) -> str:
     """Write a new ECDSA key (P-384, OpenSSH); write its public line beside it and return it."""
     key = ec.generate_private_key(_CURVE)
     form = serialization.PrivateFormat.OpenSSH
-    write_secret(path, key.private_bytes(_PEM, form, _BARE))
+    write_whole(path, key.private_bytes(_PEM, form, _BARE))
     line = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
@@ -38,7 +31,7 @@ def write_signing_key(path: Path) -> str:
 
 def write_runtime_secret(path: Path) -> None:
     """Write what a party's own two processes know each other by."""
-    write_secret(path, secrets.token_bytes(32))
+    write_whole(path, secrets.token_bytes(32))
 
 
 def write_authority(directory: Path) -> None:
@@ -62,7 +55,7 @@ def write_authority(directory: Path) -> None:
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA384())
     )
-    write_secret(directory / "ca.key", _private(key))
+    write_whole(directory / "ca.key", _private(key))
     (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
@@ -84,7 +77,7 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(signer, hashes.SHA384())
     )
-    write_secret(directory / "tls.key", _private(key))
+    write_whole(directory / "tls.key", _private(key))
     (directory / "tls.crt").write_bytes(certificate.public_bytes(_PEM))
 
 

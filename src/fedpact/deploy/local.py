@@ -6,20 +6,24 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fedpact.deploy.processes import environment
+from fedpact.deploy.running import Process
 from fedpact.engines.federation import Federation, parse_toml
 from fedpact.engines.site import SiteSettings
 from fedpact.engines.standing import Standing
 from fedpact.errors import DataError
-from fedpact.folder import write_whole
+from fedpact.files import PRIVATE, only_one, understood, write_whole
 from fedpact.messages import RoundRecord
 from fedpact.privacy.receipt import receipt
 
 _GRACE_SECONDS = 10.0
 _SERVER = "server"
+_MODULE = "fedpact.deploy.party"
 
 
 def parties(directory: Path) -> dict[str, Path]:
@@ -42,39 +46,46 @@ def parties(directory: Path) -> dict[str, Path]:
 
 def start(directory: Path, only: str | None = None) -> dict[str, int]:
     """Start every party that does not run, or one of them; return name -> process number."""
-    running = {name: number for name, number in _recorded(directory).items() if _is_alive(number)}
-    for name, where in parties(directory).items():
-        if name in running or (only is not None and name != only):
-            continue
-        kind = "server" if name == _SERVER else "site"
-        running[name] = _spawn(kind, where.resolve())
-    _record(directory, running)
-    return running
+    places = parties(directory)
+    with _one_at_a_time(directory):
+        running = _running(directory, places)
+        for name, where in places.items():
+            if name not in running and only in (None, name):
+                running[name] = Process.of(_spawn(_kind(name), where.resolve()))
+                # Written down one by one: a start that is cut off leaves nobody unknown.
+                _record(directory, running)
+    return {name: process.number for name, process in running.items()}
 
 
 def stop(directory: Path, only: str | None = None) -> list[str]:
-    """End every party that runs, or one of them; return the names of those that ran."""
-    recorded = _recorded(directory)
-    chosen = {n: p for n, p in recorded.items() if only in (None, n) and _is_alive(p)}
-    for number in chosen.values():
-        os.kill(number, signal.SIGTERM)
-    end = time.monotonic() + _GRACE_SECONDS
-    while any(map(_is_alive, chosen.values())) and time.monotonic() < end:
-        time.sleep(0.05)
-    for number in filter(_is_alive, chosen.values()):
-        os.killpg(number, signal.SIGKILL)
-    _record(directory, {n: p for n, p in recorded.items() if n not in chosen and _is_alive(p)})
+    """End every party that runs, or one of them; return the names of those that ran.
+
+    A process is one of them if it was started when this says, for the party's directory.
+    """
+    places = parties(directory)
+    with _one_at_a_time(directory):
+        running = _running(directory, places)
+        chosen = {name: p for name, p in running.items() if only in (None, name)}
+        _signal(chosen, places, signal.SIGTERM)
+        end = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < end and any(
+            process.runs(_words(name, places)) for name, process in chosen.items()
+        ):
+            time.sleep(0.05)
+        # Flower's process dies with its parent.
+        _signal(chosen, places, signal.SIGKILL)
+        _record(directory, {name: p for name, p in running.items() if name not in chosen})
     return sorted(chosen)
 
 
 def look(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says."""
-    numbers = _recorded(directory)
     places = parties(directory)
+    running = _running(directory, places)
     server = places.get(_SERVER)
     return {
         "run": Federation.read(next(iter(places.values())) / "federation.toml").run,
-        "running": {name: _is_alive(numbers.get(name, 0)) for name in places},
+        "running": {name: name in running for name in places},
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else "known to the server",
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
@@ -104,11 +115,11 @@ def _spawn(kind: str, where: Path) -> int:
     log, appending = str(where / "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "fedpact.deploy.party", kind, str(where)],
+        [sys.executable, "-m", _MODULE, kind, str(where)],
         environment(where),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, appending, 0o644),
+            (os.POSIX_SPAWN_OPEN, 1, log, appending, PRIVATE),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
@@ -125,10 +136,12 @@ def ledger_of(site: Path) -> Mapping[str, Any] | None:
 
 def _last_round(server: Path) -> dict[str, Any] | None:
     path = server / "run" / "rounds.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # What follows the last end of a line is being written, or was when the server was killed.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     if not lines:
         return None
-    record = RoundRecord.from_json(lines[-1])
+    with understood(path, "the server says more when it is started"):
+        record = RoundRecord.from_json(lines[-1].decode())
     told = ("round", "accuracy", "epsilon", "refused", "seconds")
     return {name: getattr(record, name) for name in told}
 
@@ -138,28 +151,38 @@ def _outcome(server: Path) -> str:
     return json.loads(path.read_bytes())["status"] if path.exists() else "not ended"
 
 
-def _is_alive(number: int) -> bool:
-    """Whether a process of ours runs; one that has ended and was not waited for does not."""
-    if number <= 0:
-        return False
-    try:
-        done, _ = os.waitpid(number, os.WNOHANG)
-        return done == 0
-    except ChildProcessError:
-        pass
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{number}/stat")
-    # A number may have gone to another program since.
-    return not stat.exists() or b"fedpact" in Path(f"/proc/{number}/cmdline").read_bytes()
+def _kind(name: str) -> str:
+    return "server" if name == _SERVER else "site"
 
 
-def _recorded(directory: Path) -> dict[str, int]:
+def _words(name: str, places: Mapping[str, Path]) -> list[str]:
+    """Return what stands in the command of a party's process, and in no stranger's."""
+    return [_MODULE, _kind(name), str(places[name].resolve())]
+
+
+def _signal(
+    processes: Mapping[str, Process], places: Mapping[str, Path], number: signal.Signals
+) -> None:
+    for name, process in processes.items():
+        process.send(number, _words(name, places))
+
+
+def _one_at_a_time(directory: Path) -> AbstractContextManager[None]:
+    """Have a second start or stop wait for the first, so that no process goes unrecorded."""
+    return only_one(directory / "processes.lock", "processes are being started or ended", wait=True)
+
+
+def _running(directory: Path, places: Mapping[str, Path]) -> dict[str, Process]:
+    """Return the processes that were recorded, and still run for these parties."""
     path = directory / "processes.json"
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    found = dict[str, Process]()
+    with suppress(FileNotFoundError), understood(path, "end what runs by hand, then remove it"):
+        for name, entry in json.loads(path.read_bytes()).items():
+            # Before starts were recorded an entry was a number.
+            found[name] = Process(entry, "") if isinstance(entry, int) else Process(**entry)
+    return {n: p for n, p in found.items() if n in places and p.runs(_words(n, places))}
 
 
-def _record(directory: Path, numbers: Mapping[str, int]) -> None:
-    write_whole(directory / "processes.json", json.dumps(numbers).encode() + b"\n")
+def _record(directory: Path, running: Mapping[str, Process]) -> None:
+    content = {name: asdict(process) for name, process in running.items()}
+    write_whole(directory / "processes.json", json.dumps(content).encode() + b"\n")

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import torch
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import QUIET, require_flower
 from fedpact.engines.site import Site
+from fedpact.errors import FedpactError, InputError
+from fedpact.files import only_one, private_opener
 from fedpact.messages import RoundRecord
 
 OnRound = Callable[[RoundRecord], None]
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _GRACE_SECONDS = 5.0
-_LONGEST_PAUSE = 30.0
+_LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
+_PORT_SECONDS = 10.0
 _log = logging.getLogger("fedpact.party")
 
 
@@ -37,22 +40,29 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     Raises FedpactError: Flower is not installed, does not start, or the run cannot go on.
     """
     require_flower()
+    from fedpact.engines.flower import credentials, database
     from fedpact.engines.flower.server import serve
 
     coordinator = Coordinator.of(directory)
+    credentials.check_server(directory, coordinator.federation)
     _prepare(coordinator.federation.seeds == "test")
     host, port = coordinator.federation.address.rsplit(":", 1)
-    local = host in ("127.0.0.1", "localhost")
+    own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
     command = [
         *("flower-superlink", "--isolation", "process"),
         *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key"),
-        *("--host", "127.0.0.1" if local else "0.0.0.0", "--port", port),
+        *("--host", own, "--port", port),
         *("--enable-supernode-auth", "--database", "flower/superlink.db"),
         *("--superexec-auth-secret-file", "runtime.secret"),
         "--disable-runtime-dependency-installation",
     ]
-    with _ended_by_signals(), _flower(directory, command) as link, _ends_with(link):
-        return serve(coordinator, f"127.0.0.1:{port}", on_round)
+    alone = only_one(directory / "lock", f"{directory} has a server already")
+    with _files_told(), _ended_by_signals(), alone:
+        _wait_for_port(own, int(port), "address in federation.toml, at every party")
+        if database.prepare(_home(directory) / "superlink.db"):
+            _log.info("Flower's database is new")
+        with _flower(directory, command) as link, _ends_with(link, directory):
+            return serve(coordinator, f"127.0.0.1:{port}", on_round)
 
 
 def run_site(directory: Path) -> None:
@@ -61,9 +71,11 @@ def run_site(directory: Path) -> None:
     Raises FedpactError: Flower is not installed, or the site's files do not fit.
     """
     require_flower()
-    from fedpact.engines.flower.worker import release, work
+    from fedpact.engines.flower import credentials, gate
+    from fedpact.engines.flower.worker import work
 
-    with Site(directory) as site:
+    with _files_told(), Site(directory) as site:
+        credentials.check_site(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")
         command = [
             *("flower-supernode", "--isolation", "process"),
@@ -72,15 +84,20 @@ def run_site(directory: Path) -> None:
             *("--host", "127.0.0.1", "--port", str(site.settings.port)),
             *("--superexec-auth-secret-file", "runtime.secret"),
         ]
-        waits = _Waits()
+        waits, tell = _Waits(), _Teller()
         with _ended_by_signals():
             while True:
-                _wait_for(site.federation.address)
-                release(site, directory)
-                with _flower(directory, command) as node:
-                    work(site, directory, lambda node=node: node.poll() is None)
+                _wait_for(site.federation.address, tell)
+                try:
+                    gate.enter(site, directory)
+                    _wait_for_port("127.0.0.1", site.settings.port, "port in site.toml")
+                    tell("let in by the server")
+                    with _flower(directory, command) as node:
+                        work(site, directory, _Alive(node, site.federation.address))
+                    tell(f"the connection to the server has ended: {_reason(directory)}")
+                except gate.NotLetIn as error:
+                    tell(str(error))
                 # Not enrolled yet, or the server is away: the site goes on knocking.
-                _log.warning("no connection to the server: %s", _reason(directory))
                 waits()
 
 
@@ -103,10 +120,8 @@ def _prepare(reproducible: bool) -> None:
 @contextmanager
 def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
     """Run one of Flower's processes, which dies with this one, and end it."""
-    home = directory / "flower"
-    home.mkdir(exist_ok=True)
     program = str(Path(sysconfig.get_path("scripts")) / command[0])
-    with (home / "log.txt").open("ab") as log:
+    with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
         process = subprocess.Popen(
             [program, *command[1:]],
             cwd=directory,
@@ -127,19 +142,45 @@ def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[b
             process.wait()
 
 
+@contextmanager
+def _files_told() -> Generator[None]:
+    """Raise FedpactError, in words, for a file that cannot be used: rights, a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise FedpactError(
+            f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
+            ": see that the account which this party runs under owns its directory, and that there "
+            "is room on the disk; then start it again"
+        ) from error
+
+
+def _home(directory: Path) -> Path:
+    """Return Flower's own directory, which messages lie in: its owner's alone."""
+    home = directory / "flower"
+    home.mkdir(exist_ok=True)
+    home.chmod(0o700)
+    return home
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
 @contextmanager
-def _ends_with(process: subprocess.Popen[bytes]) -> Generator[None]:
+def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[None]:
     """End this process, as SIGTERM does, should the other one end before the block does."""
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(_KNOCK_SECONDS):
             if process.poll() is not None:
-                _log.error("Flower's process ended with code %s: see its log", process.returncode)
+                _log.error(
+                    "Flower's process ended with code %s: %s; see %s, then start this server again",
+                    process.returncode,
+                    _reason(directory),
+                    directory / "flower" / "log.txt",
+                )
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
@@ -167,12 +208,78 @@ def _ended_by_signals() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def _wait_for(address: str) -> None:
+class _Teller:
+    """Writes into the party's log what is new: of the same again and again, the first only."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, told: str) -> None:
+        if told != self._last:
+            _log.warning("%s", told)
+        self._last = told
+
+
+def _wait_for(address: str, tell: _Teller) -> None:
     """Wait until somebody listens there: knocking costs less than a process that starts in vain."""
     host, port = address.rsplit(":", 1)
     while True:
-        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-            return
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+        except OSError as error:
+            tell(
+                f"nobody answers at {address}, the server's address in federation.toml "
+                f"({error.strerror or error}): the site goes on trying; see that the server runs, "
+                "and that its port is open to this machine"
+            )
+        time.sleep(_KNOCK_SECONDS)
+
+
+class _Alive:
+    """Whether the SuperNode runs and its server still listens, as of a moment ago.
+
+    A SuperNode that has lost its server tries again at longer and longer intervals, and was seen to
+    stop trying while it went on saying that it is there. It is started anew instead.
+    """
+
+    def __init__(self, node: subprocess.Popen[bytes], address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._node, self._server = node, (host.strip("[]"), int(port))
+        self._next = 0.0
+
+    def __call__(self) -> bool:
+        if self._node.poll() is not None:
+            return False
+        if time.monotonic() < self._next:
+            return True
+        self._next = time.monotonic() + 2 * _KNOCK_SECONDS
+        try:
+            socket.create_connection(self._server, timeout=_KNOCK_SECONDS).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            pass  # a network that fails for a moment is Flower's to bear
+        return True
+
+
+def _wait_for_port(host: str, port: int, setting: str) -> None:
+    """Return when the port is free; a process that was killed just now may hold it for a moment.
+
+    Raises InputError: somebody else has it. setting: where the port's number stands.
+    """
+    end = time.monotonic() + _PORT_SECONDS
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return probe.bind((host, port))
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise InputError(
+                        f"port {port} of this machine cannot be had ({error.strerror}): another "
+                        f"program listens there, or may alone; end that, or change {setting}"
+                    ) from None
         time.sleep(_KNOCK_SECONDS)
 
 

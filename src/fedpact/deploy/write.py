@@ -18,6 +18,7 @@ from fedpact.engines.federation import (
 )
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
+from fedpact.files import replacing
 from fedpact.folder import Folder
 from fedpact.plan import Plan
 
@@ -127,9 +128,8 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
     _write_script(directory / "start.sh", texts.SITE_START)
     if with_records:
         site = next(site for site in scene.sites if site.name == name)
-        np.savez(directory / "records.npz", x=site.x.numpy(), y=site.y.numpy())
-    for path in directory.glob("records.npz"):
-        path.chmod(0o600)
+        with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
+            np.savez(file, x=site.x.numpy(), y=site.y.numpy())
 
 
 def _write_script(path: Path, text: str) -> None:

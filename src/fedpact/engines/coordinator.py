@@ -24,7 +24,8 @@ from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.standing import Standing
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
-from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.files import write_whole
+from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS, evaluate
@@ -98,6 +99,7 @@ class Coordinator:
         self._begin()
         evaluator = _Evaluator(self)
         at, records = self._restore(evaluator)
+        evaluator.go_on(records)
         for record in records:
             on_round(record)
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
@@ -145,7 +147,7 @@ class Coordinator:
         module = self.federation.workshop(self.plan).module()
         FlatModel(module).load(at.state.vectors["w"])
         tensors = {name: value.clone() for name, value in module.state_dict().items()}
-        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors))
+        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors), private=False)
         last = records[-1]
         summary: dict[str, Any] = {
             "status": status,
@@ -200,10 +202,10 @@ class _Evaluator:
         self._model = FlatModel(coordinator.federation.workshop(coordinator.plan).module())
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         self._test = _test_set(coordinator)
-        records = coordinator.folder.path / "rounds.jsonl"
-        if records.exists():
-            lines = records.read_text(encoding="utf-8").splitlines()
-            self._steps = sum(RoundRecord.from_json(line).steps for line in lines)
+
+    def go_on(self, records: list[RoundRecord]) -> None:
+        """Count on from the rounds that are committed."""
+        self._steps = sum(record.steps for record in records)
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._steps += record.steps

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedpact.errors import LedgerError, PlanError
+from fedpact.files import PARTIAL
 from fedpact.folder import Checkpoint, Folder
 from fedpact.plan import Plan
 from fedpact.privacy.ledger import Ledger
@@ -19,7 +20,7 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     Raises PlanError: a run of another plan. DataError: its plan cannot be read.
     """
     # A start that was cut off within its first file left a part of that, and no run.
-    if not folder.path.exists() or {p.name for p in folder.path.iterdir()} <= {FIRST + ".partial"}:
+    if not folder.path.exists() or all(p.name.endswith(PARTIAL) for p in folder.path.iterdir()):
         return False
     found = folder.read_json(FIRST)
     before = Plan.parse(found)

@@ -30,7 +30,8 @@ from fedpact.engines.statement import privacy_statement, summarise
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
-from fedpact.folder import Checkpoint, Folder, write_whole
+from fedpact.files import write_whole
+from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -260,11 +261,11 @@ def _finish(
     folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
 ) -> Result:
     lines = "".join(record.to_json() + "\n" for record in records)
-    write_whole(folder.path / "rounds.jsonl", lines.encode())
+    write_whole(folder.path / "rounds.jsonl", lines.encode(), private=False)
     module = scene.module()
     FlatModel(module).load(at.state.vectors["w"])
     tensors = {name: value.clone() for name, value in module.state_dict().items()}
-    write_whole(folder.path / "model.safetensors", save_tensors(tensors))
+    write_whole(folder.path / "model.safetensors", save_tensors(tensors), private=False)
     summary = summarise(scene, records, status)
     folder.write_json("summary.json", summary)
     return Result(folder.path, records, summary, module)

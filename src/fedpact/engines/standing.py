@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.engines.witness import is_place
-from fedpact.errors import DataError, InputError
-from fedpact.folder import write_whole
+from fedpact.errors import InputError
+from fedpact.files import understood, write_whole
+
+_LOST = "it holds what the server knows of its sites' ledgers: put it back from a backup"
 
 
 class Standing:
@@ -23,10 +25,11 @@ class Standing:
 
     def __init__(self, folder: Path) -> None:
         self._ledgers, self._barred = folder / "ledgers.json", folder / "barred.json"
-        self._seen = {
-            site: (int(length), str(head))
-            for site, (length, head) in _document(self._ledgers).items()
-        }
+        with understood(self._ledgers, _LOST):
+            self._seen = {
+                site: (int(length), str(head))
+                for site, (length, head) in _document(self._ledgers).items()
+            }
         self._saved = dict(self._seen)
 
     def seen(self, site: str) -> tuple[int, str]:
@@ -77,14 +80,10 @@ class Standing:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        with understood(path, _LOST):
+            return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}): it holds what the server knows of "
-            "its sites' ledgers; put it back from a backup"
-        ) from None
 
 
 def _write(path: Path, document: Any) -> None:

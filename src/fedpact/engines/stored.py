@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fedpact.errors import DataError, FedpactError, InputError
-from fedpact.folder import free_room, make_room, write_whole
+from fedpact.files import free_room, make_room, write_whole
 from fedpact.messages import Reply, Task, from_bytes
 
 _Question = tuple[str, int, int, str]

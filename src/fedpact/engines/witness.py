@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from fedpact.errors import LedgerError
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.privacy.ledger import Ledger
 
 _HASH = re.compile(r"[0-9a-f]{64}")

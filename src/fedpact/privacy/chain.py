@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from fedpact.errors import LedgerError
+from fedpact.files import private_opener, sync
 
 Entry = dict[str, Any]
 
@@ -109,7 +110,7 @@ class Chain:
         self.path = path
         try:
             _make_directory(path.parent)
-            self._file = path.open("a+b", buffering=0)
+            self._file = open(path, "a+b", buffering=0, opener=private_opener)  # noqa: SIM115
         except OSError as error:
             raise _unusable(path, error) from error
         try:
@@ -186,7 +187,7 @@ class Chain:
         try:
             # A killed process's line may be in memory only: what is believed must be durable.
             os.fsync(self._file.fileno())
-            _sync_directory(self.path.parent)
+            sync(self.path.parent)
             self._file.seek(0)
             return self._file.readall()
         except OSError as error:
@@ -232,17 +233,8 @@ def _unusable(path: Path, error: OSError) -> LedgerError:
     )
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make the names of new files in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _make_directory(directory: Path) -> None:
     new = [d for d in (directory, *directory.parents) if not d.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for made in new:
-        _sync_directory(made.parent)
+        sync(made.parent)

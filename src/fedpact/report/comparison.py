@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.metrics import METRICS
 from fedpact.report.drawing import Drawing
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
@@ -104,7 +104,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 def write_comparison(comparison: Comparison) -> Path:
     """Write comparison.html into the comparison's folder and return its path."""
     path = comparison.folder / "comparison.html"
-    write_whole(path, render(comparison).encode())
+    write_whole(path, render(comparison).encode(), private=False)
     return path
 
 

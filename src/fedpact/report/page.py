@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from fedpact.folder import write_whole
+from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, figures
 from fedpact.report.reading import RunFolder, read_run
@@ -52,7 +52,7 @@ def write_report(folder: Path) -> Path:
 def write_page(run: RunFolder) -> Path:
     """Write report.html beside the files that the run was read from, and return its path."""
     path = run.path / "report.html"
-    write_whole(path, render(run).encode())
+    write_whole(path, render(run).encode(), private=False)
     return path
 
 

@@ -2,7 +2,8 @@
 
 Flower's own way starts a Python process for each message and runs in it the code that came with the
 run. A process that stays is a hundred times quicker, and the only code it runs is what its owner
-has installed. All that we use of Flower beside its public names is imported here and in `control`.
+has installed. All that we use of Flower beside its public names is imported here, in `control`, in
+`gate`, in `database` and in `inbox`.
 """
 
 import threading
@@ -12,9 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.common.constant import SubStatus
-from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PushTaskOutputRequest,
@@ -29,8 +28,6 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _HEARTBEAT_SECONDS = 10.0
@@ -65,7 +62,7 @@ class Desk:
         """Take on a waiting task; return it and its token, or None where there is none to have."""
         try:
             found = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[self._kind]))
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return None
         self._seen = time.monotonic()
         return (found.task, found.token) if found.HasField("task") and found.token else None
@@ -93,25 +90,6 @@ class Desk:
         return RuntimeHttpClient.from_server_address(
             self.address, self.root is None, self.root, [version, interceptor]
         )
-
-
-def release_node(address: str, root: Path, key: ec.EllipticCurvePrivateKey, node: int) -> None:
-    """Tell a SuperLink that a node of ours is gone, so that it may come back at once.
-
-    A SuperNode that was killed counts as connected for another minute, and its successor would be
-    turned away. What goes wrong here is left to that minute.
-    """
-    link = FleetHttpClient.from_server_address(
-        address,
-        insecure=False,
-        root_certificates=root.read_bytes(),
-        interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, key.public_key()),
-        ],
-    )
-    with link as client, suppress(httpx.HTTPError):
-        client.DeactivateNode(DeactivateNodeRequest(node_id=node))
 
 
 def _beat(client: RuntimeHttpClient, done: threading.Event) -> None:

@@ -8,7 +8,7 @@ with it: a reply is no task, and what one site signed is not another's.
 
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -21,7 +21,7 @@ def read_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Read an OpenSSH private key on a NIST curve. Raises InputError: missing, or another kind."""
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InputError(
             f"key {path} cannot be read ({error}): expected what `fedpact deploy init` wrote there"
         ) from None
@@ -34,7 +34,7 @@ def public_key(line: str) -> ec.EllipticCurvePublicKey:
     """Return the key of an OpenSSH public-key line. Raises InputError: anything else."""
     try:
         key = serialization.load_ssh_public_key(line.encode())
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise InputError(f"{line[:30]!r}... is no OpenSSH public key ({error})") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise InputError(f"{line[:30]!r}... is no ECDSA key: generate one with ssh-keygen -t ecdsa")

@@ -5,17 +5,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httpx
 from flwr.common.serde import run_from_proto
 from flwr.proto.runtime_pb2 import PullTaskInputRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedpact.engines.admission import expected_form
 from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import seal
 from fedpact.engines.flower.control import SuperLink
+from fedpact.engines.flower.inbox import PromptGrid
 from fedpact.engines.flower.runtime import Desk
 from fedpact.engines.flower.transport import FlowerTransport
 from fedpact.engines.secure.deployed import secured
@@ -58,9 +59,14 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
             given = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
             TaskIdentity.node_id = given.context.node_id
-            grid = HttpGrid(address, root_certificates=desk.root, token=token)
+            grid = PromptGrid(address, desk.root, token)
             grid.set_run(run_from_proto(given.run))
             return coordinate(coordinator, grid, on_round)
+    except httpx.HTTPError as error:
+        raise FedpactError(
+            f"Flower's SuperLink at {address} failed ({error}): see flower/log.txt in the server's "
+            "directory; started again, the server goes on from the last committed round"
+        ) from error
     finally:
         desk.close()
         link.close()

@@ -2,8 +2,10 @@
 
 A site is known by its public key, which Flower's SuperLink has verified, and its answers by their
 signature under that key. A site that is not there is not waited for; one that is there and does
-not answer is asked again until the round's time is over. Whoever did not answer, or was rejected,
-stands in the round's record as a refusal, and the round goes on with the others.
+not answer is asked again until the round's time is over. After that it is not waited for any more
+until it has answered something, or was started again: a site that hangs costs one round's time, not
+every round's. Whoever did not answer, or was rejected, stands in the round's record as a refusal,
+and the round goes on with the others.
 """
 
 import logging
@@ -78,6 +80,51 @@ class _Round:
         return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Refusal)}
 
 
+class _Slow:
+    """The sites that were waited for in vain, and the questions that they still owe an answer to.
+
+    It outlives a round: whoever has such a question is not asked another one before Flower has
+    dropped it, so that a site that wakes up does not spend its budget on rounds that are over.
+    """
+
+    def __init__(self) -> None:
+        self._until = dict[str, float]()
+        self._owed = dict[str, str]()
+
+    def __contains__(self, site: str) -> bool:
+        return site in self._until
+
+    @property
+    def owed(self) -> list[str]:
+        """The numbers of the questions."""
+        return list(self._owed)
+
+    def add(self, site: str, this: _Round, seconds: float) -> None:
+        """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
+        if site not in self:
+            _log.warning("site %s: no answer in time: not waited for until it answers", site)
+        self._until[site] = this.asked[site] + seconds
+        self._owed |= {number: site for number, other in this.sent.items() if other == site}
+
+    def may_be_asked(self, site: str) -> bool:
+        return time.monotonic() >= self._until.get(site, 0.0)
+
+    def settle(self, number: str | None, answered: bool) -> None:
+        """Take note of what came for a question; a site that has answered is not slow any more.
+
+        answered: by the site; else Flower has dropped the question.
+        """
+        site = self._owed.pop(number or "", None)
+        if site is not None and answered:
+            _log.info("site %s answers again", site)
+            self.forget(site)
+
+    def forget(self, site: str) -> None:
+        """The site has answered, or begun anew."""
+        self._until.pop(site, None)
+        self._owed = {number: other for number, other in self._owed.items() if other != site}
+
+
 class FlowerTransport:
     """See round.Transport.
 
@@ -100,6 +147,7 @@ class FlowerTransport:
         self._admission, self._form, self._on_seen = admission, form, on_seen
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
+        self._since, self._slow = dict[str, str](), _Slow()
         self._looked, self._joined = 0.0, False
         self._waiting = _Clock()
 
@@ -193,30 +241,44 @@ class FlowerTransport:
         patience = self._federation.patience
         end = time.monotonic() + patience.round_seconds
         while this.open and time.monotonic() < end:
-            present = self._present()
+            present = self._present(this)
             self._ask(this, present)
+            numbers = [*this.sent, *self._slow.owed]
             with self._waiting:
-                arrived = list(self._grid.pull_messages(list(this.sent))) if this.sent else []
+                arrived = list(self._grid.pull_messages(numbers)) if numbers else []
             for message in arrived:
                 self._take(this, message)
-            waited_for = any(site in present for site in this.open)
+            waited_for = any(site in present and site not in self._slow for site in this.open)
             answered = len(this.answers) - len(this.refusals)
             if not waited_for and answered >= this.least:
                 break
             if not arrived:
                 self._sleep()
         self._on_seen()
+        for site in this.open:
+            # Who is away is not slow; who is not asked owes nothing.
+            if site in this.asked and (site in self._slow or site in self._nodes):
+                self._slow.add(site, this, patience.round_seconds)
 
-    def _present(self) -> dict[str, int]:
-        """Return site -> node of the sites that are connected, as of a second ago."""
+    def _present(self, this: _Round | None = None) -> dict[str, int]:
+        """Return site -> node of the sites that are connected, as of a second ago.
+
+        A site that was started again knows nothing of what it was asked before.
+        """
         if time.monotonic() - self._looked >= _NODES_SECONDS:
             found = dict[str, int]()
             with self._waiting:
                 nodes = list(self._grid.get_nodes())
             for node in nodes:
                 for name, member in self._federation.sites.items():
-                    if seal.same_key(member.key, node.public_key):
-                        found[name] = node.node_id
+                    if not seal.same_key(member.key, node.public_key):
+                        continue
+                    found[name] = node.node_id
+                    if self._since.get(name) != node.last_activated_at:
+                        self._since[name] = node.last_activated_at
+                        self._slow.forget(name)
+                        if this is not None:
+                            this.asked.pop(name, None)
             for name in sorted(set(found) ^ set(self._nodes)):
                 _log.info("site %s %s", name, "is connected" if name in found else "is gone")
             self._nodes, self._looked = found, time.monotonic()
@@ -227,6 +289,8 @@ class FlowerTransport:
         for site in this.open:
             last = this.asked.get(site)
             if site not in present or (last and now - last < patience.resend_seconds):
+                continue
+            if last is None and not self._slow.may_be_asked(site):
                 continue
             block = to_bytes(this.tasks[site])
             seen = self._admission.standing.seen(site)
@@ -240,7 +304,9 @@ class FlowerTransport:
             this.asked[site] = now
 
     def _take(self, this: _Round, message: Message) -> None:
-        site = this.sent.pop(message.metadata.reply_to_message_id, None)
+        number = message.metadata.reply_to_message_id
+        site = this.sent.pop(number, None)
+        self._slow.settle(number, answered=not message.has_error())
         if site is None or site in this.answers:
             return
         if message.has_error():

@@ -5,24 +5,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message, RecordDict
 from flwr.supercore.constant import TaskType
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.runtime import Desk, release_node
+from fedpact.engines.flower.runtime import Desk
 from fedpact.engines.site import Site, answer
 from fedpact.errors import FedpactError, InputError
-from fedpact.folder import write_whole
 from fedpact.messages import Refusal, to_bytes
 
 _log = logging.getLogger("fedpact.site")
 _POLL_SECONDS = 0.1
 # A SuperNode takes a few seconds to start. One that has lost its server may hang when it ends.
 _SILENT_SECONDS = 20.0
-_NODE = "flower/node"
 
 
 def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Message:
@@ -56,6 +53,8 @@ def work(
 ) -> None:
     """Answer tasks until `alive` says no, or nobody is at the SuperNode's end any more.
 
+    It also ends after an answer that was not handed over: a SuperNode waits for it for ever, and
+    for nothing else.
     directory: the site's, with its key and secret. Raises FedpactError: the site has stopped.
     """
     key = seal.read_private_key(directory / "site.key")
@@ -67,24 +66,17 @@ def work(
             if found is None:
                 time.sleep(_POLL_SECONDS)
             else:
-                node = _serve(site, key, desk, found[1])
-                _remember(directory, node)
+                handed_over = _serve(site, key, desk, found[1])
                 if site.stopped:
                     raise FedpactError(site.stopped)
+                if not handed_over:
+                    return
     finally:
         desk.close()
 
 
-def release(site: Site, directory: Path) -> None:
-    """Give up the connection that an earlier process of this site may have left behind."""
-    path = directory / _NODE
-    if path.exists():
-        key = seal.read_private_key(directory / "site.key")
-        release_node(site.federation.address, directory / "ca.crt", key, int(path.read_text()))
-
-
-def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> int | None:
-    """Carry out one task and return our node's number.
+def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> bool:
+    """Carry out one task; return whether its answer was handed over.
 
     What the network loses is asked for again, and then lies stored.
     """
@@ -92,13 +84,7 @@ def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) 
         with desk.work(token) as client:
             message, context, _, _ = pull_task_input(client)
             push_message(client, respond(site, key, message), context)
-            return context.node_id
-    except (httpx.HTTPError, RuntimeError) as error:
+    except Exception as error:  # whatever Flower's inside raises: `respond` raises nothing
         _log.warning("an answer was not handed over (%s): waiting to be asked again", error)
-        return None
-
-
-def _remember(directory: Path, node: int | None) -> None:
-    path = directory / _NODE
-    if node is not None and not path.exists():
-        write_whole(path, str(node).encode())
+        return False
+    return True

@@ -20,10 +20,14 @@ from fedpact.engines.secure.keys import SecretsDoNotFit
 from fedpact.engines.secure.ring import Layout, Weighing, decode, rounding
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
-from fedpact.folder import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, State, Step, Task, encoded_length
 
 _log = logging.getLogger("fedpact.server")
+_LOST = (
+    "it says which sums were opened, and each of the sites opens one sum of an attempt: put it "
+    "back from a backup, or begin a new run"
+)
 
 
 class FalseSum(FedpactError):
@@ -83,8 +87,8 @@ class Attempts:
         self._path = path
         self._last, self.extra = (0, -1), 0
         if path is not None:
-            with suppress(FileNotFoundError):
-                number, attempt, self.extra = json.loads(path.read_bytes())
+            with suppress(FileNotFoundError), understood(path, _LOST):
+                number, attempt, self.extra = map(int, json.loads(path.read_bytes()))
                 self._last = number, attempt
 
     def next(self, number: int) -> int:

@@ -20,7 +20,7 @@ from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
 from fedpact.engines.secure.ring import Weighing, Words, encode
 from fedpact.errors import DataError
-from fedpact.folder import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
 _log = logging.getLogger("fedpact.site")
@@ -28,6 +28,11 @@ _log = logging.getLogger("fedpact.site")
 Train = Callable[[Task], Reply | Refusal]
 """Answers the task that a session carries: with the stored reply where it was answered before."""
 
+_LOST = (
+    "it says which sums this site has helped to open, and without it a server could have a second "
+    "one of the same round opened: put it back from a backup, or take part in a new run only, for "
+    "which it may be moved away"
+)
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
@@ -41,9 +46,9 @@ class Opened:
         self._path = path
         self._last: _Opened | None = None
         if path is not None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), understood(path, _LOST):
                 run, number, attempt, names = json.loads(path.read_bytes())
-                self._last = run, number, attempt, tuple(names)
+                self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
         """Whether a sum over these sites may be opened, and remember that it was.

@@ -1,0 +1,162 @@
+"""Whose process it is: `down` ends what `up` started, whoever has got its number since."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tests.waiting import wait_for
+
+from fedpact.deploy import local, processes
+from fedpact.deploy.running import Process
+from fedpact.errors import DataError, InputError
+from fedpact.files import only_one
+
+
+@pytest.fixture
+def stranger(deployment):
+    """A process whose command names fedpact, a party's module and its directory; its number."""
+    where = deployment / "sites" / "site-00"
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, "fedpact.deploy.party", "site", str(where.resolve())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def recorded(deployment, process):
+    entry = {"number": process.number, "started": process.started}
+    (deployment / "processes.json").write_text(json.dumps({"site-00": entry}))
+
+
+def test_a_stranger_that_has_the_number_by_now_is_left_alone(deployment, stranger):
+    found = Process.of(stranger.pid)
+    recorded(deployment, replace(found, started=found.started + "0"))
+    assert local.look(deployment)["running"]["site-00"] is False
+    assert local.stop(deployment) == []
+    assert stranger.poll() is None
+
+
+def test_a_process_for_another_directory_is_left_alone(deployment, stranger, tmp_path):
+    recorded(deployment, Process.of(stranger.pid))
+    # The deployment was moved, or copied with its records of processes.
+    elsewhere = deployment.rename(tmp_path / "elsewhere")
+    assert local.stop(elsewhere) == []
+    assert stranger.poll() is None
+
+
+def test_what_was_started_then_and_there_is_ended(deployment, stranger):
+    recorded(deployment, Process.of(stranger.pid))
+    assert local.look(deployment)["running"]["site-00"] is True
+    assert local.stop(deployment) == ["site-00"]
+    # 0 is what is told of a process that somebody else has waited for.
+    assert stranger.wait() in (0, -signal.SIGTERM)
+    assert json.loads((deployment / "processes.json").read_bytes()) == {}
+
+
+def test_a_signal_goes_to_what_was_looked_at(stranger):
+    found, words = Process.of(stranger.pid), ["fedpact.deploy.party", "site"]
+    found.send(signal.SIGKILL, words)  # not the last words of its command
+    replace(found, started="another boot").send(signal.SIGKILL, ["site-00"])
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+    found.send(signal.SIGKILL, [])  # nobody has the number: no error
+
+
+def test_numbers_alone_as_earlier_versions_recorded_them_are_read(deployment, stranger):
+    (deployment / "processes.json").write_text(json.dumps({"site-00": stranger.pid, "x": 1}))
+    assert local.look(deployment)["running"]["site-00"] is True
+    (deployment / "processes.json").write_text(json.dumps({"site-00": os.getpid()}))
+    assert local.look(deployment)["running"]["site-00"] is False
+
+
+def test_a_damaged_record_of_processes_is_told(deployment):
+    (deployment / "processes.json").write_bytes(b"\xff{")
+    with pytest.raises(DataError, match=r"processes\.json cannot be understood"):
+        local.look(deployment)
+
+
+def test_a_second_server_in_one_directory_is_refused_and_the_first_goes_on(deployment, monkeypatch):
+    """Before it touches anything of the first one's: its run, its database, its port."""
+    server = deployment / "server"
+    monkeypatch.setattr(processes, "_flower", None)
+    before = sorted(server.rglob("*"))
+    with (
+        only_one(server / "lock", "the first"),
+        pytest.raises(InputError, match="server has a server already"),
+    ):
+        processes.run_server(server, lambda record: None)
+    assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
+
+
+def test_a_port_that_somebody_has_is_told_with_where_it_stands(monkeypatch):
+    monkeypatch.setattr(processes, "_PORT_SECONDS", 0.0)
+    with processes.socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=rf"port {port} .* change port in site\.toml"):
+            processes._wait_for_port("127.0.0.1", port, "port in site.toml")
+    processes._wait_for_port("127.0.0.1", port, "port in site.toml")
+
+
+def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
+    """Its address does not resolve, or nobody listens there: it goes on trying, and says so."""
+    tries = []
+
+    def sleep(seconds):
+        tries.append(seconds)
+        if len(tries) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.time, "sleep", sleep)
+    for address in ("nowhere.invalid:1", "127.0.0.1:1"):
+        caplog.clear()
+        tries.clear()
+        with pytest.raises(KeyboardInterrupt):
+            processes._wait_for(address, processes._Teller())
+        (told,) = caplog.messages
+        assert f"nobody answers at {address}, the server's address in federation.toml (" in told
+
+
+def test_logs_and_flowers_files_are_their_owners(deployment):
+    """A party that ends at once has a log all the same: its policy is missing."""
+    site = deployment / "sites" / "site-00"
+    (site / "policy.toml").unlink()
+    local.start(deployment, "site-00")
+    wait_for(lambda: not local.look(deployment)["running"]["site-00"], deployment)
+    assert "policy.toml" in local.last_words(deployment, "site-00")
+    assert "Traceback" not in (site / "log.txt").read_text()
+    home = processes._home(site)
+    assert (site / "log.txt").stat().st_mode & 0o777 == 0o600
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_supernode_whose_server_has_gone_is_started_anew(monkeypatch):
+    """Left to itself it may never come back, and counts as there."""
+    node = SimpleNamespace(poll=lambda: None)
+    with processes.socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        alive = processes._Alive(node, f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(processes, "_KNOCK_SECONDS", 60.0)
+        assert alive()
+        alive._next = 0.0
+        assert alive()
+    # Between two knocks nobody asks.
+    assert alive()
+    alive._next = 0.0
+    assert not alive()
+    node.poll = lambda: 1
+    assert not processes._Alive(node, "nowhere.invalid:1")()
+
+
+def test_a_network_that_fails_for_a_moment_ends_no_supernode():
+    alive = processes._Alive(SimpleNamespace(poll=lambda: None), "nowhere.invalid:1")
+    assert alive()

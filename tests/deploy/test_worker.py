@@ -1,0 +1,49 @@
+"""A site's process and its SuperNode: who waits for whom."""
+
+from contextlib import contextmanager
+
+import pytest
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+from fedpact.engines.flower import worker
+from fedpact.engines.site import Site
+
+
+class Desk:
+    """A SuperNode's end with one task after the other; it counts those that were taken on."""
+
+    silent_seconds = 0.0
+
+    def __init__(self, *_):
+        self.taken = 0
+
+    def next(self):
+        self.taken += 1
+        return object(), "token"
+
+    @contextmanager
+    def work(self, token):
+        yield self
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("No messages received"), ObjectPullError("a", "gone"), OSError("reset")]
+)
+def test_after_an_answer_that_was_not_handed_over_the_connection_is_made_anew(
+    site_dir, monkeypatch, caplog, error
+):
+    """A SuperNode waits for the answer that it does not get for ever, while it counts as there."""
+    desks = []
+
+    def pull(client):
+        raise error
+
+    monkeypatch.setattr(worker, "Desk", lambda *a: desks.append(Desk(*a)) or desks[-1])
+    monkeypatch.setattr(worker, "pull_task_input", pull)
+    with Site(site_dir) as site:
+        worker.work(site, site_dir, lambda: desks[-1].taken < 5)
+    assert desks[0].taken == 1
+    assert "was not handed over" in caplog.text
