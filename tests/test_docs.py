@@ -31,3 +31,14 @@ def test_the_worked_example_passes_the_conformance_suite(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     # Two variants (local_steps), each in some twenty tests: else -k found nothing of it.
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 30
+
+
+def test_the_tests_that_the_threats_name_exist():
+    page = (ROOT / "docs" / "threats.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    files = set(re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", page))
+    sources = list((ROOT / "tests").rglob("*.py"))
+    known = {name for path in sources for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert len(named) > 40
+    assert named <= known, sorted(named - known)
+    assert files <= {path.name for path in sources}
