@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.problems import CLIP, RATE, SIGMA, Problem
 from benchmarks.timing import Work
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import Draws, SeededDraws
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.noise import Draws, SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 

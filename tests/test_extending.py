@@ -18,7 +18,7 @@ import fedpact
 from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
 from fedpact.errors import FedpactError
 from fedpact.metrics import METRICS, Metric, check_names
-from fedpact.persample import separable
+from fedpact.persample.apart import separable
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -45,7 +45,7 @@ def before(line: str, text: str, added: str) -> str:
 ADDED = {
     "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
     "rule": (
-        "persample/separable.py",
+        "persample/apart/separable.py",
         lambda text: text + '\n\n_RULES |= _named(pointwise, "sinc")\n',
     ),
     "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),

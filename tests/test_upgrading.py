@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from fedpact.persample import products, rules, separable
-from fedpact.persample.trace import without_advice
+from fedpact.persample import products, rules
+from fedpact.persample.apart import separable
+from fedpact.persample.apart.trace import without_advice
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ import torch
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import by_turns, milliseconds
-from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.secure import SecureDraws
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
 
 TITLE = "Noise"
 ABOUT = (

@@ -10,12 +10,12 @@ from benchmarks.problems import CLIP, PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Turns, Work, by_turns, milliseconds
+from fedpact.draws import grid
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
+from fedpact.ledger.ledger import Ledger
 from fedpact.messages import Reply, to_bytes
-from fedpact.privacy import grid
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge
-from fedpact.privacy.secure import SecureDraws
 from fedpact.theory.accounting import Budget
 
 TITLE = "Its parts"

@@ -10,13 +10,11 @@ from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Work, by_turns, milliseconds
 from fedpact.engines.inprocess import Bench
-from fedpact.engines.lockstep import Lockstep
+from fedpact.engines.stacked import Ask, Lockstep, Seat, SeatDraws, Stack
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
-from fedpact.persample.dense import Sum
+from fedpact.persample.dense import SiteSum
 from fedpact.privacy.oracle import PrivateOracle
-from fedpact.privacy.seats import Ask, Seat, SeatDraws
-from fedpact.privacy.stacked import Stack
 
 TITLE = "Stacked sites"
 ABOUT = (
@@ -78,7 +76,7 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
     table = Lockstep(sites, seat, stack.answers)
     jobs = [lambda own, i=i: step(i, own) for i in range(sites)]
     plain = [steps.plain(problem, batch) for _ in records]
-    asked = [Sum(form, x, y, steps.CLIP, None) for x, y in records]
+    asked = [SiteSum(form, x, y, steps.CLIP, None) for x, y in records]
     return {
         "plain": lambda: [one() for one in plain],
         "alone": alone,

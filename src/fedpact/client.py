@@ -14,9 +14,9 @@ import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.files import understood, write_whole
+from fedpact.ledger.ledger import Ledger
 from fedpact.messages import Local, Refusal, Reply, State, Task, encoded_parts, from_bytes
 from fedpact.methods import Method
-from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
 

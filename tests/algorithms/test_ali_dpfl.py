@@ -8,6 +8,7 @@ import torch
 
 from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.admission import Form, expected_form
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.scene import Scene
@@ -15,11 +16,10 @@ from fedpact.engines.simulation import simulate
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.folder import Checkpoint, Folder
+from fedpact.ledger.ledger import read_entries
 from fedpact.messages import Reply, State, Task
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import read_entries
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.report.page import write_report
 

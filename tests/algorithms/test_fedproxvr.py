@@ -12,14 +12,14 @@ from torch import nn
 from fedpact.algorithms import fedproxvr
 from fedpact.algorithms.fedproxvr import Settings
 from fedpact.data.datasets import from_arrays
+from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.engines.simulation import simulate
+from fedpact.ledger.ledger import read_entries
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import read_entries
-from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import PlainOracle, Records
 
 CENTER = torch.tensor([3.0, -2.0], dtype=torch.float64)

@@ -19,6 +19,7 @@ from torch import nn
 from fedpact.algorithms import ldp_fedsgd
 from fedpact.algorithms.ldp_fedsgd import Settings
 from fedpact.data.datasets import from_arrays
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
@@ -33,7 +34,6 @@ from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

@@ -11,12 +11,12 @@ from torch import nn
 
 from fedpact.algorithms import qffl
 from fedpact.algorithms.qffl import Settings
+from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

@@ -15,7 +15,7 @@ from fedpact.audit.many_runs import attacks
 from fedpact.audit.noise_level import noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import private_oracle
-from fedpact.privacy.noise import stream
+from fedpact.draws.seeded import stream
 
 SEEDS = range(5)
 

@@ -7,10 +7,10 @@ import pytest
 from fedpact.cli import ledger as commands
 from fedpact.engines.simulation import simulate
 from fedpact.errors import BudgetExhausted, LedgerError, PolicyRefused
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.receipt import receipt
+from fedpact.ledger.remaining import remaining
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.receipt import receipt
-from fedpact.privacy.remaining import remaining
 from fedpact.theory.accounting import Budget
 
 POLICY = """

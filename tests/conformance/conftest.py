@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fedpact import algorithms
+from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.ledger.ledger import Ledger
 from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import Anchor, Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

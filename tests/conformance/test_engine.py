@@ -6,9 +6,9 @@ import torch
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
+from fedpact.ledger.ledger import read_entries
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import read_entries
 
 ROUNDS = 4
 

@@ -8,8 +8,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.site import Site
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import from_bytes, to_bytes
-from fedpact.privacy.receipt import receipt
 
 NAMES = ("site-00", "site-01", "site-02")
 

@@ -31,8 +31,8 @@ from fedpact.engines.flower.worker import respond
 from fedpact.engines.site import Site, answer
 from fedpact.engines.standing import Standing
 from fedpact.errors import DataError, FedpactError, LedgerError
+from fedpact.ledger.ledger import read_entries
 from fedpact.messages import Refusal, Reply, from_bytes, to_bytes
-from fedpact.privacy.ledger import read_entries
 
 STEPS = 2  # local iterations of a round: what each round is charged
 EVIDENCE = ("reply.bin", "memory.safetensors", "pending-memory.safetensors", "log.txt", "opened")

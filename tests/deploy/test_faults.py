@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import wait_for
 
 from fedpact.deploy import local
-from fedpact.privacy.receipt import receipt
+from fedpact.ledger.receipt import receipt
 
 NAMES = ("site-00", "site-01", "site-02")
 # Far beyond what it takes: rounds are to wait for whoever was killed.

@@ -20,8 +20,8 @@ from benchmarks import deployment
 from fedpact.deploy import keys, local
 from fedpact.engines.federation import Federation
 from fedpact.engines.simulation import simulate
+from fedpact.ledger.chain import read_entries
 from fedpact.plan import Plan
-from fedpact.privacy.chain import read_entries
 
 PLAN = {"rounds": 5, "sites": 3, "settings": {"local_steps": 2}, "run": {"workers": 2}}
 

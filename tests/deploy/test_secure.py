@@ -18,8 +18,8 @@ from fedpact.engines.secure.server import BelowThreshold
 from fedpact.engines.site import Site, answer
 from fedpact.errors import PlanError
 from fedpact.folder import Folder
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
-from fedpact.privacy.receipt import receipt
 
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}

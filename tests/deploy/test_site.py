@@ -12,8 +12,8 @@ from fedpact.engines.federation import Federation
 from fedpact.engines.site import Site, answer
 from fedpact.errors import DataError, LedgerError, PlanError, PolicyRefused
 from fedpact.folder import Folder
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
-from fedpact.privacy.receipt import receipt
 
 
 def task_of(site, number=1, included=-1, **changes):

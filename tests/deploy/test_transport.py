@@ -23,8 +23,8 @@ from fedpact.engines.flower.worker import respond
 from fedpact.engines.site import Site
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import Folder
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.privacy.receipt import receipt
 
 
 @pytest.fixture(autouse=True)

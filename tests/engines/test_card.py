@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fedpact.data.datasets import from_arrays
+from fedpact.draws import seeded as noise
+from fedpact.engines import stacked as seats
 from fedpact.engines.simulation import simulate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy import noise, seats
 
 ALGORITHMS = {
     "fedavg": {},

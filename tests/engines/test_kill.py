@@ -19,9 +19,9 @@ from fedpact import folder as folders
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError
 from fedpact.folder import Folder
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.receipt import receipt
 
 PLAN = {
     "rounds": 25,

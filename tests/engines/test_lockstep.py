@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fedpact.engines.lockstep import Lockstep
+from fedpact.engines.stacked import Lockstep
 
 
 def table(seats, answers):

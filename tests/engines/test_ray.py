@@ -21,9 +21,9 @@ from fedpact.engines.simulation import simulate
 from fedpact.engines.virtual import VirtualSite
 from fedpact.errors import FedpactError, InputError, LedgerError, PlanError
 from fedpact.folder import Folder
+from fedpact.ledger.chain import read_entries
 from fedpact.messages import Reply, Task, from_bytes, to_bytes
 from fedpact.plan import Plan
-from fedpact.privacy.chain import read_entries
 from fedpact.privacy.oracle import Records
 
 WITHOUT = "the extra fedpact[ray] is not installed"

@@ -17,9 +17,9 @@ from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, LedgerError, ModelError, PlanError
+from fedpact.ledger.receipt import receipt
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.receipt import receipt
 from fedpact.report.page import write_report
 
 SMALL = {

@@ -6,19 +6,18 @@ import pytest
 import torch
 
 from fedpact.data.datasets import from_arrays
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.simulation import simulate
+from fedpact.engines.stacked import Seat, Stack
+from fedpact.ledger.ledger import read_entries
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample.dense import Sum
+from fedpact.persample.dense import SiteSum
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import read_entries
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.seats import Seat
-from fedpact.privacy.secure import SecureDraws
-from fedpact.privacy.stacked import Stack
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -51,9 +50,9 @@ def test_stacked_sums_are_those_of_the_cpu():
     w = 0.2 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).double()
     model.load(w)
     x, y = torch.ones(6, 3, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
-    (here,) = Stack.of(model, cross_entropy).answers([Sum(model, x, y, 0.5, None)])
+    (here,) = Stack.of(model, cross_entropy).answers([SiteSum(model, x, y, 0.5, None)])
     there = FlatModel(model.module.to(CARD))
-    both = [Sum(there, x.to(CARD), y.to(CARD), 0.5, None)] * 2
+    both = [SiteSum(there, x.to(CARD), y.to(CARD), 0.5, None)] * 2
     for found in Stack.of(there, cross_entropy).answers(both):
         assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
 

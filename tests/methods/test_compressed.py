@@ -9,14 +9,14 @@ from torch.testing import assert_close
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
+from fedpact.draws.seeded import stream
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
 from fedpact.methods import Method
 from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.plan import Plan
-from fedpact.privacy.noise import stream
-from fedpact.privacy.receipt import receipt
 
 D = 1000
 SMALL = {"rounds": 4, "sites": 3, "run": {"evaluate_every": 1, "workers": 1}}

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from fedpact.algorithms.fedavg import Settings
+from fedpact.draws.seeded import stream
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.local import weighted_mean
@@ -15,7 +16,6 @@ from fedpact.messages import Reply, State
 from fedpact.methods import Method
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.plan import Plan
-from fedpact.privacy.noise import stream
 
 D = 60
 

@@ -10,13 +10,13 @@ import torch
 from tests.persample.attacked import Attention, Means, allowed, moved
 from torch import nn
 
+from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import gradients, passes
 from fedpact.persample import kernel as kernels
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

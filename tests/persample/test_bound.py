@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.persample.attacked import CLASSES, MODELS, allowed, kernel, moved, put, records
 from torch import Tensor
 
+from fedpact.engines.stacked import Stack
 from fedpact.losses import cross_entropy
 from fedpact.persample import norms
 from fedpact.persample.bounds import SHORTEST
-from fedpact.persample.dense import Sum
-from fedpact.privacy.stacked import Stack
+from fedpact.persample.dense import SiteSum
 
 KINDS = ("normal", "cancelling", "spikes", "constant", "mixed", "denormal", "bad")
 
@@ -149,7 +149,7 @@ def test_nor_a_sum_of_several_sites_at_once_and_no_other_site_notices():
     def summed(x, y, clip, weights):
         sites = [others[0], (x, y), others[1]]
         asked = [
-            Sum(m, *site, clip, weights)
+            SiteSum(m, *site, clip, weights)
             for m, site in zip(models, sites, strict=True)
             if len(site[1])
         ]

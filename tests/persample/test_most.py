@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batches import clip_for, most_records
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

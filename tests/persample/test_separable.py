@@ -15,9 +15,9 @@ from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import norms
+from fedpact.persample.apart.separable import _RULES
 from fedpact.persample.bounds import slack
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.separable import _RULES
 
 MOST = 40
 ENOUGH = 2

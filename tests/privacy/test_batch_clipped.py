@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
+from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import InputError, ModelError, PlanError, PolicyRefused
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel
@@ -24,7 +25,6 @@ from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.batches import clip_for
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms, calibrated, sensitivity, with_given_noise

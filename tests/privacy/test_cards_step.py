@@ -6,18 +6,17 @@ import math
 import pytest
 import torch
 
+from fedpact.draws import grid
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
+from fedpact.engines.stacked import Seat, SeatDraws, Stack
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample.dense import Sum
+from fedpact.persample.dense import SiteSum
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.seats import Seat, SeatDraws
-from fedpact.privacy.secure import SecureDraws
-from fedpact.privacy.stacked import Stack
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -40,9 +39,9 @@ def test_stacked_sums(reference, name, card, nobody_looks):
     used = torch.tensor([0, 1, 2, 4, 5, 7, 8])
     stack = Stack.of(model, cross_entropy)
     asked = [
-        Sum(model, x, y, 0.5, None),
-        Sum(other, bad_x, bad_y, 0.5, lambda ell: ell + 1),
-        Sum(model, x, y, math.inf, None),
+        SiteSum(model, x, y, 0.5, None),
+        SiteSum(other, bad_x, bad_y, 0.5, lambda ell: ell + 1),
+        SiteSum(model, x, y, math.inf, None),
     ]
     with nobody_looks:
         found = stack.answers(asked)
@@ -55,9 +54,9 @@ def test_stacked_sums(reference, name, card, nobody_looks):
         assert reference.error(total, reference.clipped(each, clip, w)) < 1e-12
     # In a plain run nothing is left out, as a plain kernel leaves nothing out.
     for spoilt in ((bad_x, y), (x, bad_y)):
-        (spread,) = stack.answers([Sum(model, *spoilt, math.inf, None, plain=True)])
+        (spread,) = stack.answers([SiteSum(model, *spoilt, math.inf, None, plain=True)])
         assert spread.isnan().any()
-        (kept,) = stack.answers([Sum(model, *spoilt, math.inf, None)])
+        (kept,) = stack.answers([SiteSum(model, *spoilt, math.inf, None)])
         assert kept.isfinite().all()
 
 

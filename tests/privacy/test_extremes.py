@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.engines.stacked import Seat, Stack
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.seats import Seat
-from fedpact.privacy.stacked import Stack
 
 ROOM = 1 + 1e-5
 

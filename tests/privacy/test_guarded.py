@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy import guarded
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget

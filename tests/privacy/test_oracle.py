@@ -14,13 +14,13 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.errors import BudgetExhausted, InputError, ModelError, PolicyRefused
+from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batches import clip_for
-from fedpact.privacy.ledger import Ledger, read_entries
-from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import (
     Charge,
     Fair,

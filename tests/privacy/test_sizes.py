@@ -9,11 +9,11 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import chi2, kstest
 
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import InputError, PlanError, PolicyRefused
 from fedpact.plan import Plan
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.sizes import noisy_size
 from fedpact.theory.accounting import SampledGaussian
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import PolicyRefused
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.receipt import receipt
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, PlainOracle, PrivateOracle, Records
-from fedpact.privacy.receipt import receipt
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 

@@ -9,8 +9,8 @@ import torch
 from fedpact.engines.secure import keys
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
+from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
-from fedpact.privacy.receipt import receipt
 from fedpact.report.page import write_report
 
 BASE = {"rounds": 3, "sites": 3, "privacy": {"accountant": "rdp"}, "run": {"workers": 1}}

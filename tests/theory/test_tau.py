@@ -16,8 +16,8 @@ from fedpact.theory.tau import (
     even_split,
     longest,
     objective,
-    sensitivity,
     spread,
+    tau_by_kappa,
 )
 
 EVEN = 1e12  # a κ at which the bracket is η to all digits that matter here
@@ -73,7 +73,7 @@ def test_an_h_beyond_float64_is_infeasible_and_not_an_error():
     assert drift.h(5)[-1] == math.inf
     assert best_tau(drift, 1e300, allowed(1000, 10), 100) in (1, 2)
     assert objective(drift, 1.0, allowed(1000, 10), 5) == math.inf
-    assert sensitivity(drift, allowed(1000, 10), 100)[-1] == (1, 0.0)
+    assert tau_by_kappa(drift, allowed(1000, 10), 100)[-1] == (1, 0.0)
 
 
 def test_the_spread_is_the_divergence_and_the_noise():
@@ -134,7 +134,7 @@ def test_nothing_left_gives_one():
         assert best_tau(Drift(0.5, 1, 0.1, 1), 1.0, total, 100) == 1
         assert even_split(total, 100) == 1
         assert objective(Drift(0.5, 1, 0.1, 1), 1.0, total, 1) == math.inf
-        assert sensitivity(Drift(0.5, 1, 0.1, 1), total, 100) == [(1, 0.0)]
+        assert tau_by_kappa(Drift(0.5, 1, 0.1, 1), total, 100) == [(1, 0.0)]
 
 
 def test_brute_force_over_g_in_sixty_digits():
@@ -182,7 +182,7 @@ def test_the_sensitivity_is_exact():
     for _ in range(30):
         drift, most = drawn(rng), rng.randrange(2, 101)
         total = allowed(rng.randrange(50, 2000), rng.randrange(5, 200))
-        found = sensitivity(drift, total, most)
+        found = tau_by_kappa(drift, total, most)
         taus, edges = [tau for tau, _ in found], [k for _, k in found]
         assert taus == sorted(set(taus), reverse=True)
         assert edges == sorted(edges, reverse=True)

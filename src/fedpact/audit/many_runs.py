@@ -28,11 +28,11 @@ from fedpact.audit.noise_level import NoiseLevel, Tested, noise_levels, noise_te
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
+from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.persample.kernel import PlainKernel
 from fedpact.persample.weighting import UNIFORM, Fair
-from fedpact.privacy.noise import SeededDraws, stream
 from fedpact.privacy.oracle import Records
 
 _CHANNELS = ("gradient", "loss", "below")

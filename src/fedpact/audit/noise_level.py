@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from fedpact.audit.target import Target
-from fedpact.privacy.noise import SeededDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.privacy.oracle import Records
 
 _EVENTS = 200

@@ -33,9 +33,9 @@ from fedpact.audit.bounds import (
 from fedpact.audit.noise_level import Tested
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
+from fedpact.draws.seeded import stream
 from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy
-from fedpact.privacy.noise import stream
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 from fedpact.audit.noise_level import Tested
 from fedpact.audit.target import Target, mislabelled
-from fedpact.privacy.noise import SeededDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.privacy.oracle import Records
 
 _RECORDS = 40

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedpact.draws.seeded import Draws, SeededDraws, stream
 from fedpact.engines.scene import Scene
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State, Task
@@ -15,7 +16,6 @@ from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.weighting import UNIFORM, Fair, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import Draws, SeededDraws, stream
 from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import epsilon

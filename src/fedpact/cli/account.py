@@ -12,10 +12,10 @@ from rich.table import Table
 
 from fedpact import check
 from fedpact.errors import InputError
-from fedpact.privacy.remaining import Remaining, remaining
-from fedpact.privacy.terms import ADJACENCY
+from fedpact.ledger.remaining import Remaining, remaining
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
+    ADJACENCY,
     Accountant,
     Budget,
     Conversion,

@@ -19,9 +19,9 @@ from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.folder import Folder
 from fedpact.plan import Plan
-from fedpact.privacy.terms import ADJACENCY
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
+from fedpact.theory.accounting import ADJACENCY
 
 CONFIDENCE = 0.95
 # A run of this many events takes minutes on a model above this size.

@@ -10,8 +10,8 @@ from rich.table import Column, Table
 from fedpact.cli.console import show, strict
 from fedpact.errors import LedgerError
 from fedpact.files import write_whole
-from fedpact.privacy.receipt import receipt
-from fedpact.privacy.reservations import FILTER
+from fedpact.ledger.receipt import receipt
+from fedpact.ledger.reservations import FILTER
 from fedpact.text import upper
 
 _TORN = (

@@ -15,9 +15,9 @@ from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.terms import ADJACENCY, Terms
+from fedpact.privacy.terms import Terms
 from fedpact.text import size, upper
-from fedpact.theory.accounting import Budget
+from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.planner import Choice, best
 
 

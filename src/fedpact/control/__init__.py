@@ -50,7 +50,7 @@ class Ali(BaseModel):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenTau:
     """τ of a round, 0 where the iterations are used up; even: for want of a clear estimate."""
 
     steps: int
@@ -83,21 +83,21 @@ class Controller:
         """Return τ of the next round, 0 if nothing is left; without a state the most it can be."""
         return self.ali.most_local_steps if state is None else self.choose(state).steps
 
-    def choose(self, state: State) -> Choice:
+    def choose(self, state: State) -> ChosenTau:
         """Return the choice for the next round: a function of the state alone."""
         own, left, rest = _parts(state)
         limit = own.numbers.get("iterations", site.UNLIMITED)
         if limit < 1:
-            return Choice(0)
+            return ChosenTau(0)
         if not own.numbers["steps"]:
-            return Choice(1)
+            return ChosenTau(1)
         most = min(tau.longest(int(own.numbers["steps"])), self.ali.most_local_steps, int(limit))
         allowed = tau.allowed(limit, server.rounds_left(left.numbers))
         drift = server.drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
         if drift is None:
-            return Choice(tau.even_split(allowed, most), even=True)
+            return ChosenTau(tau.even_split(allowed, most), even=True)
         kappa = self.ali.kappa or server.KAPPA * drift.lipschitz**2
-        return Choice(tau.best_tau(drift, kappa, allowed, most))
+        return ChosenTau(tau.best_tau(drift, kappa, allowed, most))
 
     def task(self, state: State, inner: Callable[[State], State]) -> State:
         """Return what the sites are told: the algorithm's own, and τ as "local_steps"."""

@@ -29,7 +29,7 @@ from fedpact.files import replacing
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class SiteRecords:
     """One site's records: x [n, ...], y [n] to train on; x_held, y_held, maybe none, to evaluate.
 
     name: safe as a file name; the order of names is the order of sites.
@@ -57,7 +57,7 @@ class Partition:
     held_out: Mapping[str, np.ndarray]
     label_counts: np.ndarray
 
-    def sites(self, dataset: Dataset) -> list[Site]:
+    def sites(self, dataset: Dataset) -> list[SiteRecords]:
         """Return the sites' records, by name. Raises DataError for another data set's partition."""
         used = np.concatenate([*self.train.values(), *self.held_out.values()])
         if not (
@@ -71,7 +71,9 @@ class Partition:
                 "make it again with make_partition"
             )
         return [
-            Site(name, *_take(dataset, self.train[name]), *_take(dataset, self.held_out[name]))
+            SiteRecords(
+                name, *_take(dataset, self.train[name]), *_take(dataset, self.held_out[name])
+            )
             for name in self.train
         ]
 

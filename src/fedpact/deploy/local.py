@@ -18,8 +18,8 @@ from fedpact.engines.site import SiteSettings
 from fedpact.engines.standing import Standing
 from fedpact.errors import DataError
 from fedpact.files import PRIVATE, only_one, understood, write_whole
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
-from fedpact.privacy.receipt import receipt
 
 _GRACE_SECONDS = 10.0
 _SERVER = "server"

@@ -6,7 +6,7 @@ from pathlib import Path
 from fedpact.deploy.processes import run_server, run_site
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
-from fedpact.privacy.terms import ADJACENCY
+from fedpact.theory.accounting import ADJACENCY
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.standing import Standing
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
@@ -29,7 +30,6 @@ from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
 from fedpact.persample.kernel import PlainKernel
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PlainOracle, Records
 from fedpact.privacy.reach import Bounds
 from fedpact.privacy.terms import Terms

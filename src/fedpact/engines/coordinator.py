@@ -26,14 +26,15 @@ from fedpact.engines.statement import MECHANISMS, described, secure_lines, secur
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
+from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS, evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.reservations import FIXED, WHY
-from fedpact.privacy.terms import ADJACENCY, Terms
+from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
+from fedpact.theory.accounting import ADJACENCY
 
 _COVERS = [
     "Everything a site sends during training: it passes the site's oracle, which clips and adds "

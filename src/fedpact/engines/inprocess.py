@@ -17,10 +17,10 @@ from typing import Final, Protocol, Self
 import torch
 
 from fedpact.client import Client
+from fedpact.draws.seeded import SeededDraws
 from fedpact.messages import Refusal, Reply, Task
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import SeededDraws
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ _BYTES: Final = 2**20
 Job = Callable[[Bench], Reply | Refusal]
 
 
-class Table(Protocol):
+class Seats(Protocol):
     """Where a worker's sites sit."""
 
     @property
@@ -76,7 +76,7 @@ class OneByOne:
     size = 1
 
     def serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
-        """See Table."""
+        """See Seats."""
         return [job(self.bench) for job in jobs]
 
 
@@ -86,13 +86,13 @@ class InProcess:
     traffic = None
 
     def __init__(
-        self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Table]
+        self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Seats]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
         self._workers = workers
         tables = [table() for _ in range(workers)]
         self._together = tables[0].size
-        self._free: SimpleQueue[Table] = SimpleQueue()
+        self._free: SimpleQueue[Seats] = SimpleQueue()
         for one in tables:
             self._free.put(one)
         # torch counts intra-op threads per thread, so each worker sets its own.

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fedpact.draws.seeded import DRAWS
 from fedpact.errors import LedgerError, PlanError
 from fedpact.files import PARTIAL
 from fedpact.folder import Checkpoint, Folder
+from fedpact.ledger.ledger import Ledger
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import DRAWS
 
 FIRST = "plan.json"
 """What is written first: it says whose folder it is."""

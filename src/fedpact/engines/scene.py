@@ -8,15 +8,15 @@ from torch import nn
 
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
-from fedpact.data.partition import Partition, Site, make_partition
+from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.tables import SUFFIXES
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.entrance import taken
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.workshop import Workshop
 from fedpact.plan import Plan
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
@@ -29,7 +29,7 @@ class Scene:
     plan: Plan
     dataset: Dataset
     partition: Partition
-    sites: list[Site]
+    sites: list[SiteRecords]
     terms: dict[str, Terms]
     policy: Policy | None = None
 
@@ -95,7 +95,7 @@ def _tried(plan: Plan, data: Dataset) -> Dataset:
     return data.only(good, of_test)
 
 
-def _size(plan: Plan, site: Site) -> float:
+def _size(plan: Plan, site: SiteRecords) -> float:
     """Return N_i: the count, or what the site releases of it, the same whenever it is asked."""
     count = len(site.y)
     if not plan.noisy_sizes:

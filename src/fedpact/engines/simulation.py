@@ -18,7 +18,8 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.partition import Partition, Site
+from fedpact.data.partition import Partition, SiteRecords
+from fedpact.draws.seeded import DRAWS
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
@@ -32,11 +33,10 @@ from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
+from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import DRAWS
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds, Transport
@@ -226,7 +226,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
 def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
     kept = scene.plan.run.ledgers
 
-    def virtual(site: Site) -> VirtualSite:
+    def virtual(site: SiteRecords) -> VirtualSite:
         home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
         ledger = Path(kept) / f"{site.name}.ledger.jsonl" if kept else home / "ledger.jsonl"
         return VirtualSite(

@@ -27,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact.client import Client
 from fedpact.data.sites import load_site
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.entrance import taken
 from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
@@ -36,6 +38,7 @@ from fedpact.engines.secure.deployed import masker_of
 from fedpact.engines.stored import LastReply, room
 from fedpact.engines.witness import Witness, check_left_behind, is_place
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
+from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (
     MOST_VECTORS,
     Refusal,
@@ -47,12 +50,9 @@ from fedpact.messages import (
     to_bytes,
 )
 from fedpact.params import FlatModel
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.secure import SecureDraws
-from fedpact.privacy.terms import ADJACENCY
+from fedpact.theory.accounting import ADJACENCY
 
 _log = logging.getLogger("fedpact.site")
 

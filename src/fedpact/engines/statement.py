@@ -4,13 +4,13 @@ from dataclasses import asdict
 from typing import Any
 
 from fedpact.engines.scene import Scene
+from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.reservations import FIXED, WHY
-from fedpact.privacy.terms import ADJACENCY, Terms
-from fedpact.theory.accounting import bound_by, epsilon
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import ADJACENCY, bound_by, epsilon
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "

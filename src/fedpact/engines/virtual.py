@@ -8,11 +8,11 @@ import torch
 
 from fedpact.client import Client
 from fedpact.engines.inprocess import Bench
+from fedpact.ledger.ledger import Ledger
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fedpact.errors import LedgerError
 from fedpact.files import write_whole
-from fedpact.privacy.ledger import Ledger
+from fedpact.ledger.ledger import Ledger
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")

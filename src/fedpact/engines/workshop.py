@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedpact.engines.inprocess import Bench, OneByOne, Table
-from fedpact.engines.lockstep import Lockstep
+from fedpact.draws.seeded import stream
+from fedpact.engines.inprocess import Bench, OneByOne, Seats
+from fedpact.engines.stacked import Ask, Lockstep, PlainSeat, Seat, SeatDraws, Stack
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
@@ -16,9 +17,6 @@ from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.noise import stream
-from fedpact.privacy.seats import Ask, PlainSeat, Seat, SeatDraws
-from fedpact.privacy.stacked import Stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +65,7 @@ class Workshop:
                 "take them"
             ) from error
 
-    def table(self) -> Table:
+    def table(self) -> Seats:
         """Return where one worker trains sites: one by one, or as many together as the plan says.
 
         Raises PlanError: the plan stacks sites of a model that cannot be stacked.

@@ -25,10 +25,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from fedpact.draws.seeded import stream
 from fedpact.errors import InputError
 from fedpact.messages import Local, Reply, State, Task, join, split
 from fedpact.methods import Around, Method
-from fedpact.privacy.noise import stream
 from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
 
 _PREFIX = "compressed/"

@@ -17,9 +17,9 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import norms
+from fedpact.persample.apart.trace import Program, Untraceable, without_advice
 from fedpact.persample.gradients import Made
 from fedpact.persample.share import Share
-from fedpact.persample.trace import Program, Untraceable, without_advice
 
 CHUNK = 16
 """Records that one vmap differentiates at a time."""

@@ -161,7 +161,7 @@ class ReLU(Stage):
         return _aten.threshold_backward.grad_input(g, y, 0, grad_input=g)
 
 
-class Curve(Stage):
+class Activation(Stage):
     """A function of each number whose derivative follows from its value: tanh, sigmoid."""
 
     def __init__(
@@ -352,9 +352,9 @@ def _stage_of(module: nn.Module, names: dict[str, str], previous: Stage | None) 
     if kind is nn.ReLU:
         return ReLU(overwrite=previous is not None and previous.fresh)
     if kind is nn.Tanh:
-        return Curve(torch.tanh, _aten.tanh_backward)
+        return Activation(torch.tanh, _aten.tanh_backward)
     if kind is nn.Sigmoid:
-        return Curve(torch.sigmoid, _aten.sigmoid_backward)
+        return Activation(torch.sigmoid, _aten.sigmoid_backward)
     if kind is nn.MaxPool2d and not cast(nn.MaxPool2d, module).return_indices:
         return MaxPool2d(cast(nn.MaxPool2d, module), previous)
     if flattens(module):

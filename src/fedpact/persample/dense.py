@@ -35,7 +35,7 @@ MOST: Final = 2**20
 
 
 @dataclass(eq=False, slots=True)
-class Sum:
+class SiteSum:
     """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
 
     c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
@@ -86,7 +86,7 @@ class Dense:
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
 
-    def sum_of(self, asked: Sum, *, exact: bool = False) -> Tensor | None:
+    def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
         """Return one question's sum [d], in several passes where one holds too few records.
 
         exact: in float64, of however few records.
@@ -97,14 +97,14 @@ class Dense:
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
         for start in range(0, count, most):
             some = slice(start, start + most)
-            one = Sum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
+            one = SiteSum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
             found = self._sums([one], exact=True)[0] if self._fits(one) else None
             if found is None:
                 return None
             total += found
         return total if exact else total.to(self._dtype)
 
-    def sums(self, asked: Sequence[Sum], *, exact: bool = False) -> list[Tensor | None]:
+    def sums(self, asked: Sequence[SiteSum], *, exact: bool = False) -> list[Tensor | None]:
         """Return each question's sum [d]; None where a site has to compute its own.
 
         That is where there is no record or too many for a pass, and where records are none of the
@@ -118,14 +118,14 @@ class Dense:
                 found[i] = answer if answer is None or exact else answer.to(self._dtype)
         return found
 
-    def _fits(self, one: Sum) -> bool:
+    def _fits(self, one: SiteSum) -> bool:
         x, y = one.x, one.y
         fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
         one_each = y.dim() == 1 and x.shape[0] == y.shape[0]
         return fits and rows and one_each and 0 < y.shape[0] * self._width <= MOST
 
-    def _groups(self, asked: Sequence[Sum]) -> Iterator[list[int]]:
+    def _groups(self, asked: Sequence[SiteSum]) -> Iterator[list[int]]:
         """Yield the places of questions that can be answered, together no more than MOST."""
         group: list[int] = []
         size = 0
@@ -141,7 +141,7 @@ class Dense:
         if group:
             yield group
 
-    def _sums(self, asked: list[Sum], *, exact: bool = False) -> Sequence[Tensor | None]:
+    def _sums(self, asked: list[SiteSum], *, exact: bool = False) -> Sequence[Tensor | None]:
         """The sums, in float64 where there are many records or it is asked for."""
         y = columns.side_by_side([columns.behind(one.y, ALIKE) for one in asked])
         strange = (y < 0) | (y >= self._classes)
@@ -173,7 +173,7 @@ class Dense:
         w = np.ones_like(norms) if w is None else w
         return [self._of_good(one, total, w[own], known[own]) for one, total, own in each]
 
-    def _of_good(self, one: Sum, total: Tensor, w: Array, known: Array) -> Tensor | None:
+    def _of_good(self, one: SiteSum, total: Tensor, w: Array, known: Array) -> Tensor | None:
         """Return the total, or that of the records [n] with finite numbers alone."""
         good, fixed = columns.tensor(known).isfinite(), columns.tensor(w)
         if good.all():
@@ -182,10 +182,10 @@ class Dense:
             return None
         if not good.any():
             return torch.zeros_like(total)
-        some = Sum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
+        some = SiteSum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
         return self._sums([some], exact=total.dtype == torch.float64)[0]
 
-    def _forward(self, asked: list[Sum]) -> "_Pass":
+    def _forward(self, asked: list[SiteSum]) -> "_Pass":
         xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
         weights = [one.model.own for one in asked]
         bounds = list(pairwise(accumulate((wanted(x.shape[0], ALIKE) for x in xs), initial=0)))
@@ -301,7 +301,9 @@ def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
     return reads, grads
 
 
-def _without_bad(asked: list[Sum], c: Tensor, known: Tensor, made: _Pass) -> tuple[Tensor, _Pass]:
+def _without_bad(
+    asked: list[SiteSum], c: Tensor, known: Tensor, made: _Pass
+) -> tuple[Tensor, _Pass]:
     """Return c and the pass with zeros for records that are not finite, in a private run.
 
     Whether or not there are any: the host would have to wait to know.
@@ -323,7 +325,7 @@ def _without_bad(asked: list[Sum], c: Tensor, known: Tensor, made: _Pass) -> tup
     return c.where(good, 0), clean
 
 
-def _weights(asked: list[Sum], losses: Array, made: _Pass) -> Array | None:
+def _weights(asked: list[SiteSum], losses: Array, made: _Pass) -> Array | None:
     """Return w [N], None where all are 1."""
     if all(one.weights is None for one in asked):
         return None
@@ -335,7 +337,7 @@ def _weights(asked: list[Sum], losses: Array, made: _Pass) -> Array | None:
     return w
 
 
-def _coefficients(asked: list[Sum], w: Array | None, norms: Array, made: _Pass) -> Array:
+def _coefficients(asked: list[SiteSum], w: Array | None, norms: Array, made: _Pass) -> Array:
     """Return c = min(w, C/‖g‖) [N], 0 for what is no record."""
     xp = columns.module(norms)
     c = xp.zeros_like(norms)

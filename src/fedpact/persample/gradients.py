@@ -301,7 +301,7 @@ class Lookup(Share):
         return Part(squares, add)
 
 
-class Sum(Share):
+class SumOfShares(Share):
     """Several shares of one parameter."""
 
     def __init__(self, shares: list[Share]) -> None:
@@ -335,7 +335,7 @@ class Sum(Share):
 
     def negative(self) -> Share:
         """See Share."""
-        return Sum([share.negative() for share in self.shares])
+        return SumOfShares([share.negative() for share in self.shares])
 
 
 class Through(Share):
@@ -377,4 +377,4 @@ def _joined(shares: list[Share]) -> Share:
     outers = [share for share in shares if isinstance(share, Outer)]
     if len(outers) == len(shares):
         return Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
-    return Sum(shares)
+    return SumOfShares(shares)

@@ -18,12 +18,12 @@ from torch.fx import Node
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import recurrent
+from fedpact.persample.apart.places import Mixed, Where, is_size, shape_of
+from fedpact.persample.apart.separable import kind_of, states
+from fedpact.persample.apart.trace import Program, arguments, evaluated, operation, without_advice
 from fedpact.persample.gradients import Made, Outer, Through
-from fedpact.persample.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.rules import Call, Place, results_of, shares_of
-from fedpact.persample.separable import kind_of, states
 from fedpact.persample.share import Share
-from fedpact.persample.trace import Program, arguments, evaluated, operation, without_advice
 
 Shares = dict[str, list[Share]]
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
+from fedpact.persample.apart.separation import Mixers, check_separation
 from fedpact.persample.bounds import check_clip, within
-from fedpact.persample.dense import Sum
+from fedpact.persample.dense import SiteSum
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
-from fedpact.persample.separation import Mixers, check_separation
 from fedpact.persample.share import IN_FLOAT32, unit_of
 from fedpact.persample.weighting import Weights, weights_of
 
@@ -84,7 +84,9 @@ class PerSampleKernel:
         """
         check_clip("clip", clip)
         x = x.detach()
-        total = self._passes.at_once(Sum(self.model, x, y, clip, weights), exact=most is not None)
+        total = self._passes.at_once(
+            SiteSum(self.model, x, y, clip, weights), exact=most is not None
+        )
         if total is not None:
             return within(total, clip, most).to(self.model.vector.dtype)
         weigh = None if weights is None else partial(_asked, weights)
@@ -143,7 +145,7 @@ class PerSampleKernel:
         return self._sum(self._passes.gradients, x, y, clip, weigh)
 
     def _at_once(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
-        asked = Sum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
+        asked = SiteSum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
         total = self._passes.at_once(asked)
         return self._by_passes(x, y, clip, weigh) if total is None else total
 

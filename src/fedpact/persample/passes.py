@@ -21,15 +21,15 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
+from fedpact.persample.apart.places import Mixed
+from fedpact.persample.apart.trace import Untraceable
 from fedpact.persample.chain import KNOWN, Chain
-from fedpact.persample.dense import Dense, Sum
+from fedpact.persample.dense import Dense, SiteSum
 from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.places import Mixed
 from fedpact.persample.products import ALIKE, padded, wanted
 from fedpact.persample.share import Share, Space
-from fedpact.persample.trace import Untraceable
 
 _MOST: Final = 1024
 """So many records at most in one pass."""
@@ -84,7 +84,7 @@ class Passes:
         self._images = bool(convolutions) and pools
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
-    def at_once(self, asked: Sum, *, exact: bool = False) -> Tensor | None:
+    def at_once(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
         """Return what is asked for [d], None where it takes the passes that the others make.
 
         exact: in float64, of however few records.

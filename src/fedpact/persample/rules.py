@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from fedpact.persample.apart.places import Where
+from fedpact.persample.apart.trace import without_advice
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
-from fedpact.persample.places import Where
 from fedpact.persample.share import Share
-from fedpact.persample.trace import without_advice
 
 _aten = cast(Any, torch.ops.aten)
 

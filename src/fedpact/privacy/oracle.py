@@ -32,14 +32,14 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from fedpact.check import count as at_least_one
+from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
+from fedpact.ledger.ledger import Ledger
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel, mean_over
 from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import Draws
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Anchor, Terms
 

@@ -11,9 +11,9 @@ serves only to sample.
 import torch
 
 from fedpact.check import positive
-from fedpact.privacy import grid
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.noise import Draws
+from fedpact.draws import grid
+from fedpact.draws.seeded import Draws
+from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.terms import Terms
 
 

@@ -17,7 +17,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Check:
+class AuditRow:
     """One bound that was measured, and what the accountant states of the same.
 
     quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
@@ -59,7 +59,7 @@ class Audit:
     delta: float
     adjacency: str
     accountant: str
-    checks: tuple[Check, ...]
+    checks: tuple[AuditRow, ...]
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> "Audit | None":
@@ -98,14 +98,14 @@ class Audit:
         return any(check.wrong for check in self.checks)
 
     @property
-    def most(self) -> Check | None:
+    def most(self) -> AuditRow | None:
         """The largest lower bound on ε at the claim's own δ; None where none was sought."""
         found = [c for c in self.checks if c.quantity == "ε" and c.delta == self.delta]
         return max(found, key=lambda check: check.bound, default=None)
 
 
-def _check(raw: Mapping[str, Any]) -> Check:
-    return Check(
+def _check(raw: Mapping[str, Any]) -> AuditRow:
+    return AuditRow(
         method=str(raw["method"]),
         quantity=str(raw["quantity"]),
         bound=_number(raw["bound"]),

@@ -41,7 +41,7 @@ Measure = Literal["accuracy", "loss"]
 
 
 @dataclass(frozen=True)
-class Curve:
+class Line:
     """A measure against what it cost. x: ascending; low <= mean <= high over the seeds' runs."""
 
     x: np.ndarray
@@ -78,7 +78,7 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
     return Drawing(title, svg, _caption(comparison, drawn, against), comparison.pooled)
 
 
-def curve(entry: Entry, measure: Measure, against: Against) -> Curve | None:
+def curve(entry: Entry, measure: Measure, against: Against) -> Line | None:
     """Return the mean over an entry's runs, on the range of x that all of them reach.
 
     Between two evaluations a run is taken to lie on the straight line. A round whose measure is
@@ -95,7 +95,7 @@ def curve(entry: Entry, measure: Measure, against: Against) -> Curve | None:
     if not grid.size:
         return None
     values = np.stack([np.interp(grid, x, y) for x, y in lines])
-    return Curve(grid, values.mean(0), values.min(0), values.max(0))
+    return Line(grid, values.mean(0), values.min(0), values.max(0))
 
 
 def _line(outcome: Outcome, measure: Measure, against: Against) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +123,7 @@ _POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
 }
 
 
-def _draw(axes: Axes, i: int, entry: Entry, line: Curve, unit: float) -> None:
+def _draw(axes: Axes, i: int, entry: Entry, line: Line, unit: float) -> None:
     colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
     x = line.x / unit
     if len(entry.outcomes) > 1:
@@ -133,7 +133,7 @@ def _draw(axes: Axes, i: int, entry: Entry, line: Curve, unit: float) -> None:
     )
 
 
-def _loss_axis(axes: Axes, lines: list[Curve]) -> None:
+def _loss_axis(axes: Axes, lines: list[Line]) -> None:
     low, high = min(line.low.min() for line in lines), max(line.high.max() for line in lines)
     if low > 0 and high > 10 * low:
         axes.set_yscale("log")
@@ -141,9 +141,7 @@ def _loss_axis(axes: Axes, lines: list[Curve]) -> None:
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
-def _caption(
-    comparison: Comparison, drawn: list[tuple[int, Entry, Curve]], against: Against
-) -> str:
+def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], against: Against) -> str:
     caption = {
         "rounds": "Each round is one exchange with every site. ",
         "bytes": "Messages as encoded, both ways, all sites together. ",

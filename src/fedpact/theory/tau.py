@@ -140,13 +140,13 @@ def objective(drift: Drift, kappa: float, iterations: Allowed, tau: int, phi: fl
     return 1 / total + math.sqrt(3) / 3 if bracket > 0 and total > 0 else math.inf
 
 
-def sensitivity(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int, float]]:
+def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int, float]]:
     """Return every τ that is τ* for some κ, the largest first, with the least κ that gives it.
 
     T(τ)(η - ρ h(τ)/(τκ)) is a line in 1/κ for each τ, and τ* the highest of them: exact, no grid.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
-    >>> [(tau, round(k, 3)) for tau, k in sensitivity(drift, allowed(1585, 317), 100)]
+    >>> [(tau, round(k, 3)) for tau, k in tau_by_kappa(drift, allowed(1585, 317), 100)]
     [(5, 0.216), (4, 0.158), (3, 0.103), (2, 0.05), (1, 0.0)]
     """
     totals = _totals(iterations, most)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpact.privacy.noise import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, stream
 
 LEVEL = 1e-6
 FLOAT = torch.zeros(0)

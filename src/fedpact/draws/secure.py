@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.privacy import grid
-from fedpact.privacy.keystream import KeyStream, Words, normals, poisson
-from fedpact.privacy.noise import empty
+from fedpact.draws import grid
+from fedpact.draws.keystream import KeyStream, Words, normals, poisson
+from fedpact.draws.seeded import empty
 
 # Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
 _KEY_LASTS: Final = 1 << 30

@@ -49,7 +49,7 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
 
 
-class Source(Protocol):
+class WordSource(Protocol):
     """Where words come from."""
 
     def words(self, count: int) -> Words:
@@ -85,12 +85,12 @@ class KeyStream:
         self._encryptor = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
 
     def words(self, count: int, at: int = 0) -> Words:
-        """See Source. A view of the thread's room from `at` on: later calls write over it."""
+        """See WordSource. A view of the thread's room from `at` on: later calls write over it."""
         self._encryptor.update_into(_ZEROS[: 8 * count], memoryview(_room.bytes)[8 * at :])
         return _room.words[at : at + count]
 
 
-def poisson(source: Source, records: int, rate: float) -> Tensor:
+def poisson(source: WordSource, records: int, rate: float) -> Tensor:
     """Return the indices of a Poisson batch of 0, ..., records - 1, in order, for rate < 1."""
     # 2^53 rate is exact, and so is comparing it with whole numbers up to 2^53.
     limit = np.uint64(math.floor(math.ldexp(rate, 53)))
@@ -105,7 +105,7 @@ def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
     return (np.right_shift(words, 11, out=words) < limit).nonzero()[0]
 
 
-def normals(source: Source, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+def normals(source: WordSource, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield `size` standard normal numbers, part by part; the next part overwrites the last.
 
     dtype: float64, or anything else for float32.
@@ -129,7 +129,7 @@ def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:
     return from_numpy(_paired(words, dtype)[:, :size])
 
 
-def together(size: int, dtype: torch.dtype) -> int:
+def keys_at_once(size: int, dtype: torch.dtype) -> int:
     """Return how many keys' numbers there is room for; 0: not even for those of one."""
     return CHUNK // max(1, _words_for(size, dtype))
 

@@ -21,7 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, refuse_writing
-from fedpact.persample.cells import CELLS
+from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.products import aligned
 
 # torch's tracer is no more than one thread's at a time.

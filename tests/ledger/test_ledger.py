@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedpact.errors import BudgetExhausted, InputError, LedgerError, PolicyRefused
-from fedpact.privacy.ledger import Ledger, read_entries
+from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 CHEAP, DEAR = SampledGaussian(0.01, 4.0), SampledGaussian(0.02, 2.0)
@@ -313,7 +313,7 @@ def test_what_a_killed_process_wrote_is_made_durable_before_it_is_believed(
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from fedpact.privacy.ledger import Ledger
+from fedpact.ledger.ledger import Ledger
 from fedpact.theory.accounting import Budget, SampledGaussian
 
 path, event = Path(sys.argv[1]), SampledGaussian(0.1, 1000.0)
@@ -362,7 +362,7 @@ def test_two_processes_cannot_have_it_open(path: Path, ledger: Ledger) -> None:
 import sys
 from pathlib import Path
 from fedpact.errors import LedgerError
-from fedpact.privacy.ledger import Ledger, read_entries
+from fedpact.ledger.ledger import Ledger, read_entries
 path = Path(sys.argv[1])
 try:
     Ledger(path, "a", hypothetical=True)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpact.privacy import grid, keystream, secure
-from fedpact.privacy.noise import Draws
-from fedpact.privacy.secure import FreshStream, SecureDraws
+from fedpact.draws import grid, keystream, secure
+from fedpact.draws.secure import FreshStream, SecureDraws
+from fedpact.draws.seeded import Draws
 
 FAIL = 1e-6
 MANY = 400_000
@@ -145,7 +145,7 @@ def test_noise_is_added_on_the_grid_with_its_deviation():
 
 FORK = """
 import os, torch
-from fedpact.privacy.secure import SecureDraws
+from fedpact.draws.secure import SecureDraws
 draws = SecureDraws()
 draws.batch(3, 0.5, 0)
 reader, writer = os.pipe()

@@ -1,6 +1,6 @@
 """Ledgers of an earlier version, with a run under a Rényi filter: read, counted, not gone on with.
 
-privacy/old/filter.jsonl: runs "fixed" (5 events reserved) and "free" (a filter), both for
+ledger/old/filter.jsonl: runs "fixed" (5 events reserved) and "free" (a filter), both for
 (2, 1e-5), two events charged to each. filter_torn.jsonl: the same, opened again after a torn line.
 """
 
@@ -11,9 +11,9 @@ import pytest
 
 from fedpact.cli import ledger as command
 from fedpact.errors import BudgetExhausted, InputError, PolicyRefused
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.receipt import receipt
-from fedpact.privacy.remaining import remaining
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.receipt import receipt
+from fedpact.ledger.remaining import remaining
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 BUDGET = Budget(2.0, 1e-5)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from fedpact.persample.places import (
+from fedpact.persample.apart.places import (
     At,
     Mixed,
     Rule,

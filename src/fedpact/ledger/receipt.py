@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import LedgerError
-from fedpact.privacy.chain import Entry, read_all
-from fedpact.privacy.reservations import FILTER, FIXED
-from fedpact.privacy.terms import ADJACENCY
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.ledger.chain import Entry, read_all
+from fedpact.ledger.reservations import FILTER, FIXED
+from fedpact.theory.accounting import ADJACENCY, SampledGaussian, epsilon
 
 
 def receipt(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch.fx import Node
 
-from fedpact.persample.forms import (
+from fedpact.persample.apart.forms import (
     copied,
     expanded,
     gathered,
@@ -34,7 +34,7 @@ from fedpact.persample.forms import (
     unsqueezed,
     written,
 )
-from fedpact.persample.places import (
+from fedpact.persample.apart.places import (
     At,
     Mixed,
     Rule,

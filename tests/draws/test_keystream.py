@@ -9,8 +9,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fedpact.privacy import keystream
-from fedpact.privacy.keystream import KeyStream, normals, poisson
+from fedpact.draws import keystream
+from fedpact.draws.keystream import KeyStream, normals, poisson
 
 DOUBLE, FLOAT = torch.float64, torch.float32
 ALL = 2**64 - 1

@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from fedpact.draws.keystream import CHUNK
+from fedpact.draws.seeded import SeededDraws
+from fedpact.engines.stacked import Noise, PlainSeat, Seat, SeatDraws, Stack
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
 from fedpact.persample import dense
-from fedpact.persample.dense import Sum
-from fedpact.privacy.keystream import CHUNK
-from fedpact.privacy.noise import SeededDraws
-from fedpact.privacy.seats import PlainSeat, Seat, SeatDraws
-from fedpact.privacy.stacked import Noise, Stack
+from fedpact.persample.dense import SiteSum
 
 
 def chain(*layers):
@@ -48,7 +47,7 @@ def requests(model, dtype, clip=math.inf, weights=None, sizes=SIZES):
         own.load(0.2 * torch.randn(model.size, generator=generator, dtype=dtype))
         x = torch.randn(size, 3, 4, generator=generator, dtype=dtype)
         y = torch.randint(3, (size,), generator=generator)
-        found.append(Sum(own, x, y, clip, weights))
+        found.append(SiteSum(own, x, y, clip, weights))
     return found
 
 

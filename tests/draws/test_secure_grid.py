@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
+from fedpact.draws import grid
+from fedpact.draws.grid import noisy, spacing
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import InputError, PrivacyError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy import grid
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.grid import noisy, spacing
-from fedpact.privacy.noise import SeededDraws
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.secure import SecureDraws
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -169,7 +169,7 @@ def test_parts_are_put_where_they_belong(threads):
 
 FORK = """
 import os, sys, torch
-from fedpact.privacy.secure import SecureDraws
+from fedpact.draws.secure import SecureDraws
 torch.set_num_threads(2)
 draws, total = SecureDraws(), torch.zeros(400_000)
 draws.add_noise(total, 1.0, 1.0, 0, "g")

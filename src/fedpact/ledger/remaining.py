@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import BudgetExhausted, InputError
-from fedpact.privacy.receipt import receipt
-from fedpact.privacy.reservations import FILTER
-from fedpact.privacy.terms import ADJACENCY
-from fedpact.theory.accounting import Budget, History, SampledGaussian
+from fedpact.ledger.receipt import receipt
+from fedpact.ledger.reservations import FILTER
+from fedpact.theory.accounting import ADJACENCY, Budget, History, SampledGaussian
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from typing import Self
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import LedgerError, PolicyRefused
-from fedpact.privacy.chain import Chain, Entry, read_entries
-from fedpact.privacy.reservations import (
+from fedpact.ledger.chain import Entry, HashChain, read_entries
+from fedpact.ledger.reservations import (
     Filtered,
     FixedSequence,
     Reservation,
@@ -60,7 +60,7 @@ class Ledger:
         self._requests: dict[_Request, int] = {}
         self._rounds: dict[str, int] = {}
         self._exposed: set[str] = set()
-        self._chain = Chain(path)
+        self._chain = HashChain(path)
         try:
             self._restore()
         except BaseException:

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.errors import BudgetExhausted, InputError, LedgerError
-from fedpact.privacy.ledger import Ledger
-from fedpact.privacy.remaining import remaining
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.remaining import remaining
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 EVENTS = {SampledGaussian(0.1, 5.0): 100, SampledGaussian(1.0, 10.0): 1}

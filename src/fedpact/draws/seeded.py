@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpact.draws.keystream import KeyStream, normals, poisson
 from fedpact.params import at_hand, from_numpy
-from fedpact.privacy.keystream import KeyStream, normals, poisson
 
 DRAWS: Final = 2
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""

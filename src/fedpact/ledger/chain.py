@@ -99,7 +99,7 @@ def read_all(path: Path) -> tuple[list[Entry], bool]:
     return entries, torn is not None
 
 
-class Chain:
+class HashChain:
     """The open file. entries: what it held when it was opened. torn: an unreadable last line.
 
     head: hash of the last entry, "" if none. length: number of entries.

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from fedpact.check import positive
+from fedpact.draws.keystream import CHUNK
+from fedpact.draws.seeded import empty
 from fedpact.errors import PrivacyError
 from fedpact.params import at_hand
-from fedpact.privacy.keystream import CHUNK
-from fedpact.privacy.noise import empty
 
 _COARSENESS: Final = 2.0**-10
 

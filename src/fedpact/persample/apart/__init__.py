@@ -1,0 +1,1 @@
+"""How it is shown that a model keeps the records of a batch apart."""
