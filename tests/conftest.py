@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpact import persample, privacy
+from fedpact import draws, persample, privacy
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.persample.alone import Alone
@@ -28,9 +28,9 @@ torch.set_num_threads(1)
 @pytest.fixture
 def card(monkeypatch):
     """No number is at hand: what is done otherwise on a card is done here."""
-    for package in (persample, privacy):
-        for found in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{found.name}")
+    for package in (persample, draws, privacy):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(found.name)
             if "at_hand" in vars(module):
                 monkeypatch.setattr(module, "at_hand", lambda _: False)
 

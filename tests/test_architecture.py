@@ -23,7 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
-    ("persample",),  # linear algebra that knows no budget
+    # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
+    ("persample", "draws", "ledger"),
     ("privacy", "data", "models", "metrics"),
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),

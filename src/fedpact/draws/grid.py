@@ -111,7 +111,7 @@ def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tenso
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
             f"the noise for {len(sums)} coordinates repeats itself: expected draws that are "
-            "new at every call, as privacy.secure.SecureDraws are; a simulation's need no grid"
+            "new at every call, as draws.secure.SecureDraws are; a simulation's need no grid"
         )
     return release
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fedpact.draws.seeded import stream
 from fedpact.engines.inprocess import Bench, OneByOne, Seats
-from fedpact.engines.stacked import Ask, Lockstep, PlainSeat, Seat, SeatDraws, Stack
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
@@ -17,6 +19,9 @@ from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
+
+if TYPE_CHECKING:
+    from fedpact.engines.stacked import Ask
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,27 +78,28 @@ class Workshop:
         seats = self.plan.run.stacked
         if seats == 1:
             return OneByOne(self.bench())
-        stack = Stack.of(self._model(), cross_entropy)
+        stacked = _stacked(seats)
+        stack = stacked.Stack.of(self._model(), cross_entropy)
         if stack is None:
             raise PlanError(
                 f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
                 "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
                 "mlp are; use run.stacked = 1, which larger models lose nothing by"
             )
-        return Lockstep(seats, self._seat, stack.answers)
+        return stacked.Lockstep(seats, partial(self._seat, stacked), stack.answers)
 
     def _model(self) -> FlatModel:
         return FlatModel(self.module().to(self.device))
 
-    def _seat(self, ask: Ask) -> Bench:
+    def _seat(self, stacked: ModuleType, ask: "Ask") -> Bench:
         model = self._model()
         mode = self.plan.privacy.mode
         if mode == "per_sample":
-            return Bench(Seat(model, cross_entropy, ask), partial(SeatDraws, ask))
-        plain = PlainSeat(model, cross_entropy, ask)
+            return Bench(stacked.Seat(model, cross_entropy, ask), partial(stacked.SeatDraws, ask))
+        plain = stacked.PlainSeat(model, cross_entropy, ask)
         batch_clipped = mode == "batch_clipped"
         kernel = BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain
-        return Bench(kernel, partial(SeatDraws, ask))
+        return Bench(kernel, partial(stacked.SeatDraws, ask))
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""
@@ -109,3 +115,16 @@ class Workshop:
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
         return x, torch.randint(self.classes, (4,), generator=generator)
+
+
+def _stacked(seats: int) -> ModuleType:
+    """Return engines.stacked. Raises PlanError: greenlet, which it needs, is not installed."""
+    try:
+        return import_module("fedpact.engines.stacked")
+    except ModuleNotFoundError as error:
+        if error.name != "greenlet":
+            raise
+        raise PlanError(
+            f"run.stacked = {seats} needs greenlet, which is not installed: run "
+            "pip install 'fedpact[stacked]', or use run.stacked = 1"
+        ) from error

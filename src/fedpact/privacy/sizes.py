@@ -20,7 +20,7 @@ from fedpact.privacy.terms import Terms
 def noisy_size(records: int, noise: float, draws: Draws) -> float:
     """Return N_i >= 1, a multiple of 2^-10: `records` plus noise of standard deviation `noise`.
 
-    The noise is added on the grid (privacy.grid). Not charged here; see `charge_size`.
+    The noise is added on the grid (draws.grid). Not charged here; see `charge_size`.
     Raises InputError: noise is not a finite number > 0.
     """
     total = torch.tensor([records], dtype=torch.float64)

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from fedpact import check
 from fedpact.errors import InputError, PlanError
 from fedpact.theory.accounting import (
+    ADJACENCY,
     Accountant,
     Budget,
     History,
@@ -23,8 +24,6 @@ from fedpact.theory.accounting import (
     max_steps,
 )
 from fedpact.theory.calibration import smallest_scale
-
-ADJACENCY = "add/remove one record"
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""

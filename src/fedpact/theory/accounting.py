@@ -28,6 +28,7 @@ from fedpact.theory.rdp import Conversion
 
 __all__ = [
     "ACCOUNTANTS",
+    "ADJACENCY",
     "Accountant",
     "Budget",
     "Conversion",
@@ -47,6 +48,9 @@ Accountant = str
 
 # Of a history of more releases than this no bound is looked for.
 _MOST: Final = 10**18
+ADJACENCY: Final = "add/remove one record"
+"""Which data sets are neighbours, in every ε that is computed or shown."""
+
 _RATES_PER_OCTAVE: Final = 8
 _COUNTS_PER_OCTAVE: Final = 16
 
