@@ -149,9 +149,9 @@ class FairOracle:
         """See Oracle."""
         return self._inner.unprotected(w)
 
-    def anchor(self, *channels: str) -> Batch:
+    def opening(self, *channels: str) -> Batch:
         """See Oracle. Without weights: what opens a round is the solver's own."""
-        return self._inner.anchor(*channels)
+        return self._inner.opening(*channels)
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """See Oracle."""

@@ -34,7 +34,7 @@ from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.privacy.settings import Privacy
-from fedpact.privacy.terms import Terms, calibrated, with_given_noise
+from fedpact.privacy.terms import Terms, TermsRequest
 from fedpact.theory.accounting import round_rate_up
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -221,31 +221,30 @@ class Plan(BaseModel):
 
         Raises PlanError: sigma is given and a site's budget does not allow a single step.
         """
-        if self.privacy.mode == "none":
+        mode = self.privacy.mode
+        if mode == "none":
             return {}
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
         spare = self.budget.spare_rounds
         result = dict[str, Terms]()
         for name in names:
-            common: dict[str, Any] = {
-                "site": name,
-                "size": sizes[name],
-                "rate": self.rate(name, sizes[name]),
-                "clip": self.privacy.clip,
-                "channels": self.method.channels,
-                "steps": self.steps + spare * self.method.steps(),
-                "anchor": self.method.anchor,
-                "anchors": self.rounds + spare if self.method.anchor else 0,
-                "budget": self.privacy.budget(name, names),
-                "accountant": self.privacy.accountant,
-                "mechanism": self.privacy.mode,
-                "size_noise": self.privacy.size_noise if self.noisy_sizes else None,
-            }
-            sigma = self.privacy.noise(name, names)
-            result[name] = (
-                calibrated(**common) if sigma is None else with_given_noise(**common, sigma=sigma)
+            request = TermsRequest(
+                site=name,
+                size=sizes[name],
+                rate=self.rate(name, sizes[name]),
+                clip=self.privacy.clip,
+                channels=self.method.channels,
+                steps=self.steps + spare * self.method.steps(),
+                opening=self.method.opening,
+                openings=self.rounds + spare if self.method.opening else 0,
+                budget=self.privacy.budget(name, names),
+                accountant=self.privacy.accountant,
+                mechanism=mode,
+                size_noise=self.privacy.size_noise if self.noisy_sizes else None,
             )
+            sigma = self.privacy.noise(name, names)
+            result[name] = request.calibrated() if sigma is None else request.with_noise(sigma)
         return result
 
     @staticmethod

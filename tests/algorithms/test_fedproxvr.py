@@ -34,7 +34,7 @@ class Quadratic:
         self.a, self.b = a, torch.tensor(b, dtype=torch.float64)
         self.batches_asked = 0
 
-    def anchor(self, *channels):
+    def opening(self, *channels):
         return self
 
     def batches(self, count, *channels):
@@ -158,7 +158,7 @@ def test_a_sampled_anchor_is_the_full_gradient_on_average():
             PlainOracle(Records(x, y), kernel, 0.1, 40.0, SeededDraws(seed), rate)
             for seed in range(count)
         )
-        return torch.stack([oracle.anchor("gradient").gradient(w) for oracle in oracles])
+        return torch.stack([oracle.opening("gradient").gradient(w) for oracle in oracles])
 
     (full,), sampled = anchors(1.0, 1), anchors(0.3, 1000)
     error = sampled.std(0) / 1000**0.5

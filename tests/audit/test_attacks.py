@@ -222,7 +222,7 @@ def test_claims_are_the_accountants(plain):
 
 
 def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
-    # FedProxVR: one gradient over the anchor, then τ differences; each has its own rate and noise.
+    # FedProxVR: one gradient over the opening, then τ differences; each has its own rate and noise.
     rounds = ("rounds=2", "settings.local_steps=3", "privacy.epsilon=1.0")
     honest = audited.target("algorithm=fedproxvr", *rounds)
     found = one_run(honest, 200)
@@ -234,8 +234,8 @@ def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
         many_runs(honest)
 
     def faint(records, kernel, terms, draws):
-        quiet = {channel: sigma / 1e4 for channel, sigma in terms.anchor_sigmas.items()}
-        changed = dataclasses.replace(terms, anchor_sigmas=quiet)
+        quiet = {channel: sigma / 1e4 for channel, sigma in terms.opening_sigmas.items()}
+        changed = dataclasses.replace(terms, opening_sigmas=quiet)
         return private_oracle(records, kernel, changed, draws)
 
     assert not one_run(dataclasses.replace(honest, make=faint), 200).passed

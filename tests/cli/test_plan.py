@@ -22,7 +22,7 @@ def test_the_choice_keeps_the_budget_together_with_what_is_no_batch(overrides):
     whole = scene(*overrides)
     (case,) = optimised(whole, passes=4.0)["cases"]
     chosen, terms = case["chosen"], whole.terms["site-00"]
-    history = terms.history(0, terms.anchors)
+    history = terms.history(0, terms.openings)
     history[SampledGaussian(chosen["sampling_rate"], chosen["sigma"])] += int(chosen["steps"])
     assert 0.99 * case["epsilon"] < epsilon(history, case["delta"]) <= case["epsilon"]
     assert chosen["passes"] <= 4.0

@@ -20,7 +20,7 @@ from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.oracle import Anchor, Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.oracle import Charge, Opening, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -88,18 +88,18 @@ class Federation:
         y = torch.multinomial(lean, count, True, generator=generator) if count else torch.empty(0)
         return Records(x.to(self.dtype), y.long())
 
-    def terms(self, site: str, channels: Mapping[str, float], anchor: Anchor | None) -> Terms:
+    def terms(self, site: str, channels: Mapping[str, float], anchor: Opening | None) -> Terms:
         sigmas = {name: ratio * self.sigma for name, ratio in channels.items()}
         budget, opening = Budget(1.0, 1e-5), {}
         if anchor:
             noise = {name: ratio * self.sigma for name, ratio in anchor.channels.items()}
-            opening = {"anchor_rate": anchor.rate, "anchor_sigmas": noise, "anchors": 9}
+            opening = {"anchor_rate": anchor.rate, "opening_sigmas": noise, "anchors": 9}
         return Terms(
             site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best", **opening
         )
 
     def oracle(
-        self, site: str, task: Task, channels: Mapping[str, float], anchor: Anchor | None = None
+        self, site: str, task: Task, channels: Mapping[str, float], anchor: Opening | None = None
     ) -> Oracle:
         counts = self.drawn.setdefault(site, Counter())
         draws = CountedDraws(counts, self.seed, site, task.round)
@@ -121,7 +121,7 @@ class Federation:
         return self.around(oracle)
 
     def local(self, method: Method, site: str, task: Task) -> Local:
-        oracle = self.oracle(site, task, method.channels, method.anchor)
+        oracle = self.oracle(site, task, method.channels, method.opening)
         return method.local(task, oracle, self.memories.get(site, State()))
 
     def begin(self, state: State, number: int) -> State:

@@ -36,7 +36,7 @@ def pulling(made):
 
 
 def declared(made, method, task, site):
-    terms = made.terms(site, method.channels, method.anchor)
+    terms = made.terms(site, method.channels, method.opening)
     return method.bounds(task, dataclasses.replace(terms, steps=1000))
 
 

@@ -19,8 +19,8 @@ class Moving:
     def batches(self, count, *channels):
         return (Moving(batch, self.seen) for batch in self.inner.batches(count, *channels))
 
-    def anchor(self, *channels):
-        return Moving(self.inner.anchor(*channels), self.seen)
+    def opening(self, *channels):
+        return Moving(self.inner.opening(*channels), self.seen)
 
     def difference(self, w, anchor, bound):
         self.seen.append((float((w - anchor).norm()), bound))

@@ -108,8 +108,8 @@ class Spy:
         for batch in self.inner.batches(count, *channels):
             yield Spy(batch, self.queries)
 
-    def anchor(self, *channels):
-        return Spy(self.inner.anchor(*channels), self.queries)
+    def opening(self, *channels):
+        return Spy(self.inner.opening(*channels), self.queries)
 
     @property
     def steps_left(self):

@@ -32,7 +32,7 @@ def assert_close(one, other, tolerance):
 
 def released(method):
     """What a site draws for: its batches, and noise on every channel."""
-    return {"batch", *method.channels, *(method.anchor.channels if method.anchor else ())}
+    return {"batch", *method.channels, *(method.opening.channels if method.opening else ())}
 
 
 def assert_finite(message):
@@ -87,8 +87,8 @@ class Unbounded:
     def batches(self, count, *channels):
         return map(Unbounded, self.inner.batches(count, *channels))
 
-    def anchor(self, *channels):
-        return Unbounded(self.inner.anchor(*channels))
+    def opening(self, *channels):
+        return Unbounded(self.inner.opening(*channels))
 
     def difference(self, w, anchor, bound):
         return self.inner.difference(w, anchor, 1e30)

@@ -27,7 +27,7 @@ from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.terms import Terms, calibrated, sensitivity, with_given_noise
+from fedpact.privacy.terms import Terms, TermsRequest, sensitivity
 from fedpact.theory.accounting import Accountant, Budget
 from fedpact.theory.calibration import smallest_sigma
 
@@ -195,6 +195,14 @@ COMMON: dict[str, Any] = {
 }
 
 
+def calibrated(**asked: Any) -> Terms:
+    return TermsRequest(**asked).calibrated()
+
+
+def with_noise(sigma: float, **asked: Any) -> Terms:
+    return TermsRequest(**asked).with_noise(sigma)
+
+
 def recount(rate: float, multiplier: float, steps: int, accountant: Accountant) -> float:
     """ε at δ = 1e-5 by dp_accounting."""
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -218,12 +226,12 @@ def test_calibration_spends_the_budget_at_half_of_sigma(
     # With the sensitivity taken for C the same noise would seem to cost far less.
     assert recount(rate, sigma, steps, accountant) < 0.7 * 2
     # Given back as the plan's sigma it allows the same steps.
-    given = with_given_noise(**asked | {"sigma": sigma})
+    given = with_noise(**asked | {"sigma": sigma})
     assert (given.sigmas, given.steps, given.event) == (terms.sigmas, steps, terms.event)
 
 
 def test_other_channels_on_the_batch_keep_their_own_sensitivity() -> None:
-    terms = with_given_noise(
+    terms = with_noise(
         **COMMON | {"channels": {"gradient": 1.0, "loss": 2.5, "below": 10.0}},
         sigma=4.0,
         accountant="best",

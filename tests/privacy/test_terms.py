@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedpact.errors import InputError, PlanError
-from fedpact.privacy.terms import Terms, calibrated, with_given_noise
+from fedpact.privacy.terms import Terms, TermsRequest
 from fedpact.theory.accounting import Accountant, Budget
 
 ONE = {"gradient": 1.0}
@@ -31,6 +31,14 @@ COMMON: dict[str, Any] = {
 def sigma_of(terms: Terms) -> float:
     """σ_joint of all channels, as the specification has it."""
     return sum(sigma**-2 for sigma in terms.sigmas.values()) ** -0.5
+
+
+def calibrated(**asked: Any) -> Terms:
+    return TermsRequest(**asked).calibrated()
+
+
+def with_noise(sigma: float, **asked: Any) -> Terms:
+    return TermsRequest(**asked).with_noise(sigma)
 
 
 def recount(terms: Terms, steps: int, kind: Accountant) -> float:
@@ -109,28 +117,28 @@ def test_epsilon_after_grows_to_the_reserved_epsilon_and_bounds_a_recount() -> N
 @pytest.mark.parametrize("accountant", ["best", "rdp"])
 def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant: Accountant) -> None:
     asked = COMMON | {"sigma": 1.1, "channels": ONE, "accountant": accountant}
-    most = with_given_noise(**(asked | {"steps": 10**6}))
+    most = with_noise(**(asked | {"steps": 10**6}))
     assert most.sigmas == {"gradient": 1.1}
     assert recount(most, most.steps, accountant) <= 2.0 * (1 + 1e-4)
     assert recount(most, most.steps + 1, accountant) > 2.0 * (1 - 1e-4)
     # privacy.md: PLD allows 716 steps at (2, 1e-5), RDP by Mironov's looser conversion 314.
     assert most.steps == 716 if accountant == "best" else most.steps > 314
     for steps in (most.steps - 1, most.steps, most.steps + 1):
-        assert with_given_noise(**(asked | {"steps": steps})).steps == min(steps, most.steps)
+        assert with_noise(**(asked | {"steps": steps})).steps == min(steps, most.steps)
 
 
 def test_given_noise_is_the_gradients() -> None:
-    terms = with_given_noise(**COMMON, sigma=2.0)
+    terms = with_noise(**COMMON, sigma=2.0)
     assert terms.sigmas == {"gradient": 2.0, "loss": 5.0, "below": 20.0}
     # The paper's pair: σ = 2 with σ_l = 5 on the same batch is σ_joint = 1.857.
-    pair = with_given_noise(**(COMMON | {"channels": {"gradient": 1.0, "loss": 2.5}}), sigma=2.0)
+    pair = with_noise(**(COMMON | {"channels": {"gradient": 1.0, "loss": 2.5}}), sigma=2.0)
     assert pair.event.q == 0.015
     assert pair.event.sigma == pytest.approx(1.857, abs=5e-4)
 
 
 def test_noise_too_small_for_one_step_is_refused() -> None:
     with pytest.raises(PlanError, match=r"privacy.sigma is 0.01: .*ε = 2, δ = 1e-05"):
-        with_given_noise(**COMMON, sigma=0.01)
+        with_noise(**COMMON, sigma=0.01)
 
 
 TERMS = Terms("a", 40.0, 0.3, 0.5, {"gradient": 1.0}, 3, Budget(1.0, 1e-5), "best")
@@ -161,8 +169,8 @@ def test_channels_are_ratios(ratio: float) -> None:
     with pytest.raises(InputError, match=r"channels\['loss'\] is"):
         calibrated(**(COMMON | {"channels": channels}))
     with pytest.raises(InputError, match=r"channels\['loss'\] is"):
-        with_given_noise(**(COMMON | {"channels": channels}), sigma=1.0)
-    for none in (calibrated, with_given_noise):
+        with_noise(**(COMMON | {"channels": channels}), sigma=1.0)
+    for none in with_noise:
         extra = {} if none is calibrated else {"sigma": 1.0}
         with pytest.raises(PlanError, match="channels is empty"):
             none(**(COMMON | {"channels": {}}), **extra)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
+from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BaseSettings(BaseModel):
         return False
 
     @property
-    def anchor(self) -> Anchor | None:
+    def opening(self) -> Opening | None:
         """What opens a round beside the batches of its local steps, or None."""
         return None
 

@@ -31,7 +31,7 @@ from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.fairness import FAIR_LOSS, WeightRule, weight
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
+from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -48,9 +48,9 @@ class Settings(BaseSettings):
     weight_rule: WeightRule = "fixed"
 
     @property
-    def anchor(self) -> Anchor:
+    def opening(self) -> Opening:
         """See BaseSettings: F_i(w_i)."""
-        return Anchor(1.0, {"loss": 1.0})
+        return Opening(1.0, {"loss": 1.0})
 
     @property
     def plain_only(self) -> str:
@@ -110,7 +110,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
             scale = max(0.0, 1 + lam * gap) if lam > 0 else 1.0
         # A run that diverges may have a loss whose step is beyond the weights' numbers.
         w.add_(batch.gradient(w), alpha=-min(settings.learning_rate * scale, longest))
-    return Local({"w": w}, {"loss": oracle.anchor("loss").loss(w, _UNUSED_BOUND)})
+    return Local({"w": w}, {"loss": oracle.opening("loss").loss(w, _UNUSED_BOUND)})
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:

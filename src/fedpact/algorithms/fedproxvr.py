@@ -62,7 +62,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Anchor, Batch, Bounds, Oracle, Range, Terms, reach
+from fedpact.privacy.oracle import Batch, Bounds, Opening, Oracle, Range, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -88,9 +88,9 @@ class Settings(BaseSettings):
         return self.learning_rate or 1 / (self.step_divisor * self.smoothness)
 
     @property
-    def anchor(self) -> Anchor:
+    def opening(self) -> Opening:
         """See BaseSettings: v⁰."""
-        return Anchor(self.anchor_rate, {"gradient": self.anchor_noise})
+        return Opening(self.anchor_rate, {"gradient": self.anchor_noise})
 
 
 def channels(settings: Settings) -> dict[str, float]:
@@ -162,7 +162,7 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
 def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> Iterator[Tensor]:
     """Yield w¹, w², ... up to w_last, or up to the first that θ calls accurate."""
     eta, mu = settings.step_size, settings.proximal
-    start = v = oracle.anchor("gradient").gradient(center)
+    start = v = oracle.opening("gradient").gradient(center)
     before, w = center, _prox(center, v, center, eta, mu)
     yield w
     for batch in _batches(oracle, last - 1, settings):

@@ -118,7 +118,7 @@ class Attack:
 
 def attackable(target: Target) -> bool:
     """Whether many_runs knows all that the site's batches release."""
-    return not target.terms.anchors and set(target.terms.sigmas) <= set(_CHANNELS)
+    return not target.terms.openings and set(target.terms.sigmas) <= set(_CHANNELS)
 
 
 def many_runs(

@@ -80,19 +80,19 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
     records = Records(
         torch.cat([target.records.x, made.x[coins]]), torch.cat([target.records.y, made.y[coins]])
     )
-    scores, events, anchors = _scores(target, records, made)
+    scores, events, openings = _scores(target, records, made)
     # Each share of guesses bounds ε, and tests the curve.
     error = (1 - confidence) / (2 * len(_SHARES))
     guessed = [_guess(scores, coins, share) for share in _SHARES]
     delta = target.terms.budget.delta
     found = [(one_run_epsilon(m, r, v, delta, 1 - error), r, v) for r, v in guessed]
     best, guesses, correct = max(found)
-    claimed = target.claimed(events, delta, anchors)
-    stated = [(target.claimed(events, d, anchors), d) for d in (delta, *_DELTAS)]
+    claimed = target.claimed(events, delta, openings)
+    stated = [(target.claimed(events, d, openings), d) for d in (delta, *_DELTAS)]
     p = min(curve_p_value(lost_by(stated), m, r, v) for r, v in guessed)
     told = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
     return OneRun(
-        m, guesses, correct, events + anchors, delta, best, claimed,
+        m, guesses, correct, events + openings, delta, best, claimed,
         power=_power(m, claimed, delta, error),
         curve=Tested(told, p, error),
     )  # fmt: skip
@@ -121,16 +121,16 @@ def _guess(scores: Tensor, coins: Tensor, share: float) -> tuple[int, int]:
 
 
 def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int, int]:
-    """The canaries' scores [m] after a run on the records, and the run's joint events and anchors.
+    """The canaries' scores [m] after a run on the records, and the run's joint events and openings.
 
     By the gradients alone: whatever else is released only adds to what an attacker might use.
     """
     m = len(canaries.y)
     precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
-    events = anchors = gradients = 0
+    events = openings = gradients = 0
     for asked in play(target, records, target.rounds, "one run"):
-        opened = len({a.batch for a in asked if a.anchor})
-        anchors += opened
+        opened = len({a.batch for a in asked if a.opening})
+        openings += opened
         events += len({a.batch for a in asked}) - opened
         for a in asked:
             if a.channel == "gradient":
@@ -148,7 +148,7 @@ def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor
             f"algorithm {target.plan.algorithm!r} releases no gradient, which the one-run attack "
             "reads: audit it with --method membership"
         )
-    return torch.linalg.solve(precision, evidence), events, anchors
+    return torch.linalg.solve(precision, evidence), events, openings
 
 
 def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:

@@ -91,17 +91,17 @@ class Target:
             rate=1.0,
             size=1.0,
             sigmas=dict.fromkeys(asked.sigmas, 0),
-            anchor_sigmas={},
-            anchors=0,
+            opening_sigmas={},
+            openings=0,
         )
         oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
         batch = next(iter(oracle.batches(1, channel)))
         return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
 
-    def claimed(self, events: int, delta: float, anchors: int = 0) -> float:
-        """Return the ε at δ that the accountant states for so many joint events and anchors."""
+    def claimed(self, events: int, delta: float, openings: int = 0) -> float:
+        """Return the ε at δ that the accountant states for so many joint events and openings."""
         history = Counter({self.terms.event: events})
-        history[self.terms.opening.event] += anchors
+        history[self.terms.opening.event] += openings
         return epsilon(history, delta, self.terms.accountant)
 
     @property
@@ -115,7 +115,7 @@ class Target:
 class Asked:
     """One question that the algorithm put to its oracle. batch: which of the request's batches.
 
-    terms: of the site's batches, or of the event that opens a round (`anchor`).
+    terms: of the site's batches, or of the event that opens a round (`opening`).
     """
 
     batch: int
@@ -123,7 +123,7 @@ class Asked:
     query: tuple[Any, ...]
     answer: Tensor
     terms: Terms
-    anchor: bool = False
+    opening: bool = False
 
     @property
     def weighting(self) -> Weighting:
@@ -144,9 +144,9 @@ class Recorder:
         """See Oracle."""
         return self._inner.steps_left
 
-    def anchor(self, *channels: str) -> Any:
+    def opening(self, *channels: str) -> Any:
         """See Oracle."""
-        return self._recorded(self._inner.anchor(*channels), anchor=True)
+        return self._recorded(self._inner.opening(*channels), opening=True)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle. A run that asks for this is not private, and not audited."""
@@ -155,14 +155,14 @@ class Recorder:
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
         """See Oracle."""
         for batch in self._inner.batches(count, *channels):
-            yield self._recorded(batch, anchor=False)
+            yield self._recorded(batch, opening=False)
 
-    def _recorded(self, batch: Any, anchor: bool) -> Any:
-        number, terms = self.batches_opened, self._terms.opening if anchor else self._terms
+    def _recorded(self, batch: Any, opening: bool) -> Any:
+        number, terms = self.batches_opened, self._terms.opening if opening else self._terms
         self.batches_opened += 1
 
         def keep(channel: str, query: tuple[Any, ...], answer: Tensor) -> None:
-            self.asked.append(Asked(number, channel, query, answer, terms, anchor))
+            self.asked.append(Asked(number, channel, query, answer, terms, opening))
 
         return _RecordingBatch(batch, keep)
 

@@ -54,7 +54,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             rounds = scene.plan.rounds
             now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
             # What is not a batch is paid for first: a noisy size, the openings of the rounds.
-            fixed = terms.history(0, terms.anchors)
+            fixed = terms.history(0, terms.openings)
             best_one = best(terms.budget, rounds, passes or now.passes, fixed)
             cases[key] = {
                 "epsilon": terms.budget.epsilon,
@@ -125,7 +125,7 @@ def _by_round(terms: Terms, plan: Plan, total: int) -> list[float]:
     return [
         terms.epsilon_after(
             terms.history(
-                min(terms.steps, math.ceil(done * total / plan.rounds)), min(terms.anchors, done)
+                min(terms.steps, math.ceil(done * total / plan.rounds)), min(terms.openings, done)
             )
         )
         for done in range(1, plan.rounds + 1)

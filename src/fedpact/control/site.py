@@ -90,9 +90,9 @@ class Watched:
         for batch in self._inner.batches(count, *channels):
             yield _WatchedBatch(batch, self)
 
-    def anchor(self, *channels: str) -> Batch:
+    def opening(self, *channels: str) -> Batch:
         """See Oracle."""
-        return _WatchedBatch(self._inner.anchor(*channels), self)
+        return _WatchedBatch(self._inner.opening(*channels), self)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""

@@ -223,8 +223,8 @@ class _Evaluator:
 
 
 def _spent(terms: Terms, steps: int, rounds: int) -> float:
-    # A round opens with at most one anchor.
-    history = terms.history(min(terms.steps, steps), min(terms.anchors, rounds))
+    # A round has at most one opening.
+    history = terms.history(min(terms.steps, steps), min(terms.openings, rounds))
     return terms.epsilon_after(history)
 
 

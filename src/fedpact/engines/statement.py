@@ -134,7 +134,7 @@ def described(terms: Terms) -> dict[str, Any]:
 
 def _opening(terms: Terms) -> dict[str, Any] | None:
     """Return the event that opens each round, or None where there is none."""
-    if not terms.anchors:
+    if not terms.openings:
         return None
     opening = terms.opening
     return {

@@ -42,9 +42,9 @@ class VirtualSite:
     @property
     def batch_size(self) -> float:
         """The expected size of its largest batches."""
-        anchor = self.plan.method.anchor
+        opening = self.plan.method.opening
         rate = self.plan.rate(self.name, self.size)
-        return self.size * max(rate, anchor.rate if anchor else 0.0)
+        return self.size * max(rate, opening.rate if opening else 0.0)
 
     def open_ledger(self) -> Ledger | None:
         """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
@@ -59,8 +59,8 @@ class VirtualSite:
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
             draws = bench.draws(seed, self.name, task.round)
             if terms is None or ledger is None:
-                anchor = plan.method.anchor
-                rates = plan.rate(self.name, size), anchor.rate if anchor else 1.0
+                opening = plan.method.opening
+                rates = plan.rate(self.name, size), opening.rate if opening else 1.0
                 return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
             charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
             exact = None if private else PlainKernel(bench.private.model, cross_entropy)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, Summed
 from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.privacy.oracle import Anchor, Bounds, Oracle, Range, Terms
+from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
 
 __all__ = ["Around", "Method", "join", "split"]
 
@@ -30,9 +30,9 @@ class Method:
         return self._algorithm.channels(self.settings)
 
     @property
-    def anchor(self) -> Anchor | None:
+    def opening(self) -> Opening | None:
         """What opens a round beside the batches, or None."""
-        return self.settings.anchor
+        return self.settings.opening
 
     @property
     def weighs_records(self) -> bool:
@@ -111,9 +111,9 @@ class Around(Method):
         return self.inner.channels
 
     @property
-    def anchor(self) -> Anchor | None:
+    def opening(self) -> Opening | None:
         """See Method."""
-        return self.inner.anchor
+        return self.inner.opening
 
     @property
     def weighs_records(self) -> bool:

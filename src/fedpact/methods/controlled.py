@@ -44,7 +44,7 @@ class Controlled(Around):
     def __init__(self, inner: Method, ali: Ali) -> None:
         super().__init__(inner)
         self._ali = ali
-        self._controller = Controller(ali, _step_size(inner), inner.anchor is not None)
+        self._controller = Controller(ali, _step_size(inner), inner.opening is not None)
 
     @property
     def controlled(self) -> bool:

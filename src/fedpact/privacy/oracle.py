@@ -7,8 +7,8 @@ answers with exact numbers. The algorithm cannot tell the two apart.
     for batch in oracle.batches(3, "gradient", "loss"):     three joint events, charged at once
         w = w - eta * batch.gradient(w)                     any w; each channel once a batch
         loss = batch.loss(w, bound=2.0)
-    g = oracle.anchor("gradient").gradient(w)               the event that opens a round: its own
-                                                            rate and noise (terms.Anchor)
+    g = oracle.opening("gradient").gradient(w)              the event that opens a round: its own
+                                                            rate and noise (terms.Opening)
     channel    release                                       sensitivity      divided by
     gradient   Σ c_j g_j,  c_j = clamp(w_j, 0, C/‖g_j‖)      C                q N
     gradient   ḡ min(1, C/‖ḡ‖), ḡ the batch's mean gradient  2C               (batch clipping)
@@ -41,15 +41,15 @@ from fedpact.privacy import reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.reach import Bounds, Range
-from fedpact.privacy.terms import Anchor, Terms
+from fedpact.privacy.terms import Opening, Terms
 
 __all__ = [
     "UNIFORM",
-    "Anchor",
     "Batch",
     "Bounds",
     "Charge",
     "Fair",
+    "Opening",
     "Oracle",
     "PlainOracle",
     "PrivateOracle",
@@ -87,8 +87,8 @@ class Oracle(Protocol):
         """Yield `count` batches that answer the channels; each is closed by the next one."""
         ...
 
-    def anchor(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, of the rate that the algorithm's Anchor names."""
+    def opening(self, *channels: str) -> Batch:
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         ...
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
@@ -132,11 +132,11 @@ class PlainOracle:
         rate: float,
         size: float,
         draws: Draws,
-        anchor_rate: float = 1.0,
+        opening_rate: float = 1.0,
     ) -> None:
         self._records, self._kernel, self._draws = records, kernel, draws
         self._size, self._rate, self.batch_size = size, rate, rate * size
-        self._anchor_rate = anchor_rate
+        self._opening_rate = opening_rate
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
@@ -146,9 +146,9 @@ class PlainOracle:
             yield batch
             batch.close()
 
-    def anchor(self, *channels: str) -> "PlainBatch":
+    def opening(self, *channels: str) -> "PlainBatch":
         """See Oracle."""
-        return self._batch(self._anchor_rate, channels)
+        return self._batch(self._opening_rate, channels)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
@@ -254,9 +254,9 @@ class PrivateOracle:
             yield batch
             batch.close()
 
-    def anchor(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
-        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no anchor."""
-        if not self._terms.anchors:
+    def opening(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
+        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no opening."""
+        if not self._terms.openings:
             raise PolicyRefused(
                 f"an opening with {list(channels)} was asked for: this run's terms at the site "
                 "name none"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
@@ -52,7 +52,7 @@ def sensitivity(mechanism: Mechanism, channel: str) -> float:
 
 
 @dataclass(frozen=True)
-class Anchor:
+class Opening:
     """The joint event that opens a round: one of its own, beside the batches of the local steps.
 
     rate: each record's chance to be in it, in (0, 1]; 1 takes all of them, without amplification.
@@ -76,8 +76,8 @@ class Terms:
     standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: joint
     events that are reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by
     which the events were counted. mechanism: what is clipped. size_noise: the noise multiplier of
-    the released size; None where it is declared. anchor_rate, anchor_sigmas, anchors: the same of
-    the event that opens a round, and how many of them are reserved; no sigmas: there is none.
+    the released size; None where it is declared. opening_rate, opening_sigmas, openings: the same
+    of the event that opens a round, and how many are reserved; no sigmas: there is none.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -92,29 +92,29 @@ class Terms:
     accountant: Accountant
     mechanism: Mechanism = "per_sample"
     size_noise: float | None = None
-    anchor_rate: float = 1.0
-    anchor_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
-    anchors: int = 0
+    opening_rate: float = 1.0
+    opening_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
+    openings: int = 0
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
         check.rate(rate=self.rate)
-        check.rate(anchor_rate=self.anchor_rate)
+        check.rate(opening_rate=self.opening_rate)
         check.natural(steps=self.steps)
-        check.natural(anchors=self.anchors)
+        check.natural(openings=self.openings)
         noisy = [
             check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
-            for name, sigma in (*self.sigmas.items(), *self.anchor_sigmas.items())
+            for name, sigma in (*self.sigmas.items(), *self.opening_sigmas.items())
         ]
         if not self.sigmas or any(noisy) != all(noisy):
             raise InputError(
-                f"sigmas is {dict(self.sigmas)}, anchor_sigmas {dict(self.anchor_sigmas)}: "
+                f"sigmas is {dict(self.sigmas)}, opening_sigmas {dict(self.opening_sigmas)}: "
                 "expected at least one channel, and noise on all: one exact release leaves its "
                 "records unprotected"
             )
-        if bool(self.anchors) != bool(self.anchor_sigmas):
+        if bool(self.openings) != bool(self.opening_sigmas):
             raise InputError(
-                f"anchors is {self.anchors} with anchor_sigmas {dict(self.anchor_sigmas)}: "
+                f"openings is {self.openings} with opening_sigmas {dict(self.opening_sigmas)}: "
                 "expected both or none"
             )
         if all(noisy) or self.clip != math.inf:
@@ -131,20 +131,20 @@ class Terms:
         """Everything the site releases -> its noise multiplier: the channels, and a noisy size."""
         size = {} if self.size_noise is None else {"size": self.size_noise}
         opening = {f"anchor {name}": s for name, s in self.opening.multipliers.items()}
-        return self.multipliers | (opening if self.anchors else {}) | size
+        return self.multipliers | (opening if self.openings else {}) | size
 
     @cached_property
     def opening(self) -> "Terms":
         """The terms of the event that opens a round, as those of a batch; these without one."""
-        if not self.anchors:
+        if not self.openings:
             return self
         return replace(
             self,
-            rate=self.anchor_rate,
-            sigmas=self.anchor_sigmas,
-            steps=self.anchors,
-            anchor_sigmas={},
-            anchors=0,
+            rate=self.opening_rate,
+            sigmas=self.opening_sigmas,
+            steps=self.openings,
+            opening_sigmas={},
+            openings=0,
         )
 
     @cached_property
@@ -168,12 +168,12 @@ class Terms:
         divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
-    def history(self, steps: int, anchors: int | None = None) -> Counter[SampledGaussian]:
-        """Return the run's events up to `steps` batches and `anchors`, by default all anchors.
+    def history(self, steps: int, openings: int | None = None) -> Counter[SampledGaussian]:
+        """Return the run's events up to `steps` batches and `openings`, by default all openings.
 
-        The released size comes before them. No steps means no anchors either.
+        The released size comes before them. No steps means no openings either.
         """
-        opened = min(steps, self.anchors) if anchors is None else anchors
+        opened = min(steps, self.openings) if openings is None else openings
         opening = Counter({self.opening.event: opened}) if opened else Counter[SampledGaussian]()
         return Counter(_size_event(self.size_noise)) + opening + Counter({self.event: steps})
 
@@ -198,147 +198,113 @@ def _size_event(noise: float | None) -> dict[SampledGaussian, int]:
     return {} if noise is None else {SampledGaussian(1.0, noise): 1}
 
 
-def calibrated(
-    *,
-    site: str,
-    size: float,
-    rate: float,
-    clip: float,
-    channels: Channels,
-    steps: int,
-    budget: Budget,
-    accountant: Accountant,
-    mechanism: Mechanism = "per_sample",
-    size_noise: float | None = None,
-    anchor: Anchor | None = None,
-    anchors: int = 0,
-) -> Terms:
-    """Return the terms with the least noise at which all that is planned costs at most `budget`.
+@dataclass(frozen=True, kw_only=True)
+class TermsRequest:
+    """What a site's terms follow from, but for the noise. See Terms for what is not said here.
 
-    Planned are `steps` joint events, `anchors` openings of rounds, and the size where it is noisy.
-    With r_c the channels' relative noise and s_c their sensitivities, σ_c = r_c σ and
-    σ_joint = σ / sqrt(Σ (s_c / r_c)²). Raises PlanError: the size alone costs more than the budget.
+    channels: of the batches. opening: the event that opens each round, None where there is none;
+    openings: how many are planned. Raises InputError, and PlanError: no channel.
     """
-    _check_ratios(channels)
-    before = _affordable_size(site, size_noise, budget, accountant)
-    # The batches' joint multiplier is the unit: a power of σ that the caches share.
-    unit = _relative(mechanism, channels)
-    planned = Counter({SampledGaussian(rate, 1.0): steps})
-    least = 0.0
-    if anchor:
-        least = _relative(mechanism, anchor.channels) / unit
-        planned[SampledGaussian(anchor.rate, least)] += anchors
-    whole = smallest_scale(budget, planned, accountant, spent=before)
-    sigma = whole / unit
 
-    common: dict[str, Any] = {
-        "site": site,
-        "size": size,
-        "rate": rate,
-        "clip": clip,
-        "budget": budget,
-        "accountant": accountant,
-        "mechanism": mechanism,
-        "size_noise": size_noise,
-        "steps": steps,
-        "anchors": anchors,
-    }
+    site: str
+    size: float
+    rate: float
+    clip: float
+    channels: Channels
+    steps: int
+    budget: Budget
+    accountant: Accountant
+    mechanism: Mechanism = "per_sample"
+    size_noise: float | None = None
+    opening: Opening | None = None
+    openings: int = 0
 
-    def terms(sigma: float) -> Terms:
-        return _terms(sigma, channels, anchor, **common)
+    def __post_init__(self) -> None:
+        _check_ratios(self.channels)
 
-    # Rounding in the joint multipliers must not push the reservation past the budget.
-    found = terms(sigma)
-    while found.event.sigma < whole or (anchor and found.opening.event.sigma < whole * least):
-        sigma = math.nextafter(sigma, math.inf)
-        found = terms(sigma)
-    return found
+    def calibrated(self) -> Terms:
+        """Return the terms with the least noise at which all that is planned is in the budget.
 
+        Planned are `steps` joint events, `openings` of rounds, and the size where it is noisy.
+        With r_c the channels' relative noise and s_c their sensitivities, σ_c = r_c σ and
+        σ_joint = σ / sqrt(Σ (s_c / r_c)²). Raises PlanError: the size alone costs more.
+        """
+        # The batches' joint multiplier is the unit: a power of σ that the caches share.
+        unit = _relative(self.mechanism, self.channels)
+        planned = Counter({SampledGaussian(self.rate, 1.0): self.steps})
+        least = 0.0
+        if self.opening:
+            least = _relative(self.mechanism, self.opening.channels) / unit
+            planned[SampledGaussian(self.opening.rate, least)] += self.openings
+        before = self._affordable_size()
+        whole = smallest_scale(self.budget, planned, self.accountant, spent=before)
+        sigma = whole / unit
+        # Rounding in the joint multipliers must not push the reservation past the budget.
+        found = self._terms(sigma)
+        while found.event.sigma < whole or (
+            self.opening and found.opening.event.sigma < whole * least
+        ):
+            sigma = math.nextafter(sigma, math.inf)
+            found = self._terms(sigma)
+        return found
 
-def with_given_noise(
-    *,
-    site: str,
-    size: float,
-    rate: float,
-    clip: float,
-    channels: Channels,
-    sigma: float,
-    steps: int,
-    budget: Budget,
-    accountant: Accountant,
-    mechanism: Mechanism = "per_sample",
-    size_noise: float | None = None,
-    anchor: Anchor | None = None,
-    anchors: int = 0,
-) -> Terms:
-    """Return terms with gradient noise `sigma`; as many of `steps` events as the budget allows.
+    def with_noise(self, sigma: float) -> Terms:
+        """Return terms with gradient noise `sigma`; as many of `steps` as the budget allows.
 
-    All anchors are paid for first, as every round opens with one.
-    Raises PlanError: the budget does not allow a single step after the anchors and a noisy size.
-    """
-    _check_ratios(channels)
-    check.positive(sigma=sigma)
-    check.count(steps=steps)
-    full = _terms(
-        sigma,
-        channels,
-        anchor,
-        site=site,
-        size=size,
-        rate=rate,
-        clip=clip,
-        steps=steps,
-        budget=budget,
-        accountant=accountant,
-        mechanism=mechanism,
-        size_noise=size_noise,
-        anchors=anchors,
-    )
-    _affordable_size(site, size_noise, budget, accountant)
-    allowed = max_steps(full.event, budget, accountant, spent=full.history(0, full.anchors))
-    if allowed < 1:
-        opened = f", after the openings of {anchors} rounds," if anchors else ""
-        raise PlanError(
-            f"privacy.sigma is {sigma:g}: at q = {rate:g} a single step of site {site!r}{opened} "
-            f"costs more than (ε = {budget.epsilon:g}, δ = {budget.delta:g}); raise sigma, or "
-            "leave it out to have it calibrated"
+        All openings are paid for first, as every round begins with one.
+        Raises PlanError: the budget does not allow a single step after them and a noisy size.
+        """
+        check.positive(sigma=sigma)
+        check.count(steps=self.steps)
+        full = self._terms(sigma)
+        self._affordable_size()
+        before = full.history(0, full.openings)
+        allowed = max_steps(full.event, self.budget, self.accountant, spent=before)
+        if allowed < 1:
+            opened = f", after the openings of {self.openings} rounds," if self.openings else ""
+            raise PlanError(
+                f"privacy.sigma is {sigma:g}: at q = {self.rate:g} a single step of site "
+                f"{self.site!r}{opened} costs more than (ε = {self.budget.epsilon:g}, δ = "
+                f"{self.budget.delta:g}); raise sigma, or leave it out to have it calibrated"
+            )
+        return replace(full, steps=min(self.steps, allowed))
+
+    def _terms(self, sigma: float) -> Terms:
+        """Terms whose channels have their ratios times sigma."""
+        opening = self.opening
+        return Terms(
+            self.site,
+            self.size,
+            self.rate,
+            self.clip,
+            {name: ratio * sigma for name, ratio in self.channels.items()},
+            self.steps,
+            self.budget,
+            self.accountant,
+            self.mechanism,
+            self.size_noise,
+            opening.rate if opening else 1.0,
+            {name: r * sigma for name, r in opening.channels.items()} if opening else {},
+            self.openings if opening else 0,
         )
-    return replace(full, steps=min(steps, allowed))
 
-
-def _terms(
-    sigma: float, channels: Channels, anchor: Anchor | None, *, anchors: int, **common: Any
-) -> Terms:
-    """Terms whose channels have their ratios times sigma."""
-    opening: dict[str, Any] = {}
-    if anchor:
-        opening = {
-            "anchor_rate": anchor.rate,
-            "anchor_sigmas": {name: ratio * sigma for name, ratio in anchor.channels.items()},
-            "anchors": anchors,
-        }
-    sigmas = {name: ratio * sigma for name, ratio in channels.items()}
-    return Terms(sigmas=sigmas, **common, **opening)
+    def _affordable_size(self) -> History:
+        """Return what a released size costs before training. Raises PlanError: the whole budget."""
+        event, budget = _size_event(self.size_noise), self.budget
+        cost = epsilon(event, budget.delta, self.accountant)
+        if not cost < budget.epsilon:
+            raise PlanError(
+                f"privacy.size_noise is {self.size_noise:g}: the noisy size of site {self.site!r} "
+                f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} ({ADJACENCY}), of the ε = "
+                f"{budget.epsilon:g} that it grants; raise size_noise, or declare sizes with "
+                'privacy.sizes = "public"'
+            )
+        return event
 
 
 def _relative(mechanism: Mechanism, channels: Channels) -> float:
     """Return the joint multiplier of channels with σ = 1."""
     return joint(1.0, _multipliers(mechanism, channels).values()).sigma
-
-
-def _affordable_size(
-    site: str, noise: float | None, budget: Budget, accountant: Accountant
-) -> History:
-    """Return what a released size costs before training. Raises PlanError: the whole budget."""
-    event = _size_event(noise)
-    cost = epsilon(event, budget.delta, accountant)
-    if not cost < budget.epsilon:
-        raise PlanError(
-            f"privacy.size_noise is {noise:g}: the noisy size of site {site!r} alone costs ε = "
-            f"{cost:.4g} at δ = {budget.delta:g} ({ADJACENCY}), of the ε = {budget.epsilon:g} that "
-            'it grants; raise size_noise, or declare sizes with privacy.sizes = "public"'
-        )
-    return event
 
 
 def _multipliers(mechanism: Mechanism, sigmas: Mapping[str, float]) -> dict[str, float]:
