@@ -49,6 +49,7 @@ ALGORITHM_UNITS = ("algorithms", "local", "control", "fairness")
 ALGORITHMS_MAY_IMPORT = (
     *ALGORITHM_UNITS,
     "privacy.oracle",
+    "privacy.around",
     "messages",
     "theory",
     "check",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.errors import InputError, PlanError
+from fedpact.privacy.around import BatchAround, OracleAround
 from fedpact.privacy.oracle import (
     UNIFORM,
     Batch,
@@ -112,14 +113,16 @@ def weighting(rule: WeightRule, given: float, reference: float) -> Weighting:
     return Fair(lam, reference) if lam > 0 else Uniform()
 
 
-class FairOracle:
+class FairOracle(OracleAround):
     """An oracle whose gradients weigh records; the last batch asked for also answers `extra`.
 
+    What opens a round is the solver's own, without weights.
     A solver asks it for gradients alone; `last_batch` stays open when the solver is done.
     """
 
     def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
-        self._inner, self._weights, self._extra = inner, weights, extra
+        super().__init__(inner)
+        self._weights, self._extra = weights, extra
         self._source: Iterator[Batch] = iter(())
         self._last: Batch | None = None
 
@@ -129,29 +132,6 @@ class FairOracle:
         if self._last is None:
             raise InputError("no batch was asked for: expected a solver of at least one step")
         return self._last
-
-    @property
-    def batch_size(self) -> float:
-        """See Oracle."""
-        return self._inner.batch_size
-
-    @property
-    def noise_variance(self) -> float:
-        """See Oracle."""
-        return self._inner.noise_variance
-
-    @property
-    def steps_left(self) -> float:
-        """See Oracle."""
-        return self._inner.steps_left
-
-    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
-        return self._inner.unprotected(w)
-
-    def opening(self, *channels: str) -> Batch:
-        """See Oracle. Without weights: what opens a round is the solver's own."""
-        return self._inner.opening(*channels)
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """See Oracle."""
@@ -164,31 +144,15 @@ class FairOracle:
         yield FairBatch(self._last, self._weights)
 
 
-class FairBatch:
-    """A batch whose gradient has these weights."""
+class FairBatch(BatchAround):
+    """A batch whose gradient has these weights; differences have none, as they had no bound."""
 
     def __init__(self, inner: Batch, weights: Weighting) -> None:
-        self._inner, self._weights = inner, weights
-
-    @property
-    def noise_variance(self) -> float:
-        """See Batch."""
-        return self._inner.noise_variance
+        super().__init__(inner)
+        self._weights = weights
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch. Raises InputError: the solver has weights of its own."""
         if not isinstance(weighting, Uniform):
             raise InputError(f"weighting is {weighting}: expected none, the batch has one already")
         return self._inner.gradient(w, self._weights)
-
-    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch. Without weights: a weighted gradient's differences have no bound."""
-        return self._inner.difference(w, anchor, bound)
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
-        return self._inner.loss(w, bound)
-
-    def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
-        return self._inner.below(w, bound)

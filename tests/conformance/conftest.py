@@ -88,24 +88,24 @@ class Federation:
         y = torch.multinomial(lean, count, True, generator=generator) if count else torch.empty(0)
         return Records(x.to(self.dtype), y.long())
 
-    def terms(self, site: str, channels: Mapping[str, float], anchor: Opening | None) -> Terms:
+    def terms(self, site: str, channels: Mapping[str, float], opens: Opening | None) -> Terms:
         sigmas = {name: ratio * self.sigma for name, ratio in channels.items()}
         budget, opening = Budget(1.0, 1e-5), {}
-        if anchor:
-            noise = {name: ratio * self.sigma for name, ratio in anchor.channels.items()}
-            opening = {"anchor_rate": anchor.rate, "opening_sigmas": noise, "anchors": 9}
+        if opens:
+            noise = {name: ratio * self.sigma for name, ratio in opens.channels.items()}
+            opening = {"opening_rate": opens.rate, "opening_sigmas": noise, "openings": 9}
         return Terms(
             site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best", **opening
         )
 
     def oracle(
-        self, site: str, task: Task, channels: Mapping[str, float], anchor: Opening | None = None
+        self, site: str, task: Task, channels: Mapping[str, float], opens: Opening | None = None
     ) -> Oracle:
         counts = self.drawn.setdefault(site, Counter())
         draws = CountedDraws(counts, self.seed, site, task.round)
         records = self.records[site]
         if not self.private:
-            rates = self.rate, anchor.rate if anchor else 1.0
+            rates = self.rate, opens.rate if opens else 1.0
             size = self.sizes[site]
             return self.around(PlainOracle(records, self.plain, rates[0], size, draws, rates[1]))
 
@@ -115,7 +115,7 @@ class Federation:
         charge = free
         if self.ledgers:
             charge = Charge(self.ledgers[site], task.run, task.round, task.digest)
-        terms = self.terms(site, channels, anchor)
+        terms = self.terms(site, channels, opens)
         left = self.steps_left
         oracle = PrivateOracle(records, self.kernel, terms, draws, charge, lambda: left)
         return self.around(oracle)

@@ -194,7 +194,7 @@ def test_no_more_batches_than_declared(case, private, federation):
     list(bed.replies(case, state))
     allowed = case.steps(state)
     assert allowed <= case.steps()
-    allowed += 1 if case.anchor else 0
+    allowed += 1 if case.opening else 0
     for counts in bed.drawn.values():
         assert 1 <= counts["batch"] <= allowed
 
@@ -204,14 +204,14 @@ def test_released_is_what_the_ledger_holds(case, federation, tmp_path):
     ledgers = {}
     for site in plan.sites:
         ledgers[site] = Ledger(tmp_path / f"{site}.jsonl", site, hypothetical=True)
-        terms = plan.terms(site, case.channels, case.anchor)
+        terms = plan.terms(site, case.channels, case.opening)
         budget = type(terms.budget)(1e6, 1e-5)  # the cost is tested elsewhere
         ledgers[site].reserve("run", budget, terms.history(rounds * case.steps(), rounds))
     bed = federation(private=True, ledgers=ledgers)
     bed.run(case, rounds)
     for site, ledger in ledgers.items():
         ledger.close()
-        terms, held = bed.terms(site, case.channels, case.anchor), Counter()
+        terms, held = bed.terms(site, case.channels, case.opening), Counter()
         for entry in read_entries(ledger.path):
             if entry["kind"] == "charge":
                 held["batch"] += entry["count"]

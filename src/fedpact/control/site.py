@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from fedpact.messages import State
-from fedpact.privacy.oracle import Batch, Oracle, Range, Terms, Uniform, Weighting, reach
+from fedpact.privacy.around import BatchAround, OracleAround
+from fedpact.privacy.oracle import UNIFORM, Batch, Oracle, Range, Terms, Weighting, reach
 
 UNLIMITED: Final = 2.0**53
 """Stands for the iterations that a plain run has left: numbers of a reply are finite."""
@@ -59,31 +60,16 @@ class Probe:
     variance: float
 
 
-class Watched:
+class Watched(OracleAround):
     """An oracle that lets everything through, and keeps what `report` needs of the gradients."""
 
     def __init__(self, inner: Oracle) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.count, self.variance = 0, 0.0
         self.lengths, self.squared_variances = 0.0, 0.0
         self.first: Probe | None = None
         self.last: Probe | None = None
         self.total: Tensor | None = None
-
-    @property
-    def batch_size(self) -> float:
-        """See Oracle."""
-        return self._inner.batch_size
-
-    @property
-    def noise_variance(self) -> float:
-        """See Oracle."""
-        return self._inner.noise_variance
-
-    @property
-    def steps_left(self) -> float:
-        """See Oracle."""
-        return self._inner.steps_left
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """See Oracle."""
@@ -93,10 +79,6 @@ class Watched:
     def opening(self, *channels: str) -> Batch:
         """See Oracle."""
         return _WatchedBatch(self._inner.opening(*channels), self)
-
-    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
-        return self._inner.unprotected(w)
 
     def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
         """Take note of a released gradient; the caller goes on with both vectors as it likes."""
@@ -111,27 +93,15 @@ class Watched:
         self.last = probe
 
 
-class _WatchedBatch:
+class _WatchedBatch(BatchAround):
     def __init__(self, inner: Batch, watched: Watched) -> None:
-        self._inner, self._watched = inner, watched
+        super().__init__(inner)
+        self._watched = watched
 
-    @property
-    def noise_variance(self) -> float:
-        return self._inner.noise_variance
-
-    def gradient(self, w: Tensor, weighting: Weighting = Uniform()) -> Tensor:  # noqa: B008 - frozen
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         g = self._inner.gradient(w, weighting)
         self._watched.keep(w, g, self._inner.noise_variance)
         return g
-
-    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        return self._inner.difference(w, anchor, bound)
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        return self._inner.loss(w, bound)
-
-    def below(self, w: Tensor, bound: float) -> float:
-        return self._inner.below(w, bound)
 
 
 def report(
