@@ -120,7 +120,7 @@ def normals(source: WordSource, size: int, dtype: torch.dtype) -> Iterator[Tenso
 def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:
     """Return [k, size]: of each key the numbers that `normals` gives, in less time than one by one.
 
-    A view, which the thread's next call writes over. See `together` for how many keys.
+    A view, which the thread's next call writes over. See `keys_at_once` for how many keys.
     """
     count = _words_for(size, dtype)
     for i, key in enumerate(keys):
@@ -145,15 +145,18 @@ def _paired(words: Words, dtype: torch.dtype) -> Floats:
     """
     if dtype != torch.float64:
         return _of_31_bits(words.view(np.uint32))
+    # 52 random bits as the fraction of a number in [1, 2): no conversion, no rounding, no branch.
     np.right_shift(words, 12, out=words)
     np.bitwise_or(words, _ONE, out=words)
     z = words.view(np.float64)
     first, second = _halves(z)
+    # Exact, as numbers below 1 have a bit more: the middles of 2^52 steps of (0, 1), never 0.
     first -= 1 - 2.0**-53
     _log(first)
     first *= -2
     r, twice = _between(first)
     np.sqrt(first, out=r)
+    # Half the angle, in [-π/2, π/2): there the tangent gives sine and cosine by divisions alone.
     second -= 1.5
     second *= math.pi
     return _turned(z, r, twice)
@@ -163,14 +166,18 @@ def _of_31_bits(words: NDArray[np.uint32]) -> Floats:
     z, (first, second) = words.view(np.float32), _halves(words.view(np.int32))
     lengths, angles = _halves(z)
     r, twice = _between(lengths)
+    # A shift would do as well, but AND leaves the type signed, and signed words become floats in
+    # one instruction where unsigned ones take several.
     np.bitwise_and(first, _NOT_NEGATIVE, out=first)
     np.copyto(r, first, casting="unsafe")
     np.copyto(angles, second, casting="unsafe")
+    # Half a step up, so that no U is 0. Above 2^24 the conversion has rounded already, to even.
     r += np.float32(0.5)
     r *= np.float32(2.0**-31)
     _log(r)
     r *= np.float32(-2)
     np.sqrt(r, out=r)
+    # The signed words stand for [-2^31, 2^31): again half the angle, in [-π/2, π/2).
     angles *= np.float32(math.pi * 2.0**-32)
     return _turned(z, r, twice)
 
@@ -183,6 +190,7 @@ def _turned(z: Floats, r: Floats, twice: Floats) -> Floats:
     twice += 1
     np.divide(r, twice, out=twice)
     twice += twice
+    # With c = 2r/(1 + t²): r sin Θ = t c and r cos Θ = c - r, neither of which needs a table.
     second *= twice
     np.subtract(twice, r, out=first)
     return z

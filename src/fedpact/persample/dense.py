@@ -146,6 +146,7 @@ class Dense:
         y = columns.side_by_side([columns.behind(one.y, ALIKE) for one in asked])
         strange = (y < 0) | (y >= self._classes)
         some_strange = not self._at_hand or strange.any()
+        # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):
             made = self._forward(asked)
             # A record without a label of the model's is left out, and changes nothing for others.
@@ -157,11 +158,13 @@ class Dense:
             made.exact = [exact or one.y.shape[0] > IN_FLOAT32 for one in asked]
             c = columns.like(g, _coefficients(asked, w, norms, made))
             known = losses + norms if w is None else losses + norms + w
+            # One maximum, which NaN fails, in place of three passes over every record.
             if some_strange or not norms.max() <= LONGEST:
                 known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
                 c, made = _without_bad(asked, c, known, made)
             totals = _weighted(self._order, c, made)
+            # Coefficients are in units of the clip, so that a small clip keeps its digits.
             units = [unit_of(one.clip) for one in asked]
             totals = [t if u == 1 else t * u for t, u in zip(totals, units, strict=True)]
         if not self._at_hand:
@@ -193,6 +196,7 @@ class Dense:
             slice(start, start + one.y.shape[0])
             for one, (start, _) in zip(asked, bounds, strict=True)
         ]
+        # Records are columns from the first product on: what follows works along memory.
         values: list[Array] = [None]
         for i, kind in enumerate(self._kinds):
             x = values[-1]
@@ -203,6 +207,7 @@ class Dense:
             reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
             made: list[Array] = []
             for w, rows in zip(weights, reads, strict=True):
+                # The records themselves lie row by row, as they were given; no copy turns them.
                 product = columns.by_columns if i else columns.of_records
                 z = columns.array(product(w[self._weight[i]], rows))
                 if i in self._bias:
@@ -219,6 +224,7 @@ class Dense:
                 g *= columns.ACTIVATIONS[kind][2](made.values[i + 1])
                 continue
             found[i] = g
+            # Nobody asks for the gradient at the records, which is a third of a small model's work.
             if i:
                 pairs = zip(made.weights, columns.cut(g, made.bounds), strict=True)
                 below = [
@@ -236,6 +242,7 @@ class Dense:
             of_x = (columns.lengths(x, end - start) for x, (start, end) in pairs)
             each = [columns.squares(read)] if i else list(of_x)
             made.lengths[i] = columns.side_by_side(each)
+            # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
             factor = made.lengths[i] + 1 if i in self._bias else made.lengths[i]
             total = total + columns.squares(g) * factor
         return total

@@ -49,17 +49,20 @@ def rough_squares(rows: Tensor) -> Tensor:
     """The same in the rows' own type, unless on a card: too small where squares are lost to it."""
     flat = rows if rows.dim() == 2 else flattened(rows)
     if not at_hand(flat):
+        # Float64 costs a reduction there little, and nobody may ask whether it was needed.
         return _norms(flat, dim=1, dtype=torch.float64).square_()
     if flat.shape[1] <= BLOCK:
         return _norms(flat, dim=1).square_()
     if flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
         blocks = _norms(flat.view(len(flat), -1, BLOCK), dim=2)
         return blocks.square_().sum(1)
+    # Squares have to be stored, but torch adds what is stored pairwise.
     return (flat * flat).sum(1)
 
 
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
+    # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
     found = joined(rough, 0).double()
     if not at_hand(found) or not (found < SMALL).any():
         return found
