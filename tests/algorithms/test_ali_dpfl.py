@@ -9,8 +9,8 @@ import torch
 from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.admission import Form, expected_form
 from fedpact.engines.inprocess import InProcess
+from fedpact.engines.parties.admission import Form, expected_form
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.engines.workshop import Workshop

@@ -7,7 +7,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.site import Site
+from fedpact.engines.parties.site import Site
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import from_bytes, to_bytes
 

@@ -22,14 +22,14 @@ from tests.deploy.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.engines import stored
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, seal, transport, worker
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.site import Site, answer
-from fedpact.engines.standing import Standing
+from fedpact.engines.parties import stored
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError, FedpactError, LedgerError
 from fedpact.ledger.ledger import read_entries
 from fedpact.messages import Refusal, Reply, from_bytes, to_bytes

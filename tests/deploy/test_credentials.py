@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from fedpact.deploy import keys
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import credentials
+from fedpact.engines.parties.federation import Federation
 from fedpact.errors import InputError
 
 

@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 
 from benchmarks import deployment
 from fedpact.deploy import keys, local
-from fedpact.engines.federation import Federation
+from fedpact.engines.parties.federation import Federation
 from fedpact.engines.simulation import simulate
 from fedpact.ledger.chain import read_entries
 from fedpact.plan import Plan

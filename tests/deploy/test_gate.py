@@ -12,9 +12,9 @@ import pytest
 from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
 
 from fedpact.deploy import keys
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import gate
 from fedpact.engines.flower.gate import NotLetIn
+from fedpact.engines.parties.federation import Federation
 
 
 class Server:

@@ -11,11 +11,11 @@ import torch
 from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import Grid, Node, charged
 
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, transport
 from fedpact.engines.flower.server import coordinate
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure.exchange import FalseSum
-from fedpact.engines.site import Site, answer
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 
 PATIENCE = {"round_seconds": 5.0, "resend_seconds": 2.0, "join_seconds": 0.2, "retries": 0}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedpact.engines.federation import Federation
-from fedpact.engines.site import Site, answer
+from fedpact.engines.parties.federation import Federation
+from fedpact.engines.parties.site import Site, answer
 from fedpact.errors import PlanError
 from fedpact.messages import Refusal, Task, from_bytes, to_bytes
 
@@ -151,7 +151,9 @@ def test_a_batch_that_raises_all_the_same_is_answered(word_sites, tmp_path, monk
     site_dir = Path(shutil.copytree(word_sites / "sites" / "site-00", tmp_path / "s"))
     clean = everything(site_dir)
     found = torch.ones(0, dtype=torch.bool)
-    monkeypatch.setattr("fedpact.engines.site.taken", lambda x, y, *_: found.new_ones(len(y)))
+    monkeypatch.setattr(
+        "fedpact.engines.parties.site.taken", lambda x, y, *_: found.new_ones(len(y))
+    )
     x, y = images(site_dir)
     store(site_dir, *with_record(x, y, 50, 0))
     assert everything(site_dir) == clean

@@ -9,13 +9,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, transport
 from fedpact.engines.flower.server import coordinate
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
-from fedpact.engines.site import Site, answer
 from fedpact.errors import PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt

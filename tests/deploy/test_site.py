@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from fedpact.engines.federation import Federation
-from fedpact.engines.site import Site, answer
+from fedpact.engines.parties.federation import Federation
+from fedpact.engines.parties.site import Site, answer
 from fedpact.errors import DataError, LedgerError, PlanError, PolicyRefused
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt

@@ -1,6 +1,6 @@
 """The transport against a Grid in memory: who answers late, never, twice, wrongly or falsely.
 
-The sites are real ones (engines.site), so what comes back is what a network would carry.
+The sites are real ones (engines.parties.site), so what comes back is what a network would carry.
 """
 
 import math
@@ -14,13 +14,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
-from fedpact.engines.admission import Form, expected_form
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import codec, seal, transport
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.site import Site
+from fedpact.engines.parties.admission import Form, expected_form
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.site import Site
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt

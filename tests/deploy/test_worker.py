@@ -6,7 +6,7 @@ import pytest
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
 from fedpact.engines.flower import worker
-from fedpact.engines.site import Site
+from fedpact.engines.parties.site import Site
 
 
 class Desk:

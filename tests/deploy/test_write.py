@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.deploy import local
 from fedpact.deploy.write import Choices, write
-from fedpact.engines.federation import Federation, Patience, read_plan
 from fedpact.engines.flower import QUIET, codec, require_flower, seal
-from fedpact.engines.site import Site
+from fedpact.engines.parties.federation import Federation, Patience, read_plan
+from fedpact.engines.parties.site import Site
 from fedpact.errors import DataError, InputError, PlanError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan

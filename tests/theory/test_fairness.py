@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.theory.fairness import Bounds, best_weight, bound, noise_term, ratio
+from fedpact.theory.fairness import Limits, best_weight, bound, noise_term, ratio
 
-PLAIN = Bounds(
+PLAIN = Limits(
     gradient_bound=1.0,
     smoothness=1.0,
     convexity=1.0,
@@ -23,10 +23,10 @@ PLAIN = Bounds(
 )
 
 
-def drawn(rng: random.Random, q0: float) -> Bounds:
+def drawn(rng: random.Random, q0: float) -> Limits:
     g, gap, noise, start, above = (10 ** rng.uniform(-2, 2) for _ in range(5))
     smooth = 10 ** rng.uniform(-1, 1)
-    return Bounds(
+    return Limits(
         gradient_bound=g,
         smoothness=smooth,
         convexity=smooth * rng.uniform(0.01, 1),

@@ -48,7 +48,7 @@ _WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """ε at one δ: the lower bound, what the accountant states, and the counts it comes from.
 
     power: the bound that the best attack would show, by the expected counts, were all as claimed.
@@ -72,7 +72,7 @@ class ManyRuns:
 
     attack: str
     events: int
-    bounds: tuple[Bound, ...]
+    bounds: tuple[LowerBound, ...]
     noise: tuple[NoiseLevel, ...]
     tests: tuple[Tested, ...] = ()
 
@@ -141,14 +141,14 @@ def many_runs(
     )
     deltas = (target.terms.budget.delta, *_DELTAS)
     each = 1 - (1 - confidence) / len(deltas)
-    bounds = list[Bound]()
+    bounds = list[LowerBound]()
     for delta in deltas:
         at = rule.threshold(runs, delta, each)
         counts = Counts(int((with_it > at).sum()), runs, int((without > at).sum()), runs)
         found = many_runs_epsilon(counts, delta, each)
         claimed = target.claimed(events, delta)
         power = many_runs_power(claimed, delta, runs, each)
-        bounds.append(Bound(delta, found, claimed, counts, power))
+        bounds.append(LowerBound(delta, found, claimed, counts, power))
     noise = noise_levels(target, attack.queries)
     tests = (*noise_tests(target, attack.queries), *sampling_tests(target, attack.queries))
     return ManyRuns(attack.name, events, tuple(bounds), noise, tests)

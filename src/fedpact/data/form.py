@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Range(BaseModel):
+class ValueRange(BaseModel):
     """Numbers from low to high, either of which may be left out. See the module."""
 
     model_config = _FROZEN
@@ -50,7 +50,7 @@ class Range(BaseModel):
         return self.low is not None or self.high is not None
 
 
-class Column(Range):
+class Column(ValueRange):
     """One column: its range, or its categories. See the module."""
 
     categories: list[str] | list[float] | None = Field(default=None, min_length=1)
@@ -71,7 +71,7 @@ class Column(Range):
         return found or None
 
 
-class RecordForm(Range):
+class RecordForm(ValueRange):
     """See the module.
 
     labels: of arrays, "numbers" for the classes' places from 0, "names" for their names. Left out,
@@ -92,7 +92,7 @@ class RecordForm(Range):
             )
         return self
 
-    def of(self, column: str) -> Range:
+    def of(self, column: str) -> ValueRange:
         """Return a column's own form, else that of all."""
         return self.columns.get(column, self)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedpact.data.form import Column, Range, RecordForm
+from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Cells, Table
 from fedpact.errors import DataError
@@ -192,7 +192,7 @@ def _whole(source: _Source) -> np.ndarray:
     return np.where(good, x, 0).astype(np.int64)
 
 
-def _keep_range(source: _Source, x: np.ndarray, part: Any, own: Range) -> None:
+def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> None:
     """Clamp what is beyond the range where that is declared, and else mark it; x is written to."""
     some = x[part]
     if isinstance(own, Column) and own.categories is not None:
@@ -211,7 +211,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: Range) -> None:
             x[part] = np.clip(some, low, high)
 
 
-def _bounds(own: Range, dtype: Any) -> tuple[Any, Any]:
+def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
     """The range in the numbers' own type, as 0.1 in float32 is a little more than 0.1."""
     low = -np.inf if own.low is None else own.low
     high = np.inf if own.high is None else own.high

@@ -13,9 +13,9 @@ from typing import Any
 
 from fedpact.deploy.processes import environment
 from fedpact.deploy.running import Process
-from fedpact.engines.federation import Federation, parse_toml
-from fedpact.engines.site import SiteSettings
-from fedpact.engines.standing import Standing
+from fedpact.engines.parties.federation import Federation, parse_toml
+from fedpact.engines.parties.site import SiteSettings
+from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError
 from fedpact.files import PRIVATE, only_one, understood, write_whole
 from fedpact.ledger.receipt import receipt

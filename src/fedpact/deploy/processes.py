@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import QUIET, require_flower
-from fedpact.engines.site import Site
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.site import Site
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import only_one, private_opener
 from fedpact.messages import RoundRecord

@@ -4,7 +4,7 @@ import json
 from typing import cast
 
 from fedpact.data.form import RecordForm
-from fedpact.engines.federation import Federation
+from fedpact.engines.parties.federation import Federation
 
 APP = """\
 # What Flower wants to be told of a run. It carries no code that a site runs: a site's process

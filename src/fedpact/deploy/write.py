@@ -9,7 +9,7 @@ import numpy as np
 
 from fedpact.data.form import RecordForm
 from fedpact.deploy import keys, texts
-from fedpact.engines.federation import (
+from fedpact.engines.parties.federation import (
     Checks,
     Federation,
     Member,

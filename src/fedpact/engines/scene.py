@@ -11,8 +11,8 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.tables import SUFFIXES
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.entrance import taken
 from fedpact.engines.inprocess import Bench
+from fedpact.engines.parties.entrance import taken
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.workshop import Workshop

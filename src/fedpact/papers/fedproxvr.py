@@ -30,7 +30,7 @@ WORTH = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class Candidate:
     """L, λ, σ̄², γ and the inner loop. Raises InputError: a solver that Lemma 1 does not cover."""
 
     smoothness: float
@@ -57,7 +57,7 @@ class Setting:
         return minimise(self.losses(), self.gamma, self.inner, tight=tight, whole=whole)
 
 
-def document(setting: Setting, measured: Mapping[str, Any]) -> dict[str, Any]:
+def document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
 
     settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedpact.errors import InputError
-from fedpact.papers.fedproxvr import Setting
+from fedpact.papers.fedproxvr import Candidate
 from fedpact.papers.proxvr_search import Parameters, path
 
 FACTORS = (1, 2, 5)
@@ -27,7 +27,7 @@ def check_name(out: Path) -> None:
         raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
 
 
-def curves(setting: Setting) -> dict[float, list[tuple[float, Parameters]]]:
+def curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
     """Return (γ, optimum of (23) with real τ) for each σ̄²; γ from 1e-4 to 1, and the setting's."""
     low, high = min(GAMMAS[0], setting.gamma), max(GAMMAS[1], setting.gamma)
     gammas = np.geomspace(low, high, POINTS).tolist()
@@ -40,7 +40,7 @@ def curves(setting: Setting) -> dict[float, list[tuple[float, Parameters]]]:
     }
 
 
-def draw(setting: Setting, out: Path) -> None:
+def draw(setting: Candidate, out: Path) -> None:
     """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
     check_name(out)
     import matplotlib

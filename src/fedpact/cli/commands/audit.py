@@ -10,7 +10,7 @@ from fedpact.cli.keys import check_keys
 from fedpact.cli.options import AsJson, Overrides
 
 
-class Method(StrEnum):
+class AuditMethod(StrEnum):
     """Which attack."""
 
     one_run = "one-run"
@@ -29,9 +29,9 @@ def audit(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     method: Annotated[
-        Method,
+        AuditMethod,
         typer.Option(help="The attack; all leaves out many-runs where it would take too long."),
-    ] = Method.all,
+    ] = AuditMethod.all,
     canaries: Annotated[int, typer.Option(help="Records to insert in the one run, >= 1.")] = 1000,
     as_json: AsJson = False,
 ) -> None:

@@ -40,8 +40,8 @@ def init(
     check_keys(config, overrides)
     from fedpact.cli import deploy as command
     from fedpact.deploy.write import Choices
-    from fedpact.engines.federation import Patience
     from fedpact.engines.flower import require_flower
+    from fedpact.engines.parties.federation import Patience
 
     require_flower()
     patience = Patience(

@@ -43,7 +43,7 @@ def fedproxvr(
     from the simulation's records.
     """
     from fedpact.cli.console import show
-    from fedpact.papers.fedproxvr import Setting, document, print_document
+    from fedpact.papers.fedproxvr import Candidate, document, print_document
     from fedpact.papers.figure import check_name, draw
     from fedpact.papers.measure import from_run
     from fedpact.report.reading import read_run
@@ -61,7 +61,7 @@ def fedproxvr(
     else:
         numbers, measured = from_run(read_run(run), given)
         out = run / "fedproxvr.png" if out is None else out
-    setting = Setting(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
+    setting = Candidate(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
     found = document(setting, measured)
     if out is not None:
         draw(setting, out)

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from fedpact import errors
 from fedpact.engines.flower import codec
 from fedpact.engines.inprocess import Bench
-from fedpact.engines.site import decode_task
+from fedpact.engines.parties.site import decode_task
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import FedpactError

@@ -19,8 +19,8 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import seal
+from fedpact.engines.parties.federation import Federation
 from fedpact.errors import FedpactError
 
 _POLL_SECONDS = 0.1

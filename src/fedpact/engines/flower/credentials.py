@@ -13,8 +13,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import seal
+from fedpact.engines.parties.federation import Federation
 from fedpact.errors import InputError, PlanError
 from fedpact.files import understood
 

@@ -22,7 +22,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedpact.engines.flower import seal
-from fedpact.engines.site import Site
+from fedpact.engines.parties.site import Site
 from fedpact.errors import FedpactError
 from fedpact.files import write_whole
 

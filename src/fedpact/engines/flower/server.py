@@ -12,13 +12,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedpact.engines.admission import expected_form
-from fedpact.engines.coordinator import Coordinator
 from fedpact.engines.flower import seal
 from fedpact.engines.flower.control import SuperLink
 from fedpact.engines.flower.inbox import PromptGrid
 from fedpact.engines.flower.runtime import Desk
 from fedpact.engines.flower.transport import FlowerTransport
+from fedpact.engines.parties.admission import expected_form
+from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.secure.deployed import secured
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedpact.engines.admission import Admission, Form
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import codec, seal
+from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import MOST_VECTORS, Refusal, Reply, Step, Task, from_bytes, to_bytes

@@ -12,7 +12,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.runtime import Desk
-from fedpact.engines.site import Site, answer
+from fedpact.engines.parties.site import Site, answer
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Refusal, to_bytes
 

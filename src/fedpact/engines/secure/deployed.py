@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from fedpact.engines.admission import Admission, Form
-from fedpact.engines.federation import Federation
 from fedpact.engines.flower import seal
+from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.ring import MASKED, RANGE, Layout, Weighing

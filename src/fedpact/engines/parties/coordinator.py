@@ -17,11 +17,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedpact.data import datasets
-from fedpact.engines.admission import Admission
-from fedpact.engines.federation import Federation, read_plan
+from fedpact.engines.parties.admission import Admission
+from fedpact.engines.parties.federation import Federation, read_plan
+from fedpact.engines.parties.standing import Standing
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.standing import Standing
 from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
 from fedpact.errors import PlanError
 from fedpact.files import write_whole

@@ -2,7 +2,7 @@
 
     LEDGER.seen         beside the ledger: an entry, by its number and hash, that it once had, and
                         who says so: this site, when it opened, or a server that had a reply with it
-    reply.bin           the reply names the entries it was paid with (engines.stored)
+    reply.bin           the reply names the entries it was paid with (engines.parties.stored)
     the server's word   every question says what the server has seen last of this site's ledger
 
 A ledger that lacks any of them has lost entries, or is a copy that others have been written to: its

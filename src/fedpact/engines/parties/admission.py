@@ -3,7 +3,7 @@
     form        the vectors and numbers that the algorithm's own local part returns, in their shapes
     finite      no NaN, no infinity
     weight      the size that was declared for the site
-    ledger      one that has become longer, or is the one that was seen (engines.standing)
+    ledger      one that has become longer, or is the one that was seen (engines.parties.standing)
     far off     what is beyond what the site's terms allow (see algorithms.Algorithm.bounds)
     longest     no vector much farther from what was told than the others' (see `outliers`)
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.standing import Standing
+from fedpact.engines.parties.standing import Standing
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy

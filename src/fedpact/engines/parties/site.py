@@ -5,9 +5,9 @@
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
-    ledger.jsonl.seen   an entry that it had: one without it does not open (engines.witness)
+    ledger.jsonl.seen   an entry that it had: one without it does not open (engines.parties.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
-    reply.bin           its last reply, for when it is asked again (engines.stored)
+    reply.bin           its last reply, for when it is asked again (engines.parties.stored)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
@@ -29,14 +29,14 @@ from fedpact.client import Client
 from fedpact.data.sites import load_site
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.entrance import taken
-from fedpact.engines.federation import Federation, parse_toml, read_plan
 from fedpact.engines.inprocess import Bench
+from fedpact.engines.parties.entrance import taken
+from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.questions import Questions
+from fedpact.engines.parties.stored import LastReply, room
+from fedpact.engines.parties.witness import Witness, check_left_behind, is_place
 from fedpact.engines.process import device_of
-from fedpact.engines.questions import Questions
 from fedpact.engines.secure.deployed import masker_of
-from fedpact.engines.stored import LastReply, room
-from fedpact.engines.witness import Witness, check_left_behind, is_place
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (

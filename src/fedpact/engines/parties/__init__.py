@@ -1,0 +1,1 @@
+"""A deployment's two sides, server and site, whatever carries their messages."""
