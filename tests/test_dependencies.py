@@ -32,7 +32,11 @@ def imported() -> dict[str, set[str]]:
 def test_every_import_is_declared_and_every_declaration_is_imported():
     hard = {distribution(text) for text in PROJECT["dependencies"]}
     extras = PROJECT["optional-dependencies"]
-    asked = {distribution(text) for name in ("parquet", "deploy", "ray") for text in extras[name]}
+    asked = {
+        distribution(text)
+        for name in ("parquet", "deploy", "ray", "stacked")
+        for text in extras[name]
+    }
     homes = packages_distributions()
     used = set[str]()
     for top, where in imported().items():

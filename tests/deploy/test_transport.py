@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
-from fedpact.engines.flower import codec, seal, transport
+from fedpact.engines.flower import asked, codec, seal, transport
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
@@ -33,7 +33,9 @@ def clock(monkeypatch):
     monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     found = Clock()
-    monkeypatch.setattr(transport, "time", found)
+    clock = found
+    for module in (transport, asked):
+        monkeypatch.setattr(module, "time", clock)
     return found
 
 

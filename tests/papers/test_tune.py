@@ -21,7 +21,7 @@ from fedpact.papers.measure import split
 from fedpact.papers.proxvr import Losses, decrease, local_accuracy, most_tau
 from fedpact.papers.proxvr_search import minimise
 from fedpact.plan import Plan
-from fedpact.theory.fairness import Limits, best_weight, noise_term
+from fedpact.theory.fairness import Slopes, best_weight, noise_term
 
 SPEC = ("--L", "1", "--lam", "0.5", "--sigma2", "1", "--gamma", "0.01")
 
@@ -305,7 +305,7 @@ def test_what_to_do_instead_is_named_as_a_plan_takes_it():
 def test_a_positive_weight_needs_a_positive_q0():
     found = as_json("fedfdp", "--Q0", "5", "--Q1", "6", "--d", "1000000")
     noise = noise_term(sigma=2.0, clip=0.1, dimension=1_000_000, batch=75.0)
-    expected = best_weight(Limits(1.0, 1.0, 0.1, 0.5, noise, 5.0, 6.0, 1.0))
+    expected = best_weight(Slopes(1.0, 1.0, 0.1, 0.5, noise, 5.0, 6.0, 1.0))
     assert found["lam"] == expected > 0
     assert "no data satisfy" in found["why"]
     by_lam = {row["lam"]: row["P"] for row in found["bound"]}

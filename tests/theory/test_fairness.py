@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.theory.fairness import Limits, best_weight, bound, noise_term, ratio
+from fedpact.theory.fairness import Slopes, best_weight, bound, noise_term, ratio
 
-PLAIN = Limits(
+PLAIN = Slopes(
     gradient_bound=1.0,
     smoothness=1.0,
     convexity=1.0,
@@ -23,10 +23,10 @@ PLAIN = Limits(
 )
 
 
-def drawn(rng: random.Random, q0: float) -> Limits:
+def drawn(rng: random.Random, q0: float) -> Slopes:
     g, gap, noise, start, above = (10 ** rng.uniform(-2, 2) for _ in range(5))
     smooth = 10 ** rng.uniform(-1, 1)
-    return Limits(
+    return Slopes(
         gradient_bound=g,
         smoothness=smooth,
         convexity=smooth * rng.uniform(0.01, 1),

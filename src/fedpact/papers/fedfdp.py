@@ -10,7 +10,7 @@ from rich.table import Table
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.papers.facts import RunFacts
-from fedpact.theory.fairness import Limits, best_weight, bound, noise_term
+from fedpact.theory.fairness import Slopes, best_weight, bound, noise_term
 
 DEFAULTS: dict[str, float] = {
     "sigma": 2.0,
@@ -59,7 +59,7 @@ def answer(question: Question, run: RunFacts | None) -> dict[str, Any]:
     released = measured.pop("loss", None)
     known = DEFAULTS | measured | dict(question.given)
     steps, dimension = int(known["T"]), int(known["d"])
-    bounds = Limits(
+    bounds = Slopes(
         gradient_bound=question.gradient_bound,
         smoothness=question.smoothness,
         convexity=question.convexity,

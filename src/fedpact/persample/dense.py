@@ -95,8 +95,7 @@ class Dense:
         if count <= most or not most or asked.weights is not None:
             return self.sums([asked], exact=exact)[0]
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
-        for start in range(0, count, most):
-            some = slice(start, start + most)
+        for some in (slice(i, i + most) for i in range(0, count, most)):
             one = SiteSum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
             found = self._sums([one], exact=True)[0] if self._fits(one) else None
             if found is None:

@@ -28,7 +28,7 @@ from fedpact.errors import InputError
 
 
 @dataclass(frozen=True)
-class Limits:
+class Slopes:
     """What the theorem assumes: G, Γ, Δ1 and the noise >= 0, 0 < μ <= L, Q0 <= Q1, Q1 >= 0.
 
     noise: N = 2σ²C²d/B̂² (`noise_term`). Raises InputError.
@@ -90,7 +90,7 @@ def noise_term(sigma: float, clip: float, dimension: int, batch: float) -> float
     return 2 * (relative / check.positive(batch=batch)) ** 2 * check.count(dimension=dimension)
 
 
-def ratio(bounds: Limits, lam: float) -> float:
+def ratio(bounds: Slopes, lam: float) -> float:
     """Return F(λ), λ >= 0. Raises InputError where a5 λ + 1 <= 0: there P is no bound."""
     check.non_negative(lam=lam)
     a1, a2, a3, a4, a5 = bounds.a
@@ -101,21 +101,21 @@ def ratio(bounds: Limits, lam: float) -> float:
     return (((a1 * lam + a2) * lam + a3) * lam + a4) / (a5 * lam + 1)
 
 
-def bound(bounds: Limits, lam: float, steps: int) -> float:
+def bound(bounds: Slopes, lam: float, steps: int) -> float:
     """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see above for its worth."""
     scale = bounds.smoothness / (2 * bounds.convexity**2 * check.count(steps=steps))
     return scale * ratio(bounds, lam)
 
 
-def best_weight(bounds: Limits) -> float:
+def best_weight(bounds: Slopes) -> float:
     """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then by bisection of g.
 
     inf where F falls for ever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
 
-    >>> best_weight(Limits(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
+    >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
     ...     start=0.0))
     0.0
-    >>> best_weight(Limits(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=5.0, most_difference=6.0,
+    >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=5.0, most_difference=6.0,
     ...     start=0.0))
     1.11...
     """
@@ -132,7 +132,7 @@ def best_weight(bounds: Limits) -> float:
     return high
 
 
-def _slope_at(bounds: Limits, lam: float) -> float:
+def _slope_at(bounds: Slopes, lam: float) -> float:
     """g(λ), the sign of F'(λ) at λ > 0."""
     a1, a2, _, _, a5 = bounds.a
     # Divided by λ², so that a large λ does not overflow.

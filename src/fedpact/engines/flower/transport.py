@@ -12,13 +12,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
+from fedpact.engines.flower.asked import Asked, Clock, Slow
 from fedpact.engines.parties.admission import Admission, Form
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
@@ -34,95 +35,6 @@ _CODE = re.compile(r"[a-z ]{1,20}")
 
 class TooFewReplies(FedpactError):
     """A round got fewer replies than federation.toml asks for, however often it was tried."""
-
-
-class _Clock:
-    """Counts the seconds spent inside Flower, or asleep."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-
-@dataclass
-class _Round:
-    """One round, or one step of it, under way.
-
-    check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
-    least: how many answers are worth waiting for those who are away. answers: what is settled.
-    asked: when each site was last asked.
-    """
-
-    tasks: Mapping[str, Task | Step]
-    check: Callable[[str, Answer], str | None]
-    least: int
-    answers: dict[str, Reply | Step | Refusal] = field(
-        default_factory=dict[str, Reply | Step | Refusal]
-    )
-    asked: dict[str, float] = field(default_factory=dict[str, float])
-    sent: dict[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def open(self) -> list[str]:
-        return [site for site in self.tasks if site not in self.answers]
-
-    @property
-    def replies(self) -> dict[str, Reply]:
-        return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Reply)}
-
-    @property
-    def refusals(self) -> dict[str, Refusal]:
-        return {s: a for s, a in sorted(self.answers.items()) if isinstance(a, Refusal)}
-
-
-class _Slow:
-    """The sites that were waited for in vain, and the questions that they still owe an answer to.
-
-    It outlives a round: whoever has such a question is not asked another one before Flower has
-    dropped it, so that a site that wakes up does not spend its budget on rounds that are over.
-    """
-
-    def __init__(self) -> None:
-        self._until = dict[str, float]()
-        self._owed = dict[str, str]()
-
-    def __contains__(self, site: str) -> bool:
-        return site in self._until
-
-    @property
-    def owed(self) -> list[str]:
-        """The numbers of the questions."""
-        return list(self._owed)
-
-    def add(self, site: str, this: _Round, seconds: float) -> None:
-        """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
-        if site not in self:
-            _log.warning("site %s: no answer in time: not waited for until it answers", site)
-        self._until[site] = this.asked[site] + seconds
-        self._owed |= {number: site for number, other in this.sent.items() if other == site}
-
-    def may_be_asked(self, site: str) -> bool:
-        return time.monotonic() >= self._until.get(site, 0.0)
-
-    def settle(self, number: str | None, answered: bool) -> None:
-        """Take note of what came for a question; a site that has answered is not slow any more.
-
-        answered: by the site; else Flower has dropped the question.
-        """
-        site = self._owed.pop(number or "", None)
-        if site is not None and answered:
-            _log.info("site %s answers again", site)
-            self.forget(site)
-
-    def forget(self, site: str) -> None:
-        """The site has answered, or begun anew."""
-        self._until.pop(site, None)
-        self._owed = {number: other for number, other in self._owed.items() if other != site}
 
 
 class FlowerTransport:
@@ -147,9 +59,9 @@ class FlowerTransport:
         self._admission, self._form, self._on_seen = admission, form, on_seen
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
-        self._since, self._slow = dict[str, str](), _Slow()
+        self._since, self._slow = dict[str, str](), Slow()
         self._looked, self._joined = 0.0, False
-        self._waiting = _Clock()
+        self._waiting = Clock()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -162,7 +74,7 @@ class FlowerTransport:
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         form = self._form(any_task)
         self._admission.check(form, any_task)
-        this = _Round(tasks, self._faults(tasks, form), patience.least_replies)
+        this = Asked(tasks, self._faults(tasks, form), patience.least_replies)
         self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
@@ -170,8 +82,10 @@ class FlowerTransport:
             if not this.open or len(this.replies) >= patience.least_replies:
                 break
             _log.warning("round %d: too few replies, tried again", any_task.round)
+        # Judged together: the first of them had nothing to be compared with.
         for site in self._admission.outliers(any_task, this.replies):
             self._reject(this, site, "far off")
+        # Before the absent are written down: they are refusals from here on, and no replies.
         replies = this.replies
         for site in this.open:
             this.answers[site] = _refusal(tasks[site], site, "absent")
@@ -196,7 +110,7 @@ class FlowerTransport:
         def check(site: str, answer: Answer) -> str | None:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
-        this = _Round(asks, check, least)
+        this = Asked(asks, check, least)
         self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
@@ -212,7 +126,7 @@ class FlowerTransport:
 
         return fault
 
-    def _turn_away(self, this: _Round) -> None:
+    def _turn_away(self, this: Asked) -> None:
         """Settle the answers of barred sites: they are not asked."""
         for site in this.open:
             if self._admission.standing.is_barred(site):
@@ -236,13 +150,15 @@ class FlowerTransport:
         with self._waiting:
             time.sleep(_POLL_SECONDS)
 
-    def _collect(self, this: _Round) -> None:
+    def _collect(self, this: Asked) -> None:
         """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
         patience = self._federation.patience
         end = time.monotonic() + patience.round_seconds
         while this.open and time.monotonic() < end:
             present = self._present(this)
+            # Again in each turn: somebody may have come, or been silent for long enough.
             self._ask(this, present)
+            # What is owed from earlier rounds tells only that its site is alive.
             numbers = [*this.sent, *self._slow.owed]
             with self._waiting:
                 arrived = list(self._grid.pull_messages(numbers)) if numbers else []
@@ -254,13 +170,14 @@ class FlowerTransport:
                 break
             if not arrived:
                 self._sleep()
+        # On the disk before anything is made of the replies: a ledger that was seen stays seen.
         self._on_seen()
         for site in this.open:
             # Who is away is not slow; who is not asked owes nothing.
             if site in this.asked and (site in self._slow or site in self._nodes):
                 self._slow.add(site, this, patience.round_seconds)
 
-    def _present(self, this: _Round | None = None) -> dict[str, int]:
+    def _present(self, this: Asked | None = None) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago.
 
         A site that was started again knows nothing of what it was asked before.
@@ -284,12 +201,13 @@ class FlowerTransport:
             self._nodes, self._looked = found, time.monotonic()
         return self._nodes
 
-    def _ask(self, this: _Round, present: dict[str, int]) -> None:
+    def _ask(self, this: Asked, present: dict[str, int]) -> None:
         now, patience = time.monotonic(), self._federation.patience
         for site in this.open:
             last = this.asked.get(site)
             if site not in present or (last and now - last < patience.resend_seconds):
                 continue
+            # Flower may still hold an earlier question for it, which it would answer, and pay for.
             if last is None and not self._slow.may_be_asked(site):
                 continue
             block = to_bytes(this.tasks[site])
@@ -303,7 +221,7 @@ class FlowerTransport:
             this.sent.update({number: site for number in numbers if number})
             this.asked[site] = now
 
-    def _take(self, this: _Round, message: Message) -> None:
+    def _take(self, this: Asked, message: Message) -> None:
         number = message.metadata.reply_to_message_id
         site = this.sent.pop(number, None)
         self._slow.settle(number, answered=not message.has_error())
@@ -323,7 +241,7 @@ class FlowerTransport:
         else:
             this.answers[site] = answer
 
-    def _checked(self, this: _Round, site: str, message: Message) -> Reply | Step | Refusal | str:
+    def _checked(self, this: Asked, site: str, message: Message) -> Reply | Step | Refusal | str:
         """Return a site's answer, or what is wrong with it."""
         task = this.tasks[site]
         try:
@@ -335,6 +253,7 @@ class FlowerTransport:
             return "unreadable"
         if isinstance(answer, Refusal):
             about = answer.run, answer.round, answer.site
+            # The code goes into logs and reports: of a stranger's making, so short and plain.
             known = _CODE.fullmatch(answer.code) and about == (task.run, task.round, site)
             return answer if known else "stale"
         wrong = this.check(site, answer)
@@ -342,7 +261,7 @@ class FlowerTransport:
             return answer
         return wrong or "unreadable"
 
-    def _reject(self, this: _Round, site: str, why: str) -> None:
+    def _reject(self, this: Asked, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
         this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
 
@@ -351,7 +270,7 @@ def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
 
 
-def _advice(this: _Round) -> str:
+def _advice(this: Asked) -> str:
     codes = {refusal.code for refusal in this.refusals.values()}
     if "stale" in codes:
         return (
@@ -370,7 +289,7 @@ def _advice(this: _Round) -> str:
     )
 
 
-def _summary(this: _Round) -> str:
+def _summary(this: Asked) -> str:
     return ", ".join(
         f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
         for site, answer in sorted(this.answers.items())

@@ -4,7 +4,7 @@
     barred.json     site -> why; until a person lifts it (`fedpact deploy readmit`)
 
 Every question to a site says what stands in the first file, and the site refuses it, before it
-charges, where its own ledger does not go on from there (engines.parties.witness). So of a ledger that was
+charges, where its own ledger does not go on from there (witness). So of a ledger that was
 put back, and of two copies of one, no more than one goes on. A reply that shows a shorter ledger,
 or another one, comes from a site that did not look: it is barred.
 """
