@@ -164,8 +164,7 @@ class Dense:
                 c, made = _without_bad(asked, c, known, made)
             totals = _weighted(self._order, c, made)
             # Coefficients are in units of the clip, so that a small clip keeps its digits.
-            units = [unit_of(one.clip) for one in asked]
-            totals = [t if u == 1 else t * u for t, u in zip(totals, units, strict=True)]
+            totals = [t.mul_(unit_of(one.clip)) for t, one in zip(totals, asked, strict=True)]
         if not self._at_hand:
             return totals
         # A sum is finite only if its terms are.
