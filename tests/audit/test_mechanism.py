@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 
 from fedpact.audit.bounds import curve_p_value, lost_by, refuted
 from fedpact.audit.many_runs import attacks
@@ -17,7 +18,8 @@ from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import private_oracle
 from fedpact.draws.seeded import stream
 
-SEEDS = range(5)
+# All five with -m slow.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 
 
 class Draws:
@@ -151,6 +153,21 @@ def test_the_right_mechanism_passes(seed, target, queries):
     assert not [test for test in found if not test.passed]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("sampling_rate=1.0",),
+        ("sampling_rate=0.05", "rounds=30"),
+        ("algorithm=fedfdp", "settings.fairness_weight=0.6", "sampling_rate=0.5"),
+    ],
+)
+def test_the_right_mechanism_passes_at_other_rates_and_with_weights(overrides, audited):
+    other = audited.target(*overrides)
+    asked = attacks(other)[0].queries
+    found = [*noise_levels(other, asked), *noise_tests(other, asked), *sampling_tests(other, asked)]
+    assert not [test for test in found if not test.passed]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", NOISE)
 def test_wrong_noise_is_found(kind, seed, target, queries):
@@ -182,8 +199,6 @@ def test_what_a_batch_adds_up_to_is_tested_too(mistake, audited, target, queries
 @pytest.mark.parametrize(("canaries", "guesses"), [(200, 200), (400, 80)])
 def test_a_true_curve_is_refuted_as_often_as_allowed(epsilon, canaries, guesses):
     """Randomised response at (ε, 0) guesses right with e^ε/(1 + e^ε): the error, summed exactly."""
-    from scipy import stats
-
     lost = lost_by([(epsilon, 0.0)])
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     least = next((v for v in range(guesses + 1) if refuted(lost, canaries, guesses, v, 0.05)), None)

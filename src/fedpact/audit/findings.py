@@ -132,8 +132,7 @@ def _of_noise(method: str, finding: ManyRuns) -> list[Check]:
 def _powered(power: float, claimed: float) -> str:
     """What the method could show at best: a bound below it is no evidence of privacy."""
     return (
-        f"the best attack on a mechanism exactly as claimed would show ε >= {power:.3g} of "
-        f"{claimed:.4g}"
+        f"the best attack on a mechanism exactly as claimed would show {power:.3g} of {claimed:.4g}"
     )
 
 

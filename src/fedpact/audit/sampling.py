@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 
 from fedpact.audit.noise_level import Tested
-from fedpact.audit.target import Target, mislabelled
+from fedpact.audit.target import Target, mislabelled, private_oracle
 from fedpact.draws.seeded import SeededDraws
 from fedpact.privacy.oracle import Records
 
@@ -56,11 +56,11 @@ def _site(
     """Return a site, the places of its marked records, and what each kind adds [1 + marked, d]."""
     parts, chosen = list[torch.Tensor](), list[int]()
     for i in range(len(made.y)):
-        part = target.answer(Records(made.x[i : i + 1], made.y[i : i + 1]), "gradient", query)
-        rows = torch.stack([*parts, part.double()])
+        part = _sum(target, Records(made.x[i : i + 1], made.y[i : i + 1]), query)
+        rows = torch.stack([*parts, part])
         # Kept where it is not nearly a sum of those before.
         if float(torch.linalg.svdvals(rows)[-1]) > 0.2 * target.terms.clip:
-            parts.append(part.double())
+            parts.append(part)
             chosen.append(i)
         if len(parts) == 1 + _MARKED:
             break
@@ -71,6 +71,16 @@ def _site(
     for place, record in zip(places, chosen[1:], strict=False):
         order[place] = record
     return Records(made.x[order], made.y[order]), places, torch.stack(parts)
+
+
+def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tensor:
+    """Return what these records add to a gradient's sum, clipped as in a batch of the site [d]."""
+    terms = target.terms
+    # The clip's allowance for rounding follows from the expected size of a batch.
+    whole = replace(terms, rate=1.0, size=terms.batch_size, sigmas=dict.fromkeys(terms.sigmas, 0.0))
+    oracle = private_oracle(records, target.kernel, whole, SeededDraws(0))
+    batch = next(iter(oracle.batches(1, "gradient")))
+    return torch.as_tensor(batch.gradient(*query)).reshape(-1).double() * terms.batch_size
 
 
 def _drawn(
