@@ -6,7 +6,7 @@ import pytest
 
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
-from fedpact.engines.statement import described, privacy_statement
+from fedpact.engines.statement import described, of_simulation
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.theory.accounting import SampledGaussian, epsilon
@@ -16,7 +16,7 @@ FAINT = {"sampling_rate": 1e-4, "privacy": {"epsilon": 0.5, "delta": 1e-4, "sigm
 
 
 def statement(**changes):
-    return privacy_statement(Scene.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
+    return of_simulation(Scene.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])

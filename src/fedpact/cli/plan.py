@@ -103,7 +103,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
                 "size": None if plan.noisy_sizes else terms["size"],
                 "epsilon_by_round": _by_round(scene.terms[name], plan, total),
             }
-            for name, terms in site_terms(scene).items()
+            for name, terms in site_terms(scene.plan, scene.terms).items()
         },
     }
 

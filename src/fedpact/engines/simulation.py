@@ -4,17 +4,14 @@ Calling it again with the same plan and folder goes on where the run ended, and 
 where it was finished. Nothing is written before the whole plan, data and model have been checked.
 """
 
-import platform
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save as save_tensors
 from torch import nn
 
 from fedpact.data.dataset import Dataset
@@ -25,9 +22,10 @@ from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
 from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
+from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
-from fedpact.engines.statement import privacy_statement, summarise
+from fedpact.engines.statement import of_simulation
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
@@ -96,7 +94,7 @@ def simulate(
         ledgers = _open_ledgers(sites, stack)
         if not known:
             # It states the released sizes, so it is written after they were charged.
-            folder.write_json("privacy.json", privacy_statement(scene))
+            folder.write_json("privacy.json", of_simulation(scene))
         workshop = replace(scene.workshop, device=plan.run.device)
         if engine == "ray":
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
@@ -105,7 +103,7 @@ def simulate(
         if plan.secure_aggregation.threshold:
             transport = secured(transport, plan, scene.sizes)
         evaluator = Evaluator(scene, charged)
-        at, records = _start(folder, scene, evaluator)
+        at, records = start(folder, plan, scene.module, evaluator)
         check_complete(at, run, ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
@@ -191,15 +189,8 @@ def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
 
 
 def _write_setting(folder: Folder, scene: Scene) -> None:
-    packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
-    environment = {
-        "run": f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}",
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": available_cores(),
-        "draws": DRAWS,
-        **{name: version(name) for name in packages},
-    }
+    name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
+    environment = environment_of(name, cores=available_cores(), draws=DRAWS)
     folder.path.mkdir(parents=True, exist_ok=True)
     # The plan comes first: it says whose folder this is, should nothing else be written.
     folder.write_json(FIRST, scene.plan.model_dump(mode="json"))
@@ -243,29 +234,11 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
     return [virtual(site) for site in scene.sites]
 
 
-def _start(
-    folder: Folder, scene: Scene, evaluator: Evaluator
-) -> tuple[Checkpoint, list[RoundRecord]]:
-    if (folder.path / "state.safetensors").exists():
-        return folder.restore()
-    w = FlatModel(scene.module()).vector
-    at = Checkpoint(scene.plan.method.init(w), 0, {})
-    record = evaluator(at, RoundRecord(round=0))
-    # A start that was cut off before its state was written may have left its record.
-    (folder.path / "rounds.jsonl").unlink(missing_ok=True)
-    folder.commit(at, record)
-    return at, [record]
-
-
 def _finish(
     folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
 ) -> Result:
     lines = "".join(record.to_json() + "\n" for record in records)
     write_whole(folder.path / "rounds.jsonl", lines.encode(), private=False)
     module = scene.module()
-    FlatModel(module).load(at.state.vectors["w"])
-    tensors = {name: value.clone() for name, value in module.state_dict().items()}
-    write_whole(folder.path / "model.safetensors", save_tensors(tensors), private=False)
-    summary = summarise(scene, records, status)
-    folder.write_json("summary.json", summary)
+    summary = finish(folder, scene.plan, scene.terms, module, at, records, status)
     return Result(folder.path, records, summary, module)

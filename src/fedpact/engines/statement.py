@@ -1,13 +1,11 @@
-"""What a run says of itself: its privacy statement at the start, its outcome at the end."""
+"""What a run says of its privacy, before it begins: the content of privacy.json."""
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.ledger.reservations import FIXED, WHY
-from fedpact.messages import RoundRecord
-from fedpact.metrics import METRICS, fairness
-from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import ADJACENCY, bound_by, epsilon
@@ -35,49 +33,81 @@ MECHANISMS = {
 }
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
+_POOLED = (
+    "The accuracy of the global model: there is no public test set, so the sites' own "
+    "held-out records stand in for one."
+)
 _SIMULATOR_ONLY = [
     "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
     "The table of labels per site.",
 ]
 
 
-def privacy_statement(scene: Scene) -> dict[str, Any]:
-    """Return the content of privacy.json."""
-    pooled = "The accuracy of the global model: there is no public test set, so the sites' own "
-    simulator_only = list(_SIMULATOR_ONLY)
-    if scene.dataset.x_test is None:
-        simulator_only.append(pooled + "held-out records stand in for one.")
-    covers, uncovered = _scope(scene.plan)
+@dataclass(frozen=True)
+class Side:
+    """What a statement has of whoever carries the run out.
+
+    separation: how records are kept apart, in words. pooled: whether the sites' held-out records
+    stand in for a test set. simulator_only: numbers that no site would release.
+    """
+
+    randomness: str
+    separation: str
+    covers: Sequence[str]
+    does_not_cover: Sequence[str]
+    pooled: bool = False
+    simulator_only: Sequence[str] = ()
+
+
+def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
+    """Return the content of privacy.json. sites: how many take part."""
     return {
-        "private": scene.plan.private,
-        "why_unprotected": scene.plan.why_unprotected,
+        "private": plan.private,
+        "why_unprotected": plan.why_unprotected,
         "unit": "record",
         "adjacency": ADJACENCY,
-        "mechanism": scene.plan.privacy.mode,
-        "mechanism_meaning": MECHANISMS[scene.plan.privacy.mode],
-        "separation": scene.workshop.separation() if scene.plan.private else "",
-        "accountant": scene.plan.privacy.accountant if scene.plan.private else "none",
+        "mechanism": plan.privacy.mode,
+        "mechanism_meaning": MECHANISMS[plan.privacy.mode],
+        "separation": side.separation,
+        "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
-        "accounting": FIXED if scene.plan.private else "none",
-        "accounting_reason": WHY if scene.plan.private else "",
-        "randomness": "seeded simulation",
-        "sizes": "noisy" if scene.plan.noisy_sizes else "public",
-        "accuracy_pooled": scene.dataset.x_test is None,
-        "simulator_only": simulator_only,
-        "covers": [*covers, *secure_lines(scene.plan, len(scene.sites))],
-        "does_not_cover": uncovered,
-        "secure_aggregation": secure_terms(scene.plan, len(scene.sites)),
-        "sites": site_terms(scene),
+        "accounting": FIXED if plan.private else "none",
+        "accounting_reason": WHY if plan.private else "",
+        "randomness": side.randomness,
+        "sizes": "noisy" if plan.noisy_sizes else "public",
+        "accuracy_pooled": side.pooled,
+        "simulator_only": list(side.simulator_only),
+        "covers": [*side.covers, *_secure_lines(plan, sites)],
+        "does_not_cover": list(side.does_not_cover),
+        "secure_aggregation": _secure_terms(plan, sites),
+        "sites": site_terms(plan, terms),
     }
 
 
-def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
+def of_simulation(scene: Scene) -> dict[str, Any]:
+    """Return the content of a simulation's privacy.json."""
+    simulator_only = list(_SIMULATOR_ONLY)
+    if scene.dataset.x_test is None:
+        simulator_only.append(_POOLED)
+    covers, uncovered = _scope(scene.plan)
+    side = Side(
+        randomness="seeded simulation",
+        separation=scene.workshop.separation() if scene.plan.private else "",
+        covers=covers,
+        does_not_cover=uncovered,
+        pooled=scene.dataset.x_test is None,
+        simulator_only=simulator_only,
+    )
+    return statement(scene.plan, scene.terms, len(scene.sites), side)
+
+
+def _secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
     """Return what a run's secure aggregation is, None where it has none."""
     threshold = plan.secure_aggregation.threshold
     return {"threshold": threshold, "sites": sites} if threshold else None
 
 
-def secure_lines(plan: Plan, sites: int) -> list[str]:
+def _secure_lines(plan: Plan, sites: int) -> list[str]:
     """Return what secure aggregation adds to a private run's guarantee; nothing without either."""
     threshold = plan.secure_aggregation.threshold
     if not (threshold and plan.private):
@@ -103,11 +133,9 @@ def _scope(plan: Plan) -> tuple[list[str], list[str]]:
     return [*_COVERS, released], [*_DOES_NOT_COVER, _NOISY_SIZES]
 
 
-def site_terms(scene: Scene) -> dict[str, Any]:
+def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     """Return each site's terms as plain data; empty where the run protects nobody."""
-    if not scene.plan.private:
-        return {}
-    return {name: described(terms) for name, terms in scene.terms.items()}
+    return {name: described(one) for name, one in terms.items()} if plan.private else {}
 
 
 def described(terms: Terms) -> dict[str, Any]:
@@ -143,28 +171,4 @@ def _opening(terms: Terms) -> dict[str, Any] | None:
         "multipliers": opening.multipliers,
         "sigma_joint": opening.event.sigma,
         "count": opening.steps,
-    }
-
-
-def summarise(scene: Scene, records: list[RoundRecord], status: str) -> dict[str, Any]:
-    """Return the content of summary.json: the last round, and totals over all of them."""
-    last = records[-1]
-    worst = min(last.scores, key=lambda name: last.scores[name].accuracy, default=None)
-    return {
-        "status": status,
-        "private": scene.plan.private,
-        "rounds": last.round,
-        "accuracy": last.accuracy,
-        "loss": last.loss,
-        **{name: last.metrics.get(name) for name in METRICS},
-        "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
-        "fairness": fairness(last.scores) if last.scores else None,
-        "seconds": sum(record.seconds for record in records),
-        "bytes_down": sum(record.bytes_down for record in records),
-        "bytes_up": sum(record.bytes_up for record in records),
-        "epsilon": dict(last.epsilon),
-        "delta": {n: t.budget.delta for n, t in scene.terms.items() if scene.plan.private},
-        "adjacency": ADJACENCY if scene.plan.private else None,
-        "accountant": scene.plan.privacy.accountant if scene.plan.private else None,
-        "model_parameters": FlatModel(scene.module()).size,
     }

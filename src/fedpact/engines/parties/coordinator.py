@@ -6,35 +6,30 @@ run/                         the run's folder; a server that is started again go
 """
 
 import dataclasses
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedpact.data import datasets
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.engines.parties.standing import Standing
+from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.statement import MECHANISMS, described, secure_lines, secure_terms
+from fedpact.engines.statement import Side, statement
 from fedpact.errors import PlanError
-from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
-from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
-from fedpact.metrics import METRICS, evaluate
+from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
-from fedpact.theory.accounting import ADJACENCY
 
 _COVERS = [
     "Everything a site sends during training: it passes the site's oracle, which clips and adds "
@@ -99,7 +94,8 @@ class Coordinator:
         """
         self._begin()
         evaluator = _Evaluator(self)
-        at, records = self._restore(evaluator)
+        module = self.federation.workshop(self.plan).module
+        at, records = start(self.folder, self.plan, module, evaluator)
         evaluator.go_on(records)
         for record in records:
             on_round(record)
@@ -109,7 +105,8 @@ class Coordinator:
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)
-        return self._finish(at, records, rounds.status)
+        ended = at, records, rounds.status
+        return finish(self.folder, self.plan, self.terms, module(), *ended)
 
     def _begin(self) -> None:
         folder, plan = self.folder, self.plan.model_dump(mode="json")
@@ -122,77 +119,20 @@ class Coordinator:
                     "and move that folder away, or put plan.json and federation.toml back"
                 )
             return
-        packages = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "flwr", "fedpact")
-        environment = {
-            "run": self.federation.run,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            **{name: version(name) for name in packages},
-        }
-        folder.write_json("environment.json", environment)
+        folder.write_json("environment.json", environment_of(self.federation.run, "flwr"))
         folder.write_json("privacy.json", self._statement())
         folder.write_json("plan.json", plan)
 
-    def _restore(self, evaluator: "_Evaluator") -> tuple[Checkpoint, list[RoundRecord]]:
-        folder = self.folder
-        if (folder.path / "state.safetensors").exists():
-            return folder.restore()
-        w = FlatModel(self.federation.workshop(self.plan).module()).vector
-        at = Checkpoint(self.plan.method.init(w), 0, {})
-        record = evaluator(at, RoundRecord(round=0))
-        (folder.path / "rounds.jsonl").unlink(missing_ok=True)
-        folder.commit(at, record)
-        return at, [record]
-
-    def _finish(self, at: Checkpoint, records: list[RoundRecord], status: str) -> dict[str, Any]:
-        module = self.federation.workshop(self.plan).module()
-        FlatModel(module).load(at.state.vectors["w"])
-        tensors = {name: value.clone() for name, value in module.state_dict().items()}
-        write_whole(self.folder.path / "model.safetensors", save_tensors(tensors), private=False)
-        last = records[-1]
-        summary: dict[str, Any] = {
-            "status": status,
-            "private": True,
-            "rounds": last.round,
-            "accuracy": last.accuracy,
-            "loss": last.loss,
-            **dict.fromkeys(METRICS),
-            "worst_site": None,
-            "seconds": sum(record.seconds for record in records),
-            "bytes_down": sum(record.bytes_down for record in records),
-            "bytes_up": sum(record.bytes_up for record in records),
-            "epsilon": dict(last.epsilon),
-            "delta": {name: terms.budget.delta for name, terms in self.terms.items()},
-            "adjacency": ADJACENCY,
-            "accountant": self.plan.privacy.accountant,
-            "model_parameters": FlatModel(module).size,
-        }
-        self.folder.write_json("summary.json", summary)
-        return summary
-
     def _statement(self) -> dict[str, Any]:
         test = self.federation.seeds == "test"
-        return {
-            "private": True,
-            "unit": "record",
-            "why_unprotected": "",
-            "adjacency": ADJACENCY,
-            "mechanism": self.plan.privacy.mode,
-            "mechanism_meaning": MECHANISMS[self.plan.privacy.mode],
-            "separation": self.federation.workshop(self.plan).separation(),
-            "accountant": self.plan.privacy.accountant,
-            "accounting": FIXED,
-            "accounting_reason": WHY,
-            "randomness": "seeded test: protects nobody" if test else "secure, at each site",
-            "sizes": "public",
-            "accuracy_pooled": False,
-            "simulator_only": [],
-            "covers": [*_COVERS, *secure_lines(self.plan, len(self.terms))],
-            "does_not_cover": _DOES_NOT_COVER,
-            "secure_aggregation": secure_terms(self.plan, len(self.terms)),
-            "epsilon_by_round": _EPSILON,
-            "sites": {name: described(terms) for name, terms in self.terms.items()},
-        }
+        side = Side(
+            randomness="seeded test: protects nobody" if test else "secure, at each site",
+            separation=self.federation.workshop(self.plan).separation(),
+            covers=_COVERS,
+            does_not_cover=_DOES_NOT_COVER,
+        )
+        said = statement(self.plan, self.terms, len(self.terms), side)
+        return said | {"epsilon_by_round": _EPSILON}
 
 
 class _Evaluator:

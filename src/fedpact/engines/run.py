@@ -1,0 +1,99 @@
+"""How a run begins, starts and ends in its folder, whoever carries it out.
+
+A simulation and a deployment's server differ in where the sites are; what they leave is one form.
+"""
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from fedpact.files import write_whole
+from fedpact.folder import Checkpoint, Folder
+from fedpact.messages import RoundRecord
+from fedpact.metrics import METRICS, fairness
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import ADJACENCY
+
+_PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
+
+
+def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
+    """Return the content of environment.json. packages: besides those that every run uses."""
+    return {
+        "run": run,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **facts,
+        **{name: version(name) for name in (*_PACKAGES, *packages)},
+    }
+
+
+def start(
+    folder: Folder,
+    plan: Plan,
+    module: Callable[[], nn.Module],
+    evaluate: Callable[[Checkpoint, RoundRecord], RoundRecord],
+) -> tuple[Checkpoint, list[RoundRecord]]:
+    """Return the last committed round and the records up to it; of a new run, commit round 0.
+
+    module: makes the model with its initial weights. Raises DataError: a damaged folder.
+    """
+    if (folder.path / "state.safetensors").exists():
+        return folder.restore()
+    at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
+    record = evaluate(at, RoundRecord(round=0))
+    # A start that was cut off before its state was written may have left its record.
+    (folder.path / "rounds.jsonl").unlink(missing_ok=True)
+    folder.commit(at, record)
+    return at, [record]
+
+
+def finish(
+    folder: Folder,
+    plan: Plan,
+    terms: Mapping[str, Terms],
+    module: nn.Module,
+    at: Checkpoint,
+    records: list[RoundRecord],
+    status: str,
+) -> dict[str, Any]:
+    """Write the final model, which `module` then has, and the summary; return the summary."""
+    model = FlatModel(module)
+    model.load(at.state.vectors["w"])
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
+    write_whole(folder.path / "model.safetensors", save_tensors(tensors), private=False)
+    found = _summary(plan, terms, records, status) | {"model_parameters": model.size}
+    folder.write_json("summary.json", found)
+    return found
+
+
+def _summary(
+    plan: Plan, terms: Mapping[str, Terms], records: list[RoundRecord], status: str
+) -> dict[str, Any]:
+    """The last round, and totals over all of them."""
+    last = records[-1]
+    worst = min(last.scores, key=lambda name: last.scores[name].accuracy, default=None)
+    return {
+        "status": status,
+        "private": plan.private,
+        "rounds": last.round,
+        "accuracy": last.accuracy,
+        "loss": last.loss,
+        **{name: last.metrics.get(name) for name in METRICS},
+        "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
+        "fairness": fairness(last.scores) if last.scores else None,
+        "seconds": sum(record.seconds for record in records),
+        "bytes_down": sum(record.bytes_down for record in records),
+        "bytes_up": sum(record.bytes_up for record in records),
+        "epsilon": dict(last.epsilon),
+        "delta": {name: one.budget.delta for name, one in terms.items() if plan.private},
+        "adjacency": ADJACENCY if plan.private else None,
+        "accountant": plan.privacy.accountant if plan.private else None,
+    }
