@@ -51,4 +51,6 @@ def _log_delta(mu: float, epsilon: float) -> float:
     # R is convex and R' = tR - 1, so R(t) - R(t+μ) <= μ (1 - tR(t)).
     steep = mu * (1 - t * ratio + _UNIT * (1 + abs(t) * ratio))
     apart = ratio - special.mills_ratio(t + mu) + _UNIT * ratio
-    return math.log(min(steep, apart)) - t * t / 2 - 0.5 * math.log(2 * math.pi) + _UNIT * (1 + t * t)
+    return (
+        math.log(min(steep, apart)) - t * t / 2 - 0.5 * math.log(2 * math.pi) + _UNIT * (1 + t * t)
+    )

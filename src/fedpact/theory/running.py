@@ -4,7 +4,7 @@
 on the way to one plan in less than that together, and may lie a little above their ε. On a grid as
 fine as pld's the two agree to about 1e-7 (1e-4 at a small δ, where more is set aside for rounding).
 Plain Gaussians, and what no grid resolves, `pld` answers: of the latter, at a tenth of a second
-or more, one history in 16, an octave of the path.
+or more, six histories, each an octave of the path shorter; those between take the longer one's.
 
 One release is a pair of distributions, (1-q) N(0, σ²) + q N(1, σ²) and N(0, σ²), in either order
 (Zhu, Dong, Wang 2022). With L = log(P/Q) its privacy loss, δ(ε) = E_P[(1 - e^(ε-L))+].
@@ -37,6 +37,7 @@ _FINENESS: Final = 4.0
 # Of δ: what may lie outside the window, and what beyond the grid.
 _OUTSIDE: Final = 2.0**-20
 _SPARSE: Final = 16  # histories for one answer of pld's
+_ASKED: Final = 6  # answers at most
 _LARGEST: Final = 2**21  # points of a grid
 _DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
 
@@ -59,7 +60,8 @@ def epsilons(
     # What bounds a longer history bounds the shorter ones: few are asked for, from the longest on.
     found, last = list[float](), math.inf
     for i, terms in enumerate(reversed(path)):
-        last = pld.epsilon(terms, delta) if i % _SPARSE == 0 else last
+        if i % _SPARSE == 0 and i < _SPARSE * _ASKED and last > 0:
+            last = pld.epsilon(terms, delta)
         found.append(last)
     return found[::-1]
 
