@@ -44,11 +44,13 @@ def _log_delta(mu: float, epsilon: float) -> float:
     """Return the logarithm of δ(ε), not below it but for the rounding of t."""
     t = epsilon / mu - mu / 2
     if t < -5:
-        # No digits are lost here, and R(t) would overflow.
-        rest = special.log_normal_cdf_at(-t - mu) + epsilon
-        return math.log(min(1.0, special.normal_cdf(-t) - math.exp(min(rest, 0.0)) + _UNIT))
+        # R(t) would overflow, and no digits are lost: t + μ >= μ/2.
+        rest = math.exp(-(t * t) / 2) / math.sqrt(2 * math.pi) * special.mills_ratio(t + mu)
+        return math.log(min(1.0, special.normal_cdf(-t) - rest + _UNIT))
     ratio = special.mills_ratio(t)
     # R is convex and R' = tR - 1, so R(t) - R(t+μ) <= μ (1 - tR(t)).
     steep = mu * (1 - t * ratio + _UNIT * (1 + abs(t) * ratio))
     apart = ratio - special.mills_ratio(t + mu) + _UNIT * ratio
-    return math.log(min(steep, apart)) - t**2 / 2 - 0.5 * math.log(2 * math.pi) + _UNIT * (1 + t**2)
+    return (
+        math.log(min(steep, apart)) - t * t / 2 - 0.5 * math.log(2 * math.pi) + _UNIT * (1 + t * t)
+    )

@@ -31,6 +31,7 @@ _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
 # Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
 _LEAST_SIGMA: Final = 0.05
+_MOST_ON_A_GRID: Final = 10**7
 _GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
 
 
@@ -61,7 +62,7 @@ def epsilon(terms: Sequence[Term], delta: float) -> float:
     if not terms:
         return 0.0
     if all(q == 1 for q, _, _ in terms):
-        return gaussian.epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
+        return _at_full_rate(terms, delta)
     if sampled_at_all(terms) <= delta:
         return 0.0
     terms = [priced(*term) for term in terms]
@@ -70,13 +71,18 @@ def epsilon(terms: Sequence[Term], delta: float) -> float:
     return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
 
 
+def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
+    return gaussian.epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
+
+
 def _found(terms: Sequence[Term], delta: float) -> float:
     if not resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
         found = contour.epsilon(terms, delta)
         if found < math.inf:
             return found
     if not _on_a_grid(terms):
-        return math.inf
+        # ε grows with q.
+        return _at_full_rate(terms, delta)
     usable = delta - rounding(sum(t for *_, t in terms))
     if usable <= 0:
         return math.inf
@@ -106,7 +112,8 @@ def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> fl
 
 
 def _on_a_grid(terms: Sequence[Term]) -> bool:
-    return all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
+    few = sum(t for *_, t in terms) <= _MOST_ON_A_GRID
+    return few and all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
 
 
 def sampled_at_all(terms: Sequence[Term]) -> float:

@@ -31,11 +31,6 @@ def log_normal_cdf(x: Array) -> Array:
     return np.asarray(_special.log_ndtr(x))
 
 
-def log_normal_cdf_at(x: float) -> float:
-    """Return log Φ(x) of one number."""
-    return float(_special.log_ndtr(x))
-
-
 def mills_ratio(x: float) -> float:
     """Return Φ(-x)/φ(x), accurate for any x above -35."""
     return math.sqrt(math.pi / 2) * float(_special.erfcx(x / math.sqrt(2)))
