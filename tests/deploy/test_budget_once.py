@@ -491,7 +491,7 @@ def longest_file(length):
 def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
     """The ledger has room for its lines, and a reply, of 38,440 bytes and a header, has none."""
     monkeypatch.setattr(stored, "_SPARE", 1)
-    directory = make(tmp_path / "d", model="mlp", rounds=15) / "sites" / "site-00"
+    directory = make(tmp_path / "d", model="mlp", rounds=16) / "sites" / "site-00"
     with Site(directory) as site:
         w = {"w": torch.zeros(9610)}
         assert isinstance(from_bytes(site.handle(task_of(site, 1, vectors=w))), Reply)
@@ -586,6 +586,7 @@ def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch):
         def serve(*_):
             served.append(1)
             site.stopped = "no room" if len(served) == 3 else ""
+            return True
 
         monkeypatch.setattr(worker, "_serve", serve)
         with pytest.raises(FedpactError, match="no room"):

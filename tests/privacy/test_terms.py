@@ -170,7 +170,7 @@ def test_channels_are_ratios(ratio: float) -> None:
         calibrated(**(COMMON | {"channels": channels}))
     with pytest.raises(InputError, match=r"channels\['loss'\] is"):
         with_noise(**(COMMON | {"channels": channels}), sigma=1.0)
-    for none in with_noise:
+    for none in (calibrated, with_noise):
         extra = {} if none is calibrated else {"sigma": 1.0}
         with pytest.raises(PlanError, match="channels is empty"):
             none(**(COMMON | {"channels": {}}), **extra)
