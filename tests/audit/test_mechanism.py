@@ -189,9 +189,16 @@ def test_wrong_batches_are_found(kind, seed, target, queries):
     assert not all(test.passed for test in found), found
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_halved_noise_is_found(seed, audited, target, queries):
+    broken = seeded(target, seed, audited.broken["noise halved"])
+    assert not all(level.passed for level in noise_levels(broken, queries))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["clip not applied", "realised batch size"])
-def test_what_a_batch_adds_up_to_is_tested_too(mistake, audited, target, queries):
-    found = sampling_tests(seeded(target, 0, audited.broken[mistake]), queries)
+def test_what_a_batch_adds_up_to_is_tested_too(seed, mistake, audited, target, queries):
+    found = sampling_tests(seeded(target, seed, audited.broken[mistake]), queries)
     assert not all(test.passed for test in found), found
 
 
