@@ -233,7 +233,7 @@ def test_a_ledger_that_cannot_be_is_nobodys_word(site_dir, seen):
 )
 def test_a_stored_reply_that_is_none_is_told(site_dir, content):
     (site_dir / "reply.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"reply\.bin is not a reply.*move it away"):
+    with pytest.raises(DataError, match=r"reply\.bin cannot be understood.*move it away"):
         Site(site_dir)
     (site_dir / "reply.bin").unlink()
     Site(site_dir).ledger.close()

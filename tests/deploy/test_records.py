@@ -37,7 +37,8 @@ def form(message):
 
 def everything(site_dir: Path) -> list[object]:
     """The form of all that leaves a site in a run, and of the files that follow from it."""
-    for name in ("ledger.jsonl", "reply.bin", "memory.safetensors", "pending-memory.safetensors"):
+    names = ("ledger.jsonl", "ledger.jsonl.seen", "reply.bin", "memory.safetensors")
+    for name in (*names, "pending-memory.safetensors"):
         (site_dir / name).unlink(missing_ok=True)
     found: list[object] = []
     with Site(site_dir) as site:
@@ -45,8 +46,10 @@ def everything(site_dir: Path) -> list[object]:
         w = method.init(site._bench.private.model.vector.clone())
         for number in range(1, ROUNDS + 1):
             # As far from the start as bad records would pull it, and farther.
-            told = {name: v + 0.01 * number for name, v in w.vectors.items()}
-            task = Task(site.run, number, site.plan.algorithm, told, dict(w.numbers), number - 1)
+            asked = method.task(w)
+            told = {name: v + 0.01 * number for name, v in asked.vectors.items()}
+            about = site.run, number, site.plan.algorithm
+            task = Task(*about, told, dict(asked.numbers), number - 1)
             block, _ = answer(site, to_bytes(task))
             message = from_bytes(block)
             found.append(form(message))

@@ -104,16 +104,28 @@ class Site:
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self._last = LastReply(directory / "reply.bin")
-        self.ledger = self._open_ledger(directory / self.settings.ledger)
-        self._client = Client[Bench](
-            self.name,
-            self._terms.size,
-            self.plan.method,
-            self._oracle,
-            self.ledger,
-            directory / "memory.safetensors",
-            device=self._device,
-        )
+        path = directory / self.settings.ledger
+        if not (path.exists() and path.stat().st_size):
+            check_left_behind(directory, path, promised=False)
+        self._witness = Witness(path)
+        self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
+        try:
+            self._witness.check(self.ledger, self._last.ledger)
+            check_left_behind(directory, path, promised=bool(self.ledger.runs))
+            # It reads what it remembers: a file that cannot be read ends it before it promises.
+            self._client = Client[Bench](
+                self.name,
+                self._terms.size,
+                self.plan.method,
+                self._oracle,
+                self.ledger,
+                directory / "memory.safetensors",
+                device=self._device,
+            )
+            self._take_part()
+        except BaseException:
+            self.ledger.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -223,22 +235,12 @@ class Site:
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
 
-    def _open_ledger(self, path: Path) -> Ledger:
-        if not (path.exists() and path.stat().st_size):
-            check_left_behind(self._directory, path, promised=False)
-        self._witness = Witness(path)
-        self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
-        try:
-            self._witness.check(self.ledger, self._last.ledger)
-            check_left_behind(self._directory, path, promised=bool(self.ledger.runs))
-            self._check_policy()
-            terms = self._terms
-            self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
-            self._witness.keep(self.ledger.length, self.ledger.head, "this site")
-        except BaseException:
-            self.ledger.close()
-            raise
-        return self.ledger
+    def _take_part(self) -> None:
+        """Reserve the run, if the policy allows it."""
+        self._check_policy()
+        terms = self._terms
+        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
+        self._witness.keep(self.ledger.length, self.ledger.head, "this site")
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""

@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from fedpact.errors import DataError, FedpactError, InputError
-from fedpact.files import free_room, make_room, write_whole
+from fedpact.errors import FedpactError
+from fedpact.files import free_room, make_room, understood, write_whole
 from fedpact.messages import Reply, Task, from_bytes
 
 _Question = tuple[str, int, int, str]
+_ADVICE = (
+    "put it back from a backup, or move it away; a round that was answered and is asked again is "
+    "then charged again, and never beyond the budget"
+)
 
 # A reply, or what a method remembers, is at most three times as long as its task in every method.
 _TIMES: Final = 4
@@ -83,20 +87,14 @@ def room(task: Task, *paths: Path) -> Generator[None]:
 
 
 def _read(path: Path) -> tuple[_Question, bytes, tuple[int, str]]:
-    try:
+    with understood(path, _ADVICE):
         head, _, block = path.read_bytes().partition(b"\n")
-        key = json.loads(head.decode("ascii"))
+        run, number, attempt, digest = json.loads(head.decode("ascii"))
         reply = from_bytes(block)
-        if [type(part) for part in key] != [str, int, int, str] or not isinstance(reply, Reply):
-            raise DataError(f"a {type(reply).__name__} to {key}")
-    except (ValueError, TypeError, RecursionError) as error:
-        why = str(error) if isinstance(error, InputError) else type(error).__name__
-        raise DataError(
-            f"{path} is not a reply as this site stores it ({why}): put it back from a backup, or "
-            "move it away; a round that was answered and is asked again is then charged again"
-        ) from None
-    run, number, attempt, digest = key
-    return (run, number, attempt, digest), block, (reply.ledger_length, reply.ledger_head)
+        key = str(run), int(number), int(attempt), str(digest)
+        if [run, number, attempt, digest] != [*key] or not isinstance(reply, Reply):
+            raise ValueError(f"a {type(reply).__name__} to {key}")
+    return key, block, (reply.ledger_length, reply.ledger_head)
 
 
 def _key(task: Task) -> _Question:
