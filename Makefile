@@ -23,10 +23,10 @@ test: $(TESTED)
 	@echo "The suite has passed on these sources; 'make retest' runs it again."
 
 retest: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist worksteal && touch $(TESTED)
+	$(BIN)/pytest -n 3 --dist worksteal && touch $(TESTED)
 
 $(TESTED): $(INSTALLED) $(SOURCES)
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 	@touch $@
 
 slow: $(INSTALLED)

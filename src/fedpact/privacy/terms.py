@@ -258,6 +258,10 @@ class TermsRequest:
         check.count(steps=self.steps)
         full = self._terms(sigma)
         self._affordable_size()
+        whole = full.history(full.steps, full.openings)
+        if epsilon(whole, self.budget.delta, self.accountant) <= self.budget.epsilon:
+            # How many more there could be is not asked, and costs a search far beyond the plan.
+            return full
         before = full.history(0, full.openings)
         allowed = max_steps(full.event, self.budget, self.accountant, spent=before)
         if allowed < 1:
