@@ -9,7 +9,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
-from fedpact.engines.flower import asked, codec, transport
+from fedpact.engines.flower import codec, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
@@ -29,7 +29,7 @@ SECURE = {"secure_aggregation": {"threshold": 2}}
 def identity(monkeypatch):
     monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
     clock = Clock()
-    for module in (transport, asked):
+    for module in (transport, underway):
         monkeypatch.setattr(module, "time", clock)
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 

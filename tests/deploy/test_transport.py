@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
-from fedpact.engines.flower import asked, codec, seal, transport
+from fedpact.engines.flower import codec, seal, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
@@ -34,7 +34,7 @@ def clock(monkeypatch):
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     found = Clock()
     clock = found
-    for module in (transport, asked):
+    for module in (transport, underway):
         monkeypatch.setattr(module, "time", clock)
     return found
 

@@ -68,6 +68,7 @@ def _by_rows(share: Share, space: Space) -> Part:
     good: dict[int, Tensor] = {}
 
     def rows(chunk: slice) -> Tensor:
+        # Made again by the same call from the same numbers, it has the bits that were measured.
         if chunk.start in made:
             return made[chunk.start]
         found = share.quick_rows(chunk, memory[chunk if kept else slice(chunk.stop - chunk.start)])
@@ -89,6 +90,7 @@ def _by_rows(share: Share, space: Space) -> Part:
         total = c.new_zeros(share.size)
         started = 0
         for chunk in pieces:
+            # Float32 adds so many records and no more; the sums of those are added by `view`'s type.
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start

@@ -19,7 +19,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.asked import Asked, Clock, Slow
+from fedpact.engines.flower.underway import Clock, Slow, UnderWay
 from fedpact.engines.parties.admission import Admission, Form
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
@@ -74,7 +74,7 @@ class FlowerTransport:
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         form = self._form(any_task)
         self._admission.check(form, any_task)
-        this = Asked(tasks, self._faults(tasks, form), patience.least_replies)
+        this = UnderWay(tasks, self._faults(tasks, form), patience.least_replies)
         self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
@@ -110,7 +110,7 @@ class FlowerTransport:
         def check(site: str, answer: Answer) -> str | None:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
-        this = Asked(asks, check, least)
+        this = UnderWay(asks, check, least)
         self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
@@ -126,7 +126,7 @@ class FlowerTransport:
 
         return fault
 
-    def _turn_away(self, this: Asked) -> None:
+    def _turn_away(self, this: UnderWay) -> None:
         """Settle the answers of barred sites: they are not asked."""
         for site in this.open:
             if self._admission.standing.is_barred(site):
@@ -150,7 +150,7 @@ class FlowerTransport:
         with self._waiting:
             time.sleep(_POLL_SECONDS)
 
-    def _collect(self, this: Asked) -> None:
+    def _collect(self, this: UnderWay) -> None:
         """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
         patience = self._federation.patience
         end = time.monotonic() + patience.round_seconds
@@ -177,7 +177,7 @@ class FlowerTransport:
             if site in this.asked and (site in self._slow or site in self._nodes):
                 self._slow.add(site, this, patience.round_seconds)
 
-    def _present(self, this: Asked | None = None) -> dict[str, int]:
+    def _present(self, this: UnderWay | None = None) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago.
 
         A site that was started again knows nothing of what it was asked before.
@@ -201,7 +201,7 @@ class FlowerTransport:
             self._nodes, self._looked = found, time.monotonic()
         return self._nodes
 
-    def _ask(self, this: Asked, present: dict[str, int]) -> None:
+    def _ask(self, this: UnderWay, present: dict[str, int]) -> None:
         now, patience = time.monotonic(), self._federation.patience
         for site in this.open:
             last = this.asked.get(site)
@@ -221,14 +221,14 @@ class FlowerTransport:
             this.sent.update({number: site for number in numbers if number})
             this.asked[site] = now
 
-    def _take(self, this: Asked, message: Message) -> None:
+    def _take(self, this: UnderWay, message: Message) -> None:
         number = message.metadata.reply_to_message_id
         site = this.sent.pop(number, None)
         self._slow.settle(number, answered=not message.has_error())
         if site is None or site in this.answers:
             return
         if message.has_error():
-            # Asked several times, it fails as often: said once is enough.
+            # UnderWay several times, it fails as often: said once is enough.
             this.sent = {number: other for number, other in this.sent.items() if other != site}
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return
@@ -241,7 +241,7 @@ class FlowerTransport:
         else:
             this.answers[site] = answer
 
-    def _checked(self, this: Asked, site: str, message: Message) -> Reply | Step | Refusal | str:
+    def _checked(self, this: UnderWay, site: str, message: Message) -> Reply | Step | Refusal | str:
         """Return a site's answer, or what is wrong with it."""
         task = this.tasks[site]
         try:
@@ -261,7 +261,7 @@ class FlowerTransport:
             return answer
         return wrong or "unreadable"
 
-    def _reject(self, this: Asked, site: str, why: str) -> None:
+    def _reject(self, this: UnderWay, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
         this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
 
@@ -270,7 +270,7 @@ def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
 
 
-def _advice(this: Asked) -> str:
+def _advice(this: UnderWay) -> str:
     codes = {refusal.code for refusal in this.refusals.values()}
     if "stale" in codes:
         return (
@@ -289,7 +289,7 @@ def _advice(this: Asked) -> str:
     )
 
 
-def _summary(this: Asked) -> str:
+def _summary(this: UnderWay) -> str:
     return ", ".join(
         f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
         for site, answer in sorted(this.answers.items())

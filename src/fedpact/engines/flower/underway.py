@@ -25,7 +25,7 @@ class Clock:
 
 
 @dataclass
-class Asked:
+class UnderWay:
     """One round, or one step of it, under way.
 
     check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
@@ -77,7 +77,7 @@ class Slow:
         """The numbers of the questions."""
         return list(self._owed)
 
-    def add(self, site: str, this: Asked, seconds: float) -> None:
+    def add(self, site: str, this: UnderWay, seconds: float) -> None:
         """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
         if site not in self:
             _log.warning("site %s: no answer in time: not waited for until it answers", site)
