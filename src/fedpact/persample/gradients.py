@@ -90,7 +90,7 @@ def _by_rows(share: Share, space: Space) -> Part:
         total = c.new_zeros(share.size)
         started = 0
         for chunk in pieces:
-            # Float32 adds so many records and no more; the sums of those are added by `view`'s type.
+            # Float32 adds so many records and no more; their sums are added in `view`'s type.
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start
