@@ -234,3 +234,40 @@ def test_parquet_is_sifted_alike(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     found = load_site(tmp_path / "t.parquet", "y", CLASSES, (1,), "float32", RecordForm())
     assert (found.x.tolist(), found.y.tolist()) == ([[1.0], [2.0]], [0, 1])
+
+
+def test_a_clamped_value_leaves_the_bits_of_all_others(tmp_path):
+    """An int64 that no float64 holds, and -0.0, beside a value that is clamped and without it."""
+    form = RecordForm(low=0.0, clamp=True)
+    whole = np.array([[2**60 + 1, 3], [-5, 1]], np.int64)
+    both = arrays(tmp_path / "a.npz", whole, [0, 1], form, values="int64")
+    alone = arrays(tmp_path / "b.npz", whole[:1], [0], form, values="int64")
+    assert both.x.tolist() == [[2**60 + 1, 3], [0, 1]]
+    assert torch.equal(both.x[:1], alone.x)
+    x = np.array([[-0.0, 1.0], [-5.0, 1.0]], np.float32)
+    found = arrays(tmp_path / "c.npz", x, [0, 1], form).x
+    assert math.copysign(1, found[0, 0]) == -1
+    assert found[1].tolist() == [0.0, 1.0]
+
+
+def test_text_that_no_string_can_hold_takes_its_record_out(tmp_path):
+    x = np.array([["1", "2"], ["3", "4"], ["5", "6"]])
+    odd = x.copy()
+    odd.view(np.uint32).reshape(3, 2, -1)[1, 0] = 0x7FFFFFFF
+    assert arrays(tmp_path / "x.npz", odd, [0, 1, 0]).x.tolist() == [[1, 2], [5, 6]]
+    labels = np.array(["a", "b", "a"])
+    labels.view(np.uint32)[1] = 0x7FFFFFFF
+    assert arrays(tmp_path / "y.npz", x.astype(float), labels).x.tolist() == [[1, 2], [5, 6]]
+
+
+def test_a_cell_of_parquet_that_cannot_be_read_takes_its_record_out(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
+    from pyarrow import parquet
+
+    text = arrow.array([b"yes", b"\xff\xfe", b"no"], arrow.binary()).view(arrow.string())
+    columns = {name: [float(row[k]) for row in [X[0], X[0], X[1]]] for k, name in enumerate("vw")}
+    path = tmp_path / "t.parquet"
+    parquet.write_table(arrow.table({**columns, "out": text}), path)
+    found = load_site(path, "out", CLASSES, (2,), "float32", RecordForm())
+    assert found.y.tolist() == [1, 0]
+    assert len(found.x) == 2

@@ -269,3 +269,10 @@ def charged_at(directory):
 
     At.directory = directory
     return charged(At)
+
+
+def test_a_ledger_of_more_entries_than_any_is_no_ledger(federation):
+    """The server would tell the site so, and Flower carries no such number: it ended for good."""
+    run, nodes = federation(2)
+    telling(nodes[0], lambda *_: {"ledger_length": 10**30})
+    assert [refused["site-00"] for refused in run()] == ["rejected: ledger"] * 2

@@ -26,6 +26,7 @@ Bounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and 
           sarah  m_{t+1} <= b (1 + ηKR) m_t, m_1 <= bηV, ‖e‖ <= Σ m_t
           svrg   ‖e_{t+1}‖ <= b ((1 + ηKR) ‖e_t‖ + ηV)
           sgd    ‖e_{t+1}‖ <= b (‖e_t‖ + ηG), ‖e_1‖ <= bηV
+          and the longest of them, as any w_t may be sent.
           They grow as fast as a solver that feeds on its own noise: with ηKR > ημ, in proportion
           to (b (1 + ηKR))^τ, which bounds little; see privacy.reach
 Neutral   none: the first step takes the full gradient, which no other algorithm here does
@@ -134,6 +135,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
     else:
         bound = settings.difference_bound or settings.smoothness
         grows, each = 1 + eta * bound * reach.difference(terms).longest(d), moved
+    longest = far
     for _ in range(steps):
         rounded = ulps * (center + far)
         moved = shrinks * grows * moved + rounded
@@ -141,7 +143,9 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
             far += moved
         else:
             far = shrinks * grows * far + each + rounded
-    return Bounds({"w": far}, {}, steps)
+        # An early iterate may be what is sent, and sgd's first is the longest where V is large.
+        longest = max(longest, far)
+    return Bounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -58,7 +58,7 @@ class ChosenTau:
 
 
 _ATTEMPTS: Final = 3
-"""How often a site may have died in, and been charged for, the first round."""
+"""How often a site may have been charged for the first round: twice it may die in it."""
 
 
 @dataclass(frozen=True)

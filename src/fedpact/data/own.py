@@ -5,6 +5,7 @@ a wrong value, word, category or label takes one record out and says so to the r
 never stops a site, as that would tell others of it.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
         )
     numbers = x
     if x.dtype.kind == "U":
+        x = _readable(x)
         numbers = np.array([_number(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
     shape = x.shape[1:]
 
@@ -104,7 +106,7 @@ def class_numbers(
     """
     place = {name: k for k, name in enumerate(classes)}
     found = np.zeros(len(labels), np.int64)
-    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    given = _readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
         text = text_of(label)
         if how == "numbers" or (how is None and not isinstance(label, str)):
@@ -208,7 +210,8 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
     if beyond.any():
         _mark_part(source, part, beyond, "is beyond its declared range", out=not own.clamp)
         if own.clamp:
-            x[part] = np.clip(some, low, high)
+            # The others keep their bits, whoever else is beyond.
+            x[part] = np.where(beyond, np.clip(some, low, high), some)
 
 
 def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
@@ -219,7 +222,22 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
         with np.errstate(over="ignore"):
             return np.float32(low), np.float32(high)
     limits = np.iinfo(np.int64)
-    return max(np.ceil(low), limits.min), min(np.floor(high), limits.max)
+
+    def whole(bound: float, rounded: Callable[[float], int], default: int) -> np.int64:
+        # Integers, as float64 would round the numbers that it is compared with.
+        within = default if math.isinf(bound) else rounded(bound)
+        return np.int64(min(max(within, int(limits.min)), int(limits.max)))
+
+    return whole(low, math.ceil, limits.min), whole(high, math.floor, limits.max)
+
+
+def _readable(text: np.ndarray) -> np.ndarray:
+    """Text without the cells that no string can hold, which are blank then, and so missing."""
+    if text.dtype.kind != "U" or not text.dtype.itemsize:
+        return text
+    unit = np.dtype(np.uint32).newbyteorder(text.dtype.byteorder)
+    units = np.ascontiguousarray(text).view(unit).reshape(*text.shape, -1)
+    return np.where((units > 0x10FFFF).any(-1), "", text)
 
 
 def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bool = True) -> None:

@@ -131,6 +131,12 @@ def _cells(line: bytes) -> list[str] | str:
         return "cannot be read as CSV"
 
 
+_NUMBERS = {
+    *("bool", "float", "double", "halffloat", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+}
+
+
 def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     try:
         import pyarrow
@@ -150,7 +156,15 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
 
 
 def _arrow_column(column: Any) -> Cells:
+    # Whether it is read as a whole follows from the column's type, never from what a cell holds.
     # Dates have a NumPy form too, but nanoseconds since 1970 are no feature anyone means.
-    numbers = column.to_numpy()
-    simple = column.null_count == 0 and numbers.dtype.kind in "biuf"
-    return numbers if simple else column.to_pylist()
+    simple = column.null_count == 0 and str(column.type) in _NUMBERS
+    return column.to_numpy() if simple else [_arrow_cell(one) for one in column]
+
+
+def _arrow_cell(one: Any) -> Any:
+    """Return a cell's value; None where it has none that Python can hold, as text of odd bytes."""
+    try:
+        return one.as_py()
+    except Exception:  # ArrowException, ValueError, OverflowError: whatever is in the cell
+        return None

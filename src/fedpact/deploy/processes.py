@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -148,6 +149,11 @@ def _files_told() -> Generator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | ssl.SSLError):
+            raise FedpactError(
+                f"the network failed ({type(error).__name__}: {error}): nothing is lost; start it "
+                "again when the other side can be reached"
+            ) from error
         raise FedpactError(
             f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
             ": see that the account which this party runs under owns its directory, and that there "

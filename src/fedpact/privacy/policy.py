@@ -55,7 +55,7 @@ class Policy(BaseModel):
         """Read a site's policy.toml. Raises PlanError: an unreadable policy allows nothing."""
         try:
             return Policy.parse(tomllib.loads(path.read_text(encoding="utf-8")))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:  # no TOML, or no UTF-8
             raise PlanError(
                 f"policy {path} cannot be read ({error}): a site without a readable policy takes "
                 "part in nothing"

@@ -228,7 +228,7 @@ class FlowerTransport:
         if site is None or site in this.answers:
             return
         if message.has_error():
-            # UnderWay several times, it fails as often: said once is enough.
+            # Asked several times, it fails as often: said once is enough.
             this.sent = {number: other for number, other in this.sent.items() if other != site}
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return

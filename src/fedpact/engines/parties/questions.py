@@ -20,6 +20,7 @@ class Questions:
         told = plan.method.task(plan.method.init(w))
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
+        self._always = frozenset(told.numbers)
 
     def fault(self, task: Task) -> tuple[str, str] | None:
         """Return a refusal's code, and what is wrong with a task in words; None if nothing is.
@@ -49,6 +50,8 @@ class Questions:
                 return f"it has a number {name!r}: expected none but {_few(self._numbers)}"
             if not expected.holds(value):
                 return f"its number {name!r} is {value!r}: expected {expected}"
+        for name in sorted(self._always - task.numbers.keys()):
+            return f"it has no number {name!r}, which every task of this plan has"
         if not all(map(all_finite, task.vectors.values())):
             return "its vectors hold NaN or infinity: expected finite numbers"
         return None

@@ -199,7 +199,7 @@ class Site:
         try:
             with room(task, self._last.path, pending, self._witness.path, self.ledger.path):
                 return self._charged(task)
-        except (OSError, LedgerError) as error:
+        except Exception as error:  # whatever it is: what was charged has no reply
             if self.ledger.length > before:
                 self.stopped = (
                     f"round {task.round} was charged and its reply could not be kept ({error}): "
@@ -290,7 +290,7 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             encoded, done = site.handle(question, seen), "replied"
         else:
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
-        message = from_bytes(encoded)
+        message = from_bytes(encoded, site.most_vectors)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
         return encoded, f"round {number}: {what}; {site.spent()}"
     except Exception as error:  # the text may speak of records: it stays here

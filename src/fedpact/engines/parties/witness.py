@@ -18,6 +18,8 @@ from fedpact.errors import LedgerError
 from fedpact.files import write_whole
 from fedpact.ledger.ledger import Ledger
 
+# More entries than any ledger has, and no more than Flower carries.
+_MOST = 2**53
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
 _LEFT_BEHIND = (
@@ -31,7 +33,7 @@ _LEFT_BEHIND = (
 
 def is_place(length: int, head: str) -> bool:
     """Whether a ledger can have had `length` entries, of which the last one's hash is `head`."""
-    return head == "" if length == 0 else length > 0 and bool(_HASH.fullmatch(head))
+    return head == "" if length == 0 else 0 < length < _MOST and bool(_HASH.fullmatch(head))
 
 
 def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:

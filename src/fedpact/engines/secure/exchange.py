@@ -195,13 +195,15 @@ class Secured:
         self._down += sum(encoded_length(question) for question in asks.values())
 
         def counted(site: str, answer: Step) -> str | None:
-            self._up += encoded_length(answer)
             question = asks[site]
             about = answer.run, answer.round, answer.session, answer.step, answer.site
             if about != (question.run, question.round, question.session, question.step, site):
                 return "stale"
             try:
-                return take(site, answer)
+                wrong = take(site, answer)
+                # Of an answer that is not taken nothing counts: its length is its site's to choose.
+                self._up += 0 if wrong else encoded_length(answer)
+                return wrong
             except (InputError, SecretsDoNotFit) as error:
                 _log.warning("site %s: %s", site, error)
                 return "step"

@@ -118,6 +118,9 @@ class Session:
         expected = {("seed/" if peer in self.replies else "mask/") + peer for peer in self.sealed}
         if set(found) != expected:
             raise InputError(f"{site} opened other shares than it was asked for")
+        # Putting them together takes time in proportion to the longest.
+        if max(map(len, found.values()), default=0) > _LONGEST_SHARE:
+            raise InputError(f"{site} opened shares of more than {_LONGEST_SHARE} bytes")
         self.opened[site] = found
 
     def total(self) -> Words:
