@@ -162,3 +162,16 @@ def test_nor_a_sum_of_several_sites_at_once_and_no_other_site_notices():
         return answers[1]
 
     attacked("dense", summed, 40)
+
+
+@pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_record_more_changes_no_bit_of_the_others_losses(name, keep, monkeypatch):
+    """Else a count of losses below a bound would move by more than that record's own vote."""
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+    made = kernel(name)
+    x, y = batch(name, [("normal", 0, 1), ("mixed", 0, 2)], 40)
+    every = made.losses(x, y)
+    for count in (1, 2, 3, 7, 15, 16, 17, 31, 33, 41):
+        alike = made.losses(x[:count], y[:count])
+        assert torch.equal(alike.nan_to_num(-1), every[:count].nan_to_num(-1)), count

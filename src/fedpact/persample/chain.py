@@ -274,16 +274,23 @@ class Chain:
 
         Both may be of a few records more, which are zeros.
         """
-        x = padded(x, 1 if self._by_image else ALIKE)
-        for stage in self._stages:
-            x = stage.forward(x)
-        losses, g = _differentiated(loss, x, padded(y, x.shape[0]))
-        del x
+        losses, g = _differentiated(loss, *self._outputs(x, y))
         if g is None:
             return losses, {}
         for i in reversed(range(self._first, len(self._stages))):
             g = self._stages[i].backward(g, wanted=i > self._first)
         return losses, {n: s for stage in self._weighted for n, s in stage.shares().items()}
+
+    def losses(self, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+        """Losses with the bits of `run`; what stages keep, the next pass replaces."""
+        return _differentiated(loss, *self._outputs(x, y))[0]
+
+    def _outputs(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the model's outputs and the targets, both with zeros behind."""
+        x = padded(x, 1 if self._by_image else ALIKE)
+        for stage in self._stages:
+            x = stage.forward(x)
+        return x, padded(y, x.shape[0])
 
 
 def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:

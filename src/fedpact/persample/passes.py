@@ -104,10 +104,21 @@ class Passes:
         return self._chain(x) is None and isinstance(self._traced(x, y), Alone)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] of records x, y [B, ...], without gradient."""
-        if self._chain(x) is not None:
-            return one_each(self._loss(self._model.module(x), y), len(x))
-        return self._traced(x, y).losses(x, y)
+        """The losses [B] of records x, y [B, ...], without gradient.
+
+        In the form that `gradients` gives them, so that one record more changes no other's bits.
+        """
+        found: list[Tensor] = []
+        for rows in self._slices(x, y):
+            some = self._given(x[rows], y[rows])
+            chain = self._chain(x)
+            losses = (
+                chain.losses(*some, self._loss)
+                if chain is not None
+                else self._traced(*some).losses(*some)
+            )
+            found.append(losses[: rows.stop - rows.start])
+        return one_each(torch.cat(found), len(x))
 
     def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
         """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""

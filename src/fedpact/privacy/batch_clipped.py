@@ -80,7 +80,7 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
             return clipped_mean(x, y, self._terms.clip)
 
         # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
-        mean = summed(take, self._x, self._y, w, one_by_one=False)
+        mean = summed(take, self._x, self._y, w, None)
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:

@@ -5,6 +5,7 @@ See oracle for the channels. A batch draws nothing and charges nothing itself: i
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
-from fedpact.persample.bounds import check_clip, slack
+from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.guarded import measured, summed
@@ -222,7 +223,8 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
                 return clipped_sum(x, y, clip, weights, self._most)
             return clipped_sum(x, y, clip, weights)
 
-        total = summed(take, self._x, self._y, w, one_by_one=True)
+        finish = partial(within, clip=clip, most=self._most)
+        total = summed(take, self._x, self._y, w, finish)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
@@ -239,5 +241,6 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
                 return clipped_difference(x, y, w, anchor, clip, self._most)
             return clipped_difference(x, y, w, anchor, clip)
 
-        total = summed(take, self._x, self._y, w, one_by_one=True)
+        finish = partial(within, clip=clip, most=self._most)
+        total = summed(take, self._x, self._y, w, finish)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 _Take = Callable[[Tensor, Tensor], Tensor]
+_Finish = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("fedpact.site")
 _told: set[str] = set()
 
 
-def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, *, one_by_one: bool) -> Tensor:
+def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, finish: _Finish | None) -> Tensor:
     """Return take(x, y) [d], a sum over the records of a batch, in which bad ones have weight 0.
 
-    like: [d], for the form of a sum. one_by_one: whether the sum is that of single records' sums;
-    then it is made so where the good records raise together, as for want of memory, and else is 0.
+    like: [d], for the form of a sum. finish: what is done to a sum [d] of single records' sums, in
+    float64, to have that of all; it is made so where the good records raise together, as for want
+    of memory. None where it is no such sum: it is 0 then.
     """
     try:
         return take(x, y)
@@ -33,11 +35,12 @@ def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, *, one_by_one: bool)
         return take(x[good], y[good]) if len(good) else torch.zeros_like(like)
     except Exception as error:
         _tell(f"good records raise together, and are taken one by one: {_words(error)}")
+    if finish is None:
+        return torch.zeros_like(like)
     total = torch.zeros_like(like, dtype=torch.float64)
-    if one_by_one:
-        for j in map(int, good):
-            total += take(x[j : j + 1], y[j : j + 1])
-    return total.to(like.dtype)
+    for j in map(int, good):
+        total += take(x[j : j + 1], y[j : j + 1])
+    return finish(total).to(like.dtype)
 
 
 def measured(losses: _Take, x: Tensor, y: Tensor) -> Tensor:
