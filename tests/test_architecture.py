@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
     ("persample", "draws", "ledger"),
     ("privacy", "data", "models", "metrics"),
+    ("features",),  # what stands in place of each record
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),
     ("methods",),  # an algorithm with its settings, and what goes around any of them

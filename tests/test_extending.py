@@ -49,6 +49,7 @@ ADDED = {
         lambda text: text + '\n\n_RULES |= _named(pointwise, "sinc")\n',
     ),
     "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),
+    "features": ("features/kinds.py", lambda text: text + "\n\n" + block("features")),
     "metric": (
         "metrics.py",
         lambda text: before("check_names(METRICS)", text, block("metric")),
@@ -106,7 +107,7 @@ class Sinc(torch.nn.Module):
 
 run = Path("cmp/one/seed-0")
 settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "partition.kind=blocks",
-            "run.workers=1", "privacy.accountant=twice")
+            "features.kind=pixels", "run.workers=1", "privacy.accountant=twice")
 options = [word for text in settings for word in ("--set", text)]
 printed = call("run", *options, "--out", str(run))
 plan = json.loads((run / "plan.json").read_text())
@@ -134,7 +135,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def told(copy: Path) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "FEDPACT_CACHE": str(copy / "cache")}
     command = [sys.executable, "-c", RUN, str(copy)]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -152,6 +153,11 @@ def test_an_algorithm_and_a_partition_are_used_by_name(told):
     sites = [told["partition"][name] for name in sorted(told["partition"])]
     assert len(sites) == 3
     assert all(max(one) < min(other) for one, other in itertools.pairwise(sites))
+
+
+def test_features_are_used_by_name(told):
+    assert told["privacy"]["features"].startswith("Features in place of the records")
+    assert ": pixels; filters and whitening" in told["privacy"]["features"]
 
 
 def test_a_metric_appears_wherever_one_is_shown(told):

@@ -2,7 +2,9 @@
 
 data = "digits"              top level: what to train on what, how long
 [records]                    what own records may hold        (data.form.PlanRecords)
+[features]                   what stands in place of each      (features.settings.FeatureSettings)
 [partition]                  how records become sites         (data.kinds.PartitionSettings)
+[logistic]                   how model = "logistic" begins   (models.papers.LogisticSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
@@ -25,6 +27,8 @@ from fedpact.algorithms import BaseSettings
 from fedpact.configuration import plan_error, read
 from fedpact.data.form import PlanRecords
 from fedpact.data.kinds import PartitionSettings
+from fedpact.features.settings import FeatureSettings
+from fedpact.features.stage import Stage
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
@@ -33,6 +37,7 @@ from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
+from fedpact.models.papers import LogisticSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, TermsRequest
 from fedpact.theory.accounting import round_rate_up
@@ -106,7 +111,9 @@ class Plan(BaseModel):
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
     batch_size: float | None = Field(default=None, gt=0)
     records: PlanRecords = PlanRecords()
+    features: FeatureSettings = FeatureSettings()
     partition: PartitionSettings = PartitionSettings()
+    logistic: LogisticSettings = LogisticSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
     fairness: FairnessSettings = FairnessSettings()
@@ -132,6 +139,13 @@ class Plan(BaseModel):
                 "noise for it would be chosen from a release, which no fixed accounting covers; "
                 "give sampling_rate instead"
             )
+        if self.logistic != LogisticSettings() and self.model != "logistic":
+            raise ValueError(
+                f'model is {self.model!r} with a table [logistic]: it is of model = "logistic" '
+                "alone; leave it out"
+            )
+        if self.privacy.mode != "none" and self.features.why_unstated:
+            raise ValueError(self.features.why_unstated)
         method = self.method
         if self.privacy.mode != "none" and method.settings.plain_only:
             raise ValueError(
@@ -179,6 +193,10 @@ class Plan(BaseModel):
             return module.Settings(**self.settings)
         except ValidationError as error:
             raise plan_error(error, ("settings",), module.Settings) from None
+
+    def stage(self, at: Path = Path()) -> Stage:
+        """Return what makes the plan's features. at: where a relative path of weights begins."""
+        return Stage(self.features, self.seed, at)
 
     @property
     def private(self) -> bool:

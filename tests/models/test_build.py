@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.errors import ModelError
+from fedpact.errors import ModelError, PlanError
 from fedpact.models.build import build
+from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
+from fedpact.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,25 @@ def test_a_model_that_cannot_be_had_is_told(monkeypatch, name, told):
 def test_an_image_too_small_for_the_cnn_is_told():
     with pytest.raises(ModelError, match="too small"):
         build("cnn", torch.zeros(1, 8, 8), 10, 0)
+
+
+def test_logistic_may_start_at_zero_and_have_no_bias():
+    example = torch.zeros(4)
+    settings = LogisticSettings(start="zero", bias=False)
+    weights = dict(build("logistic", example, 3, 0, settings).named_parameters())
+    assert {name: tuple(w.shape) for name, w in weights.items()} == {"1.weight": (3, 4)}
+    assert not weights["1.weight"].any()
+    # Left out, it is what it was: drawn from the seed, with a bias.
+    drawn = build("logistic", example, 3, 0, LogisticSettings())
+    for one, other in zip(
+        drawn.parameters(), build("logistic", example, 3, 0).parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+        assert one.any()
+
+
+def test_settings_of_logistic_with_another_model_are_refused():
+    with pytest.raises(PlanError, match="model is 'mlp' with a table \\[logistic\\]"):
+        Plan.parse({"model": "mlp", "logistic": {"start": "zero"}})
+    with pytest.raises(PlanError, match=r"logistic\.start"):
+        Plan.parse({"logistic": {"start": "ones"}})

@@ -1,5 +1,6 @@
 """`fedpact deploy init`: everything that a federation needs, for one configuration."""
 
+import shutil
 import socket
 import uuid
 from dataclasses import dataclass, field
@@ -48,6 +49,11 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
     check_deployable(plan)
     scene = Scene.of(plan)
+    weights = plan.features.weights
+    if weights is not None:
+        # Beside each party's plan, which then names it as it lies there.
+        own = plan.features.model_copy(update={"weights": Path(weights).name})
+        plan = plan.model_copy(update={"features": own})
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(parents=True, mode=0o700)
     server.mkdir()
@@ -64,8 +70,8 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             "address": f"{choices.host}:{choices.port}",
             "server_key": line,
             "classes": scene.dataset.classes,
-            "shape": tuple(scene.dataset.x.shape[1:]),
-            "values": str(scene.dataset.x.dtype).removeprefix("torch."),
+            "shape": tuple(scene.raw.x.shape[1:]),
+            "values": str(scene.raw.x.dtype).removeprefix("torch."),
             "seeds": choices.seeds,
             "patience": choices.patience,
             "checks": choices.checks,
@@ -78,6 +84,8 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
     for party in (server, *(directory / "sites" / name for name in members)):
         _write_shared(party, authority, plan, federation)
+        if weights is not None:
+            shutil.copyfile(weights, party / Path(weights).name)
     (directory / "README.md").write_text(texts.README, encoding="utf-8")
     return federation
 
@@ -85,7 +93,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
 def _declared(scene: Scene, with_records: bool) -> RecordForm:
     """The form of what the sites read: arrays that are written for them, or tables of theirs."""
     form = scene.plan.records.shared()
-    return form.in_arrays(scene.dataset.features) if with_records else form
+    return form.in_arrays(scene.raw.features) if with_records else form
 
 
 def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federation) -> None:
@@ -105,7 +113,7 @@ def _write_server(server: Path, scene: Scene) -> None:
     ):
         (app / name).write_text(text, encoding="utf-8")
     _write_script(server / "start.sh", texts.SERVER_START)
-    data = scene.dataset
+    data = scene.raw
     if data.x_test is not None and data.y_test is not None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=data.y_test.numpy())
 
@@ -127,7 +135,7 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     _write_script(directory / "start.sh", texts.SITE_START)
     if with_records:
-        site = next(site for site in scene.sites if site.name == name)
+        site = next(site for site in scene.partition.sites(scene.raw) if site.name == name)
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
             np.savez(file, x=site.x.numpy(), y=site.y.numpy())
 

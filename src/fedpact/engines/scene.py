@@ -1,12 +1,13 @@
 """What a run on this machine needs, loaded and checked as a whole before anything is written."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedpact.data import datasets
+from fedpact.data import datasets, files
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.tables import SUFFIXES
@@ -16,6 +17,8 @@ from fedpact.engines.parties.entrance import taken
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.workshop import Workshop
+from fedpact.features.cache import beside
+from fedpact.features.stage import Staged
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.sizes import noisy_size
@@ -24,9 +27,13 @@ from fedpact.privacy.terms import Terms
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything a run needs, checked, before anything is written."""
+    """Everything a run needs, checked, before anything is written.
+
+    raw: the records as they are. dataset: the same, or their features, where the plan has any.
+    """
 
     plan: Plan
+    raw: Dataset
     dataset: Dataset
     partition: Partition
     sites: list[SiteRecords]
@@ -36,8 +43,8 @@ class Scene:
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        dataset = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
-        dataset = _tried(plan, dataset)
+        raw = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
+        raw, dataset = _tried(plan, raw, _kept(plan, raw) if data is None else None)
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
@@ -48,7 +55,7 @@ class Scene:
             for site in sites:
                 own = terms.get(site.name) if plan.private else None
                 policy.check_run(plan.algorithm, own, (0.0, 0.0))
-        scene = Scene(plan, dataset, partition, sites, terms, policy)
+        scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
         scene.workshop.table()
         return scene
@@ -84,15 +91,48 @@ def _loaded(plan: Plan) -> Dataset:
     )
 
 
-def _tried(plan: Plan, data: Dataset) -> Dataset:
-    """The data set without the records that the plan's model does not take."""
+def _tried(plan: Plan, raw: Dataset, kept: Path | None) -> tuple[Dataset, Dataset]:
+    """The data set, and what is trained on, without the records that the plan does not take.
+
+    kept: where features are cached, or None.
+    """
+    name, test = f"{raw.name} (test)", raw.x_test
+    stage = plan.stage()
+    train = stage(raw.x, raw.x[0], raw.name, kept)
+    of_test = None if test is None else stage(test, raw.x[0], name, _of_test(kept))
+    data = raw if not plan.features.used else _featured(raw, train, of_test)
     kernel = Workshop(plan, data.x[0], len(data.classes)).bench(check=True).kernel
-    good = taken(data.x, data.y, kernel, data.name, data.numbers)
-    if data.x_test is None or data.y_test is None:
-        return data.only(good)
+    good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
+    if data.x_test is None or data.y_test is None or of_test is None:
+        return _only(raw, data, good, None)
     numbers = torch.arange(len(data.y_test))
-    of_test = taken(data.x_test, data.y_test, kernel, f"{data.name} (test)", numbers)
-    return data.only(good, of_test)
+    good_test = of_test.good & taken(data.x_test, data.y_test, kernel, name, numbers)
+    return _only(raw, data, good, good_test)
+
+
+def _only(
+    raw: Dataset, data: Dataset, good: Tensor, of_test: Tensor | None
+) -> tuple[Dataset, Dataset]:
+    kept = data.only(good, of_test)
+    return (kept if raw is data else raw.only(good, of_test)), kept
+
+
+def _featured(raw: Dataset, train: Staged, test: Staged | None) -> Dataset:
+    return replace(raw, x=train.x, x_test=None if test is None else test.x, features=())
+
+
+def _kept(plan: Plan, raw: Dataset) -> Path | None:
+    """Where the features of the plan's data are cached: beside a file, else beside decoded sets."""
+    if not plan.features.used:
+        return None
+    if Path(plan.data).suffix.lower() in SUFFIXES:
+        return beside(Path(plan.data))
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", plan.data)
+    return beside(files.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")
+
+
+def _of_test(kept: Path | None) -> Path | None:
+    return kept and kept.with_name(f"test-{kept.name}")
 
 
 def _size(plan: Plan, site: SiteRecords) -> float:

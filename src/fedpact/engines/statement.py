@@ -77,8 +77,9 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "sizes": "noisy" if plan.noisy_sizes else "public",
         "accuracy_pooled": side.pooled,
         "simulator_only": list(side.simulator_only),
+        "features": plan.features.told(),
         "covers": [*side.covers, *_secure_lines(plan, sites)],
-        "does_not_cover": list(side.does_not_cover),
+        "does_not_cover": [*side.does_not_cover, *_unprotected_weights(plan)],
         "secure_aggregation": _secure_terms(plan, sites),
         "sites": site_terms(plan, terms),
     }
@@ -118,6 +119,14 @@ def _secure_lines(plan: Plan, sites: int) -> list[str]:
         "vector. It needs others that keep their part secret, and adds nothing to (ε, δ): the ε "
         "stated here does not use it, and holds against a server that sees everything."
     ]
+
+
+def _unprotected_weights(plan: Plan) -> list[str]:
+    """Return what is not covered where features are computed with somebody's weights."""
+    of = plan.features
+    if not (of.factory and plan.private):
+        return []
+    return [f"What the features' weights were trained on, which counts as public: {of.trained_on}."]
 
 
 def _scope(plan: Plan) -> tuple[list[str], list[str]]:

@@ -38,7 +38,8 @@ class Workshop:
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
-        return build(self.plan.model, self.example, self.classes, self.plan.seed)
+        plan = self.plan
+        return build(plan.model, self.example, self.classes, plan.seed, plan.logistic)
 
     def bench(self, *, check: bool = False) -> Bench:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.

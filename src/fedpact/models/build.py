@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +14,29 @@ from fedpact.errors import ModelError
 from fedpact.models import papers
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+_FORM = "factory(shape, classes) -> nn.Module"
 _PAPERS = {f.__name__: f for f in (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)}
 
 
-def build(name: str, example: Tensor, classes: int, seed: int) -> nn.Module:
+def build(
+    name: str,
+    example: Tensor,
+    classes: int,
+    seed: int,
+    settings: papers.LogisticSettings | None = None,
+) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
     name: logistic, mlp, cnn, cnn_padded; or "package.module:factory", where factory(shape, classes)
     returns a module that maps records [B, *shape] to logits [B, classes].
-    example: one record [*shape], for its shape and type only.
+    example: one record [*shape], for its shape and type only. settings: of "logistic" alone.
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
-    factory = _PAPERS[name] if name in _PAPERS else _own(name)
+    factory: Callable[..., Any]
+    if name == "logistic":
+        factory = partial(papers.logistic, settings=settings)
+    else:
+        factory = _PAPERS.get(name) or own_factory(name, "model", list(_PAPERS), _FORM)
     shape = tuple(example.shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -43,12 +56,16 @@ def build(name: str, example: Tensor, classes: int, seed: int) -> nn.Module:
     return module
 
 
-def _own(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
+def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
+    """Return what a 'package.module:factory' names. what, known, form: for the error's text.
+
+    Raises ModelError: it is no such name, or cannot be imported.
+    """
     package, colon, attribute = name.partition(":")
     if not colon:
         raise ModelError(
-            f"model is {name!r}: expected one of {', '.join(sorted(_PAPERS))}, or your own as "
-            "'package.module:factory' with factory(shape, classes) -> nn.Module"
+            f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
+            f"'package.module:factory' with {form}"
         )
     # A file beside the configuration is found as `python -m` would find it.
     if os.getcwd() not in sys.path:
@@ -57,7 +74,7 @@ def _own(name: str) -> Callable[[tuple[int, ...], int], nn.Module]:
         return getattr(importlib.import_module(package), attribute)
     except Exception as error:
         raise ModelError(
-            f"model is {name!r}: {type(error).__name__}: {error}; expected "
+            f"{what} is {name!r}: {type(error).__name__}: {error}; expected "
             "'package.module:factory' where the module can be imported from the working directory "
             "or the environment"
         ) from error

@@ -1,15 +1,38 @@
 """The papers' models for records of any fitting shape: functions (shape, classes) -> module."""
 
 import math
+from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from fedpact.errors import ModelError
 
 
-def logistic(shape: tuple[int, ...], classes: int) -> nn.Module:
+class LogisticSettings(BaseModel):
+    """The [logistic] table of a plan, for model = "logistic".
+
+    start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
+    classes are alike, which on unit rows is nearer to where it ends than any draw. bias: whether a
+    class has a weight for an input of 1. On unit rows that input is half of a gradient's squared
+    length, so it takes 1 - 1/sqrt(2) of what a clip leaves of the rest.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    start: Literal["random", "zero"] = "random"
+    bias: bool = True
+
+
+def logistic(
+    shape: tuple[int, ...], classes: int, settings: LogisticSettings | None = None
+) -> nn.Module:
     """Multinomial logistic regression (the convex task of FedProxVR)."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+    chosen = settings or LogisticSettings()
+    linear = nn.Linear(math.prod(shape), classes, bias=chosen.bias)
+    if chosen.start == "zero":
+        for parameter in linear.parameters():
+            nn.init.zeros_(parameter)
+    return nn.Sequential(nn.Flatten(), linear)
 
 
 def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:

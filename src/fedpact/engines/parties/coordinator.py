@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpact.data import datasets
 from fedpact.engines.parties.admission import Admission
@@ -21,7 +21,9 @@ from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.statement import Side, statement
+from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord
@@ -94,8 +96,7 @@ class Coordinator:
         """
         self._begin()
         evaluator = _Evaluator(self)
-        module = self.federation.workshop(self.plan).module
-        at, records = start(self.folder, self.plan, module, evaluator)
+        at, records = start(self.folder, self.plan, self.module, evaluator)
         evaluator.go_on(records)
         for record in records:
             on_round(record)
@@ -106,7 +107,15 @@ class Coordinator:
             records.append(record)
             on_round(record)
         ended = at, records, rounds.status
-        return finish(self.folder, self.plan, self.terms, module(), *ended)
+        return finish(self.folder, self.plan, self.terms, self.module(), *ended)
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call."""
+        return self.workshop().module()
+
+    def workshop(self) -> Workshop:
+        """Return what the server computes with."""
+        return self.federation.workshop(self.plan, self.directory)
 
     def _begin(self) -> None:
         folder, plan = self.folder, self.plan.model_dump(mode="json")
@@ -127,7 +136,7 @@ class Coordinator:
         test = self.federation.seeds == "test"
         side = Side(
             randomness="seeded test: protects nobody" if test else "secure, at each site",
-            separation=self.federation.workshop(self.plan).separation(),
+            separation=self.workshop().separation(),
             covers=_COVERS,
             does_not_cover=_DOES_NOT_COVER,
         )
@@ -140,7 +149,7 @@ class _Evaluator:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._terms, self._steps = coordinator.terms, 0
-        self._model = FlatModel(coordinator.federation.workshop(coordinator.plan).module())
+        self._model = FlatModel(coordinator.module())
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         self._test = _test_set(coordinator)
 
@@ -174,4 +183,6 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
         return None
     federation = coordinator.federation
     data = datasets.load(str(path), classes=federation.classes, form=federation.records)
-    return data.x, data.y
+    stage = coordinator.plan.stage(coordinator.directory)
+    staged = stage(data.x, federation.example(), str(path), beside(path))
+    return staged.x[staged.good], data.y[staged.good]

@@ -129,9 +129,9 @@ class Federation(BaseModel):
         """Return every site's terms, from public numbers alone."""
         return plan.terms({name: member.size for name, member in self.sites.items()})
 
-    def workshop(self, plan: Plan) -> Workshop:
-        """Return what a party of this federation computes with."""
-        return Workshop(plan, self.example(), len(self.classes))
+    def workshop(self, plan: Plan, at: Path) -> Workshop:
+        """Return what a party of this federation computes with. at: its directory."""
+        return Workshop(plan, plan.stage(at).example(self.example()), len(self.classes))
 
     def example(self) -> Tensor:
         """Return a record of zeros."""

@@ -38,6 +38,7 @@ from fedpact.engines.parties.witness import Witness, check_left_behind, is_place
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
+from fedpact.features.cache import beside
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (
     MOST_VECTORS,
@@ -97,7 +98,8 @@ class Site:
         self._masker = masker_of(directory, self.name, self.federation, self.plan)
         self._terms = self.federation.terms(self.plan)[self.name]
         self._device = device_of(self.settings.device)
-        workshop = replace(self.federation.workshop(self.plan), device=self.settings.device)
+        workshop = self.federation.workshop(self.plan, directory)
+        workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
         self._records = self._load(directory / self.settings.records)
@@ -259,11 +261,13 @@ class Site:
     def _load(self, path: Path) -> Records:
         of = self.federation
         found = load_site(path, self.settings.label, of.classes, of.shape, of.values, of.records)
+        stage = self.plan.stage(self._directory)
+        staged = stage(found.x, of.example(), str(path), beside(path))
         # Tried in the CPU's memory: a word that a card's table does not have ends its process.
         on_cpu = self._device.type == "cpu"
-        bench = self._bench if on_cpu else of.workshop(self.plan).bench()
-        good = taken(found.x, found.y, bench.private, str(path), found.numbers)
-        return Records(found.x[good].to(self._device), found.y[good].to(self._device))
+        bench = self._bench if on_cpu else of.workshop(self.plan, self._directory).bench()
+        good = taken(staged.x, found.y, bench.private, str(path), found.numbers) & staged.good
+        return Records(staged.x[good].to(self._device), found.y[good].to(self._device))
 
 
 def decode_task(block: bytes) -> Task:

@@ -1,0 +1,99 @@
+"""Features of somebody's own: factory(shape) -> a frozen nn.Module, given one record at a time.
+
+A module is given each record alone, as a batch of one, so it keeps records apart whatever is in it.
+Its weights are those that the factory leaves, or those of a file of safetensors or of torch, whose
+SHA-256 the plan names.
+"""
+
+import hashlib
+import inspect
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+from fedpact.errors import ModelError
+from fedpact.features.settings import FeatureSettings
+from fedpact.models.build import own_factory
+
+_FORM = "factory(shape) -> nn.Module"
+
+
+class Backbone:
+    """A frozen module: records [1, *shape] -> numbers [1, ...], the same for equal records.
+
+    shape: a record's. seed: what weights are drawn from where the factory draws some. at: where a
+    relative `weights` is looked for. Raises ModelError: the factory, the file, or what comes out.
+    """
+
+    def __init__(
+        self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
+    ) -> None:
+        self._name = f"features.kind = {settings.kind!r}"
+        factory = own_factory(settings.kind, "features.kind", (), _FORM)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                module = factory(shape)
+            except Exception as error:
+                raise ModelError(
+                    f"{self._name}: calling it with shape {shape} failed with "
+                    f"{type(error).__name__}: {error}; expected {_FORM}"
+                ) from error
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"{self._name} returned {type(module).__name__}: expected {_FORM}")
+        if settings.weights is not None:
+            self._fill(module, at / settings.weights, settings.sha256)
+        self._module = module.eval().requires_grad_(False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a record's features [p] as float32, of x [1, *shape]."""
+        found = self._module(x.clone())
+        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
+            what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ModelError(
+                f"{self._name} answers a batch of one record with {what}: expected [1, ...]"
+            )
+        return found.detach().reshape(-1).float()
+
+    def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
+        try:
+            block = path.read_bytes()
+        except OSError as error:
+            raise ModelError(
+                f"features.weights: {path} cannot be read ({error.strerror}): expected the file of "
+                "weights at every party; check the path, which is relative to the directory of a "
+                "deployment's party, else to the working directory"
+            ) from None
+        found = hashlib.sha256(block).hexdigest()
+        if found != sha256:
+            raise ModelError(
+                f"features.weights: {path} has SHA-256 {found}: the plan names {sha256}; get the "
+                "file that the parties agreed on"
+            )
+        try:
+            module.load_state_dict(_tensors(path, block))
+        except Exception as error:
+            raise ModelError(
+                f"features.weights: {path} does not fill the module of {self._name} "
+                f"({type(error).__name__}: {error}): expected its state_dict, as "
+                "safetensors.torch.save_file or torch.save writes it"
+            ) from error
+
+
+def _tensors(path: Path, block: bytes) -> Mapping[str, Any]:
+    if path.suffix == ".safetensors":
+        return load_tensors(block)
+    # weights_only: a file of torch's may otherwise hold code, which would be carried out.
+    return torch.load(io.BytesIO(block), map_location="cpu", weights_only=True)
+
+
+def source_of(kind: str) -> str:
+    """Return the SHA-256 of the file that a 'package.module:factory' is in, "" where it is none."""
+    module = inspect.getmodule(own_factory(kind, "features.kind", (), _FORM))
+    path = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

@@ -1,0 +1,184 @@
+"""From records to their features, each from one record and public numbers alone.
+
+A record's features are the same bits whatever records stand beside it: records are given to the
+maps in batches of one size, filled up with zeros, and a factory's module gets each alone. So one
+record more or less changes no other's, and what a site's oracle protects of a record's features, it
+protects of the record.
+
+    x -> [0, 1], by the record's own extremes -> maps, with mirror the mean of both images'
+      -> square roots -> unit length -> (· - mean) whitened by made images' mean and covariance
+      -> unit length -> float16
+
+Square roots make faint answers count beside strong ones, as in Fisher vectors (Perronnin, Sánchez,
+Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length keeps every record's gradient within a
+clip that is chosen without looking. Covariance Σ + (ρ tr Σ / p) I with ρ = 0.4; what whitens is the
+inverse of its Cholesky factor, which follows continuously from Σ, so machines that round in other
+ways agree.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedpact.errors import ModelError
+from fedpact.features.backbone import Backbone, source_of
+from fedpact.features.kinds import KINDS
+from fedpact.features.made import MADE, dead_leaves
+from fedpact.features.settings import FeatureSettings
+from fedpact.persample.products import aligned, linear
+
+VERSION: Final = 1
+"""Of what is computed here: one more wherever a record's features become others."""
+
+_BATCH: Final = 64
+_SHRINKAGE: Final = 0.4
+_MOST_WHITENED: Final = 8192
+
+
+@dataclass(frozen=True)
+class Found:
+    """Features x [n, p], float16, and which records have any, bool [n]: the others' are 0.
+
+    A record has none where they are not finite, or where the module of a factory raises at it.
+    """
+
+    x: Tensor
+    good: Tensor
+
+
+class Extractor:
+    """Computes features of records of one shape. at: where a relative path of weights begins.
+
+    Raises ModelError: records that these features are not made for, or a factory that fails.
+    """
+
+    def __init__(
+        self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
+    ) -> None:
+        self._settings, self._shape = settings, shape
+        self._seed = seed if settings.seed is None else settings.seed
+        if settings.factory:
+            self._backbone = Backbone(settings, shape, self._seed, at)
+        else:
+            self._image = _image_shape(settings, shape)
+            self._maps = KINDS[settings.kind].make(settings, self._image, self._seed)
+
+    @cached_property
+    def width(self) -> int:
+        """How many numbers a record's features are, p."""
+        zeros = torch.zeros(1, *self._shape)
+        with torch.no_grad():
+            if self._settings.factory:
+                return len(self._backbone(zeros))
+            return self._mapped(zeros).shape[1]
+
+    @property
+    def key(self) -> str:
+        """What features follow from besides the records, as a digest; all of it is public."""
+        parts = (
+            VERSION,
+            torch.__version__,
+            self._settings.model_dump(mode="json"),
+            self._shape,
+            self._seed,
+            source_of(self._settings.kind) if self._settings.factory else "",
+        )
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def __call__(self, x: Tensor) -> Found:
+        """Return the features of records x [n, *shape], float32 on the CPU."""
+        found = torch.zeros(len(x), self.width, dtype=torch.float16)
+        good = torch.ones(len(x), dtype=torch.bool)
+        with torch.no_grad():
+            size = 1 if self._settings.factory else _BATCH
+            for start in range(0, len(x), size):
+                rows = slice(start, min(start + size, len(x)))
+                some = self._alone(x[rows]) if size == 1 else self._batch(x[rows])
+                good[rows] = some.isfinite().all(1)
+                found[rows] = torch.where(good[rows, None], some, 0).half()
+        return Found(found, good)
+
+    def _alone(self, x: Tensor) -> Tensor:
+        nothing = torch.full((1, self.width), torch.nan)
+        try:
+            found = self._backbone(x)
+        except Exception:  # whatever a module may raise at a record
+            return nothing
+        return F.normalize(found[None]) if len(found) == self.width else nothing
+
+    def _batch(self, x: Tensor) -> Tensor:
+        full = x.new_zeros(_BATCH, *self._shape)
+        full[: len(x)] = x
+        found = self._mapped(full)
+        if self._settings.whiten:
+            mean, whitening = self._whitening
+            found = F.normalize(linear(*aligned(found - mean, whitening)))
+        return found[: len(x)]
+
+    def _mapped(self, x: Tensor) -> Tensor:
+        """Unit rows [B, p] of what the maps find in records x [B, *shape]."""
+        x = _scaled(x.reshape(len(x), *self._image))
+        maps = self._maps(x)
+        if self._settings.mirror:
+            maps = (maps + self._maps(x.flip(3))) / 2
+            # What is right of the middle is the left's twin.
+            maps = maps[..., : (maps.shape[3] + 1) // 2]
+        return F.normalize(maps.flatten(1).clamp_min(0).sqrt())
+
+    @cached_property
+    def _whitening(self) -> tuple[Tensor, Tensor]:
+        """The mean [p] of made images' features, and what whitens them [p, p]."""
+        p = self.width
+        if p > _MOST_WHITENED:
+            raise ModelError(
+                f"features.kind = {self._settings.kind!r} finds {p} numbers in a record: expected "
+                f"at most {_MOST_WHITENED} with whiten = true; lower cells or filters, or set "
+                "whiten = false"
+            )
+        made = dead_leaves(MADE, self._image, self._seed)
+        found = torch.cat([self._mapped(some) for some in made.split(_BATCH)]).double()
+        mean = found.mean(0)
+        found -= mean
+        covariance = found.T @ found / len(found)
+        ridge = _SHRINKAGE / p * covariance.trace()
+        covariance.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(covariance)
+        eye = torch.eye(p, dtype=torch.float64)
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+        return mean.float(), inverse.float()
+
+
+@lru_cache(maxsize=2)
+def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path) -> Extractor:
+    """Return the extractor of a plan's features; filters and whitening are made once a process.
+
+    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's.
+    """
+    return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
+
+
+def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return (channels, height, width)."""
+    if len(shape) not in (2, 3):
+        raise ModelError(
+            f"features.kind = {settings.kind!r} with records of shape {shape}: expected images, "
+            "(height, width) or (channels, height, width); leave [features] out for other records, "
+            "or name a 'package.module:factory' that takes them"
+        )
+    channels, height, width = shape if len(shape) == 3 else (1, *shape)
+    return channels, height, width
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """Images [B, c, h, w] with each one's smallest number at 0 and its largest at 1."""
+    # Halves, as the difference of two large numbers may be none.
+    x = x / 2
+    x = x - x.amin((1, 2, 3), keepdim=True)
+    return x / x.amax((1, 2, 3), keepdim=True).clamp_min(1e-30)

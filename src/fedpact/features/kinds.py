@@ -1,0 +1,64 @@
+"""The kinds of features: one entry of KINDS each. docs/extending.md adds one.
+
+A kind makes maps from public numbers alone: settings, the shape of a record, a seed. Maps take a
+batch of records and give each its own, whatever stands beside it. What is the same for all kinds,
+that records are given in one form, whitened, and cut to unit length, is done in extract.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from fedpact.errors import ModelError
+from fedpact.features.patches import Patches
+from fedpact.features.scattering import Scattering
+
+Shape = tuple[int, ...]
+Maps = Callable[[Tensor], Tensor]
+"""Records [B, channels, height, width] in [0, 1] -> what each holds, [B, maps, rows, columns].
+
+Numbers >= 0, of which extract takes the square roots.
+Rows and columns are places in the image, from top left.
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to compute features.
+
+    make: of settings, shape (channels, height, width) and a seed, it returns maps. own: the
+    settings that matter here and in the kinds that name them too.
+    """
+
+    make: Callable[[Any, tuple[int, int, int], int], Maps]
+    own: tuple[str, ...] = ()
+
+
+def _scattering(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
+    del seed
+    return Scattering(_cells(settings, 5, min(shape[1:]) // 2, shape))
+
+
+def _patches(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
+    places = min(shape[1:]) - settings.size + 1
+    cells = _cells(settings, 2, places, shape)
+    return Patches(shape, seed, cells, settings.filters, settings.size, settings.threshold)
+
+
+def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
+    cells = min(default, most) if settings.cells is None else settings.cells
+    if not 1 <= cells <= most:
+        raise ModelError(
+            f"features.kind = {settings.kind!r} with cells = {cells}: an image of shape {shape} "
+            f"has places for {max(most, 0)} x {max(most, 0)} at most; lower cells"
+            + (f", or size = {settings.size}" if settings.kind == "patches" else "")
+        )
+    return cells
+
+
+KINDS: Final[dict[str, Kind]] = {
+    "scattering": Kind(_scattering, own=("cells",)),
+    "patches": Kind(_patches, own=("cells", "filters", "size", "threshold")),
+}

@@ -1,0 +1,73 @@
+"""Random patches: how much of each small pattern is in each quarter of an image.
+
+Coates, Ng, The importance of encoding versus training with sparse coding and vector quantization,
+ICML 2011: patches are freed of their mean and contrast, whitened, and held against filters that are
+themselves patches; what exceeds a threshold, on either side, is averaged over a grid of cells. Here
+filters and whitening come from made images, half of the filters as drawn and half mirrored.
+"""
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedpact.draws.seeded import stream
+from fedpact.features.made import MADE, dead_leaves
+
+_IMAGES: Final = 1000
+_FLAT: Final = 0.03
+"""A patch's contrast counts as at least this; images are in [0, 1]."""
+_LEAST: Final = 0.01
+"""What is added to the variances of patches before they are whitened, of their mean."""
+
+
+class Patches:
+    """The maps of images [B, channels, height, width]: [B, 2 · filters, cells, cells]."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        seed: int,
+        cells: int,
+        filters: int,
+        size: int,
+        threshold: float,
+    ) -> None:
+        self._cells, self._size, self._threshold = cells, size, threshold
+        made = dead_leaves(MADE, shape, seed)[:_IMAGES]
+        draws = stream("patches", seed, *shape, size)
+        found = F.unfold(made, size).transpose(1, 2)
+        place = torch.randint(found.shape[1], (_IMAGES, 20), generator=draws)
+        some = found.gather(1, place[..., None].expand(-1, -1, found.shape[2])).flatten(0, 1)
+        some = some[some.std(1, correction=0) > _FLAT]
+        some = _contrast(some).double()
+        values, vectors = torch.linalg.eigh(some.T @ some / len(some))
+        values = values.clamp_min(0)
+        whitening = vectors / (values + _LEAST * values.mean()).sqrt() @ vectors.T
+        chosen = some[torch.randperm(len(some), generator=draws)[: (filters + 1) // 2]] @ whitening
+        chosen = F.normalize(chosen)
+        mirrored = chosen.view(-1, shape[0], size, size).flip(3).flatten(1)
+        bank = torch.cat([chosen, mirrored])[:filters]
+        # One product: of a patch without its mean, whitened, and held against the filters.
+        found = bank @ whitening
+        found -= found.mean(1, keepdim=True)
+        self._bank = found.float().view(-1, shape[0], size, size).contiguous()
+        self._box = torch.full((1, *self._bank.shape[1:]), 1 / found.shape[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the maps, each of a record's own; no record has a part in another's."""
+        variance = F.conv2d(x.square(), self._box) - F.conv2d(x, self._box).square()
+        found = F.conv2d(x, self._bank) / variance.clamp_min(_FLAT**2).sqrt()
+        pooled = [
+            F.adaptive_avg_pool2d((side - self._threshold).relu_(), self._cells)
+            for side in (found, -found)
+        ]
+        return torch.cat(pooled, 1)
+
+
+def _contrast(patches: Tensor) -> Tensor:
+    """Patches [..., k] without their mean and contrast."""
+    centred = patches - patches.mean(-1, keepdim=True)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return centred / deviation.clamp_min(_FLAT)

@@ -1,0 +1,83 @@
+"""The stage between a party's records and what it trains or scores on; nothing where kind = "none".
+
+It is the same function in a simulation, at a deployed site as it opens, and for the server's public
+test set. What it makes of a record follows from that record, the plan and the party's own copy of
+the weights; no record makes it fail.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import ModelError
+from fedpact.features import cache
+from fedpact.features.extract import Extractor, extractor
+from fedpact.features.settings import FeatureSettings
+
+_logger = logging.getLogger("fedpact")
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A plan's features. seed: the plan's. at: where a relative path of weights begins."""
+
+    settings: FeatureSettings
+    seed: int
+    at: Path = Path()
+
+    def example(self, record: Tensor) -> Tensor:
+        """Return something of the form that a record [*shape] comes out in.
+
+        Raises ModelError: records that these features are not made for.
+        """
+        if not self.settings.used:
+            return record
+        return torch.zeros(self._extractor(record).width)
+
+    def key(self, record: Tensor) -> str:
+        """Return what features follow from besides the records, as a public digest."""
+        return self._extractor(record).key
+
+    def __call__(self, x: Tensor, example: Tensor, origin: str, kept: Path | None) -> "Staged":
+        """Return what stands in place of records x [n, *shape] on the CPU.
+
+        example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
+        where their features are cached, or None.
+        """
+        if not self.settings.used:
+            return Staged(x, torch.ones(len(x), dtype=torch.bool))
+        found = cache.features(x, self._extractor(example), kept)
+        bad = (~found.good).nonzero()[:, 0].tolist()
+        if bad:
+            _logger.warning(
+                "%s: %d of %d records have no features of kind %s and are left out of everything: "
+                "places %s (counted from 0); look for values that are none",
+                origin,
+                len(bad),
+                len(x),
+                self.settings.kind,
+                ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
+            )
+        return Staged(found.x.float(), found.good)
+
+    def _extractor(self, record: Tensor) -> Extractor:
+        if not record.is_floating_point():
+            raise ModelError(
+                f"features.kind = {self.settings.kind!r} with records of {record.dtype}: expected "
+                "measurements; store them as float32, or leave [features] out for words"
+            )
+        return extractor(
+            self.settings.model_dump_json(), tuple(record.shape), self.seed, self.at.absolute()
+        )
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What stands in place of records, x [n, ...], and which of them have it, bool [n]."""
+
+    x: Tensor
+    good: Tensor

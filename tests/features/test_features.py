@@ -1,0 +1,442 @@
+"""Features are a pure function of one record and of public numbers, or they are refused."""
+
+import hashlib
+import logging
+import math
+import stat
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from scipy.signal import convolve2d
+from tests.features import backbones_of_users
+from torch import nn
+
+from fedpact.data.datasets import from_arrays
+from fedpact.data.tables import read_npz
+from fedpact.draws.seeded import stream
+from fedpact.engines.scene import Scene
+from fedpact.engines.simulation import simulate
+from fedpact.errors import FedpactError, ModelError, PlanError
+from fedpact.features import cache, settings
+from fedpact.features.cache import beside, features
+from fedpact.features.extract import Extractor
+from fedpact.features.kinds import KINDS, Kind
+from fedpact.features.made import dead_leaves
+from fedpact.features.patches import Patches
+from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
+from fedpact.features.settings import FeatureSettings
+from fedpact.plan import Plan
+
+OWN = backbones_of_users.__name__
+SHAPE = (3, 11, 12)
+SMALL = {
+    "scattering": {"kind": "scattering", "cells": 2, "mirror": True},
+    "patches": {"kind": "patches", "filters": 24, "size": 4},
+    "own": {"kind": f"{OWN}:mixing", "trained_on": "nothing: it has no weights"},
+}
+
+
+def made(count, shape=SHAPE, seed=5):
+    return torch.rand(count, *shape, generator=stream("records", seed))
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def small(request, tmp_path_factory):
+    chosen = FeatureSettings(**SMALL[request.param])
+    return Extractor(chosen, SHAPE, 0, tmp_path_factory.getbasetemp())
+
+
+def test_a_records_features_are_the_same_bits_whatever_stands_beside_it(small):
+    x = made(150)
+    x[7] *= 1e30
+    x[9] = 0
+    together = small(x)
+    assert together.good.all()
+    assert together.x.unique(dim=0).shape[0] >= 149
+    order = torch.randperm(150, generator=stream("order"))
+    assert torch.equal(small(x[order]).x, together.x[order])
+    for some in (slice(0, 1), slice(9, 10), slice(3, 70), slice(149, 150)):
+        assert torch.equal(small(x[some]).x, together.x[some])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(small(x).x, together.x)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_features_are_unit_rows_of_float16(small):
+    found = small(made(20)).x
+    assert found.dtype == torch.float16
+    # Each of p entries is off by at most 2^-11 of itself.
+    assert torch.allclose(found.double().norm(dim=1), torch.ones(20).double(), atol=1e-3)
+
+
+def test_no_records_have_no_features(small):
+    found = small(made(5)[:0])
+    assert found.x.shape == (0, small.width)
+    assert found.good.shape == (0,)
+
+
+def test_features_follow_from_the_plans_seed_or_their_own(tmp_path):
+    def of(plans, **changes):
+        chosen = FeatureSettings(**{**SMALL["patches"], **changes})
+        return Extractor(chosen, SHAPE, plans, tmp_path)(made(3)).x
+
+    assert torch.equal(of(1), of(1))
+    assert not torch.equal(of(1), of(2))
+    assert torch.equal(of(1, seed=7), of(2, seed=7))
+
+
+def test_mirrored_images_have_the_same_features(tmp_path):
+    chosen = FeatureSettings(kind="scattering", cells=3, mirror=True, whiten=False)
+    mirrored = Extractor(chosen, SHAPE, 0, tmp_path)
+    x = made(4)
+    assert torch.allclose(mirrored(x).x.float(), mirrored(x.flip(3)).x.float(), atol=2e-3)
+    plain = Extractor(chosen.model_copy(update={"mirror": False}), SHAPE, 0, tmp_path)
+    assert not torch.allclose(plain(x).x.float(), plain(x.flip(3)).x.float(), atol=2e-3)
+    # Of three columns of cells, the left and the middle one.
+    assert mirrored.width * 3 == plain.width * 2
+
+
+def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):
+    of = Extractor(FeatureSettings(kind="scattering", cells=2), SHAPE, 0, tmp_path)
+    x = made(4)
+    assert torch.allclose(of(x).x.float(), of(3 * x - 40).x.float(), atol=2e-3)
+
+
+def test_whitened_features_of_made_images_are_uncorrelated_where_they_vary(tmp_path):
+    """(Σ + rI)^-1 whitens: in an eigenbasis of Σ, variances are λ / (λ + r), correlations 0."""
+    raw = Extractor(FeatureSettings(kind="scattering", cells=2, whiten=False), SHAPE, 3, tmp_path)
+    mean, whitening = Extractor(
+        FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
+    )._whitening
+    found = torch.cat([raw._mapped(x) for x in dead_leaves(4000, SHAPE, 3).split(64)]).double()
+    assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
+    covariance = torch.cov((found - mean).T, correction=0)
+    ridge = 0.4 * covariance.trace() / len(covariance)
+    white = whitening.double() @ covariance @ whitening.double().T
+    variances = torch.linalg.eigvalsh(covariance)
+    expected = variances / (variances + ridge)
+    assert torch.allclose(torch.linalg.eigvalsh(white), expected, atol=1e-4)
+
+
+def test_gabor_filters_are_waves_of_mean_0_in_eight_directions():
+    for width in (0.8, 1.6):
+        bank = gabor(width).double()
+        assert bank.shape[0] == 2 * DIRECTIONS
+        assert torch.allclose(bank.sum((1, 2, 3)), torch.zeros(16).double(), atol=1e-6)
+        # The fifth direction is the first one turned by a quarter.
+        assert torch.allclose(bank[4, 0], bank[0, 0].T, atol=1e-6)
+
+
+def test_scattering_maps_are_the_convolutions_that_its_page_says():
+    x = made(1, (1, 9, 9))
+    maps = Scattering(1)(x)[0, :, 0, 0].double()
+    image = x[0, 0].double().numpy()
+
+    def strength(picture, width, k):
+        bank = gabor(width).double().numpy()[:, 0]
+        # conv2d correlates, so the filter is turned; the image goes on at its edges as it ends.
+        sides = [
+            convolve2d(torch.tensor(picture).numpy(), bank[j][::-1, ::-1], mode="valid")
+            for j in (k, k + DIRECTIONS)
+        ]
+        return (sides[0] ** 2 + sides[1] ** 2) ** 0.5
+
+    def padded(picture, width):
+        side = math.ceil(3 * width)
+        given = torch.tensor(picture)[None, None]
+        return nn.functional.pad(given, (side,) * 4, mode="replicate")[0, 0].numpy()
+
+    means = [strength(padded(image, w), w, k).mean() for w in (0.8, 1.6) for k in range(8)]
+    narrow = strength(padded(image, 0.8), 0.8, 2)
+    second = strength(padded(narrow, 1.6), 1.6, 5)[::2, ::2].mean()
+    # One cell: each map is its mean over its length, 1, unless it is faint beside the longest.
+    longest = max(means)
+    unscaled = Scattering(1)
+    pooled = {}
+    unscaled._pooled = lambda m: pooled.setdefault(len(pooled), m.mean((2, 3), keepdim=True))
+    unscaled(x)
+    assert torch.allclose(pooled[1].flatten().double(), torch.tensor(means[:8]), atol=1e-6)
+    assert torch.allclose(pooled[2].flatten().double(), torch.tensor(means[8:]), atol=1e-6)
+    assert float(pooled[3].flatten()[2 * 8 + 5]) == pytest.approx(second, abs=1e-6)
+    assert maps.max() == pytest.approx(1, abs=1e-6)
+    assert longest > 0
+
+
+def test_a_patchs_brightness_and_contrast_do_not_count():
+    """By the definition, patch by patch: contrast, product with the filters, threshold, mean."""
+    of = Patches((1, 7, 7), 0, 1, 6, 4, 0.25)
+    x = made(1, (1, 7, 7))
+    found = of(x)[0, :, 0, 0].double()
+    patches = nn.functional.unfold(x, 4)[0].T.double()
+    patches = patches - patches.mean(1, keepdim=True)
+    patches /= patches.std(1, correction=0, keepdim=True)
+    answers = patches @ of._bank.flatten(1).T.double()
+    sides = [(s * answers - 0.25).clamp_min(0).mean(0) for s in (1, -1)]
+    assert torch.allclose(found, torch.cat(sides), atol=1e-4)
+
+
+def test_made_images_are_nobodys_and_no_two_are_alike():
+    images = dead_leaves(50, (3, 10, 9), 1)
+    assert images.shape == (50, 3, 10, 9)
+    assert 0 <= images.min() <= images.max() <= 1
+    assert images.unique(dim=0).shape[0] == 50
+    assert torch.equal(images, dead_leaves.__wrapped__(50, (3, 10, 9), 1))
+    assert not torch.equal(images, dead_leaves(50, (3, 10, 9), 2))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shape", "word"),
+    [
+        (SMALL["scattering"], (13,), "expected images"),
+        (SMALL["patches"], (1, 3, 28), "lower cells"),
+        ({"kind": "scattering", "cells": 9}, (8, 8), "4 x 4 at most"),
+        ({"kind": f"{OWN}:none", "trained_on": "x"}, SHAPE, "cannot be imported|has no attribute"),
+        ({"kind": f"{OWN}:nothing", "trained_on": "x"}, SHAPE, "returned NoneType"),
+        ({"kind": "patches", "filters": 6000, "size": 3}, SHAPE, "at most 8192"),
+    ],
+)
+def test_records_and_settings_that_do_not_go_together_are_told(tmp_path, chosen, shape, word):
+    with pytest.raises(ModelError, match=word):
+        Extractor(FeatureSettings(**chosen), shape, 0, tmp_path)(made(2, shape))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "word"),
+    [
+        ({"kind": "scatering"}, "features.kind: 'scatering' is no kind of features"),
+        ({"kind": "scattering", "filters": 7}, "filters is 7 with kind = 'scattering'"),
+        ({"cells": 3}, "cells is 3 with kind = 'none'"),
+        ({"kind": "a.b:c", "mirror": True}, "mirror is True"),
+        ({"kind": "a.b:c", "weights": "w.pt"}, "give both"),
+        ({"kind": "a.b:c"}, "no ε can be stated"),
+        ({"kind": "a.b:c", "trained_on": " "}, "trained_on"),
+        ({"kind": "patches", "threshold": math.nan}, "threshold"),
+    ],
+)
+def test_a_plan_with_unknown_or_unfitting_features_is_refused(chosen, word):
+    with pytest.raises(PlanError, match=word):
+        Plan.parse({"features": chosen})
+
+
+def test_a_plain_run_needs_no_word_on_what_its_backbone_was_trained_on():
+    plan = Plan.parse({"features": {"kind": f"{OWN}:linear"}, "privacy": {"mode": "none"}})
+    assert not plan.private
+
+
+def test_words_are_no_images(tmp_path):
+    data = from_arrays([[[1, 2], [3, 4]]] * 4, [0, 1, 0, 1])
+    with pytest.raises(ModelError, match="words"):
+        Scene.of(Plan.parse({"features": SMALL["scattering"], "sites": 2}), data)
+
+
+def test_a_kind_whose_setting_is_no_field_is_an_error(monkeypatch):
+    monkeypatch.setitem(KINDS, "odd", Kind(lambda *_: nn.Identity(), own=("colour",)))
+    with pytest.raises(FedpactError, match="colour"):
+        settings.check_kinds()
+
+
+# ---------------------------------------------------------------- weights of somebody's own
+
+
+def weights_file(path):
+    torch.manual_seed(3)
+    module = backbones_of_users.linear(SHAPE)
+    if path.suffix == ".safetensors":
+        save_file(module.state_dict(), path)
+    else:
+        torch.save(module.state_dict(), path)
+    return module, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_a_backbone_has_the_weights_of_its_file(tmp_path, name):
+    module, sha256 = weights_file(tmp_path / name)
+    chosen = FeatureSettings(
+        kind=f"{OWN}:linear", weights=name, sha256=sha256, trained_on="made numbers"
+    )
+    x = made(5)
+    expected = nn.functional.normalize(module(x)).detach()
+    found = Extractor(chosen, SHAPE, 0, tmp_path)(x).x
+    assert torch.allclose(found.float(), expected, atol=1e-3)
+
+
+def test_a_file_that_is_another_or_fits_no_module_is_refused(tmp_path):
+    module, sha256 = weights_file(tmp_path / "w.pt")
+    chosen = {"kind": f"{OWN}:linear", "weights": "w.pt", "trained_on": "made numbers"}
+
+    def extractor(shape=SHAPE, **changes):
+        return Extractor(FeatureSettings(**{**chosen, **changes}), shape, 0, tmp_path)
+
+    with pytest.raises(ModelError, match="the plan names"):
+        extractor(sha256="0" * 64)
+    with pytest.raises(ModelError, match="cannot be read"):
+        extractor(weights="elsewhere.pt", sha256=sha256)
+    with pytest.raises(ModelError, match="does not fill"):
+        extractor(shape=(2, 2), sha256=sha256)
+    # A file of torch's that would carry code out is none of weights.
+    torch.save(module, tmp_path / "code.pt")
+    code = hashlib.sha256((tmp_path / "code.pt").read_bytes()).hexdigest()
+    with pytest.raises(ModelError, match="does not fill"):
+        extractor(weights="code.pt", sha256=code)
+
+
+def test_records_at_which_a_backbone_fails_are_left_out_by_themselves(tmp_path, caplog):
+    """One raises, one has no finite features: the others keep theirs, and the run goes on."""
+    x = 4 + made(60, (2, 3))
+    x[4], x[11, 0, 0] = 1000, 0
+    chosen = {"kind": f"{OWN}:picky", "trained_on": "nothing: it has no weights"}
+    plan = Plan.parse({"features": chosen, "sites": 2, "rounds": 1})
+    labels = [0, 1] * 30
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        scene = Scene.of(plan, from_arrays(x, labels))
+    assert "2 of 60 records have no features" in caplog.text
+    assert "places 4, 11" in caplog.text
+    rest = [k for k in range(60) if k not in (4, 11)]
+    without = Scene.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
+    assert torch.equal(scene.dataset.x, without.dataset.x)
+    assert torch.equal(scene.raw.x, x[rest])
+
+
+# ---------------------------------------------------------------- in a run
+
+
+DIGITS = {
+    "features": {"kind": "scattering", "cells": 2},
+    "sites": 3,
+    "rounds": 6,
+    "settings": {"learning_rate": 8.0},
+    "privacy": {"clip": 0.5},
+    "run": {"workers": 1},
+}
+
+
+def test_a_run_trains_on_features_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
+    result = simulate(Plan.parse(DIGITS), tmp_path / "run")
+    assert result.summary["model_parameters"] == 81 * 4 * 10 + 10
+    assert result.records[-1].accuracy > result.records[0].accuracy + 0.3
+    said = (tmp_path / "run" / "privacy.json").read_text()
+    assert "from made images: no record takes part" in said
+    kept = sorted((tmp_path / "cache").glob("*.features"))
+    assert len(kept) == 2  # training, and the public test set
+    # From the cache the same bits.
+    again = simulate(Plan.parse(DIGITS), tmp_path / "again")
+    for one, other in zip(result.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_with_other_features_does_not_go_on(tmp_path):
+    data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
+    simulate(Plan.parse({**DIGITS, "rounds": 1}), tmp_path, data=data)
+    other = {"kind": "scattering", "cells": 1}
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(Plan.parse({**DIGITS, "rounds": 1, "features": other}), tmp_path, data=data)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class Counted(Extractor):
+    count = 0
+
+    def __call__(self, x):
+        self.count += len(x)
+        return super().__call__(x)
+
+
+@pytest.fixture
+def counted(tmp_path):
+    return Counted(FeatureSettings(kind="scattering", cells=1, whiten=False), SHAPE, 0, tmp_path)
+
+
+def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
+    x, path = made(10), beside(tmp_path / "records.npz")
+    first = features(x, counted, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    second = features(x, counted, path)
+    assert counted.count == 10
+    assert torch.equal(first.x, second.x)
+    assert torch.equal(first.good, second.good)
+    assert [p.name for p in tmp_path.iterdir()] == ["records.npz.features"]
+
+
+def test_other_records_and_other_settings_have_other_features(tmp_path, counted):
+    x, path = made(10), tmp_path / "f"
+    features(x, counted, path)
+    x[3, 0, 0, 0] += 1
+    assert torch.equal(features(x, counted, path).x, counted(x).x)
+    other = Counted(FeatureSettings(kind="scattering", cells=2, whiten=False), SHAPE, 0, tmp_path)
+    assert torch.equal(features(x, other, path).x, other(x).x)
+    whole = Extractor(other._settings, SHAPE, 1, tmp_path)
+    assert whole.key != other.key
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path, counted):
+    x, path = made(10), tmp_path / "f"
+    good = features(x, counted, path)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1
+    for damaged in (bytes(flipped), whole[:-1], whole[:40], b"", b"\0" * len(whole)):
+        path.write_bytes(damaged)
+        assert torch.equal(features(x, counted, path).x, good.x)
+        assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        found = features(made(3), counted, tmp_path / "file" / "f")
+    assert found.good.all()
+    assert "are not cached" in caplog.text
+    assert cache.SUFFIX == ".features"
+
+
+# ---------------------------------------------------------------- a deployment
+
+
+def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeypatch):
+    pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+    from fedpact.deploy.write import Choices, write
+    from fedpact.engines.parties.coordinator import Coordinator
+    from fedpact.engines.parties.site import Site
+
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
+    plan = Plan.parse({**DIGITS, "privacy": {"accountant": "rdp"}})
+    directory = tmp_path / "deployment"
+    write(directory, plan, Choices())
+    scene = Scene.of(plan)
+    for site in scene.sites:
+        home = directory / "sites" / site.name
+        # What is handed out are records, and the features are the site's to compute.
+        assert read_npz(home / "records.npz")["x"].shape[1:] == (1, 8, 8)
+        with Site(home) as opened:
+            assert torch.equal(opened._records.x, site.x)
+        assert stat.S_IMODE((home / "records.npz.features").stat().st_mode) == 0o600
+    coordinator = Coordinator.of(directory / "server")
+    assert coordinator.workshop().example.shape == scene.dataset.x.shape[1:]
+
+
+def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
+    pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+    from fedpact.deploy.write import Choices, write
+    from fedpact.engines.parties.site import Site
+
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
+    module = backbones_of_users.linear((1, 8, 8))
+    path = tmp_path / "w.safetensors"
+    save_file(module.state_dict(), path)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    chosen = {"kind": f"{OWN}:linear", "weights": str(path), "sha256": sha256, "trained_on": "x"}
+    plan = Plan.parse({"features": chosen, "sites": 3, "privacy": {"accountant": "rdp"}})
+    write(tmp_path / "d", plan, Choices())
+    path.unlink()
+    with Site(tmp_path / "d" / "sites" / "site-00") as opened:
+        assert opened._records.x.shape[1] == 6
