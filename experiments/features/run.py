@@ -22,15 +22,19 @@ import torch
 import fedpact
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
+from fedpact.engines.scene import kept
+from fedpact.features.settings import FeatureSettings
 
 HERE = Path(__file__).parent
 
 
-def set_aside(data: Dataset) -> Dataset:
-    """Return the training records alone, a sixth of them, drawn from a seed, as the test set."""
+def set_aside(plan: fedpact.Plan) -> Dataset:
+    """Return the training records' features, with a sixth of them in the test set's place."""
+    data = datasets.load(plan.data)
+    x = plan.stage()(data.x, data.x[0], data.name, kept(plan, data)).x
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(17))
     test, train = order[: len(order) // 6], order[len(order) // 6 :]
-    x, y = data.x, data.y
+    y = data.y
     return replace(data, x=x[train], y=y[train], x_test=x[test], y_test=y[test])
 
 
@@ -72,7 +76,9 @@ def measure(name: str, seeds: int, out: Path) -> None:
 def choose(name: str, overrides: list[str]) -> None:
     """Print what a setting reaches on the records that are set aside."""
     plan = fedpact.Plan.read(HERE / f"{name}.toml", overrides)
-    data = set_aside(datasets.load(plan.data))
+    data = set_aside(plan)
+    # Features are of each record alone, so those of a part are a part of them.
+    plan = plan.model_copy(update={"features": FeatureSettings()})
     with tempfile.TemporaryDirectory() as folder:
         print(overrides, one(plan, Path(folder) / "run", data), flush=True)
 

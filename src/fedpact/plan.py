@@ -183,6 +183,7 @@ class Plan(BaseModel):
             self.compression,
             self.robust,
             self.secure_aggregation,
+            self.rounds,
         )
 
     @cached_property

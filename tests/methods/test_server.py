@@ -1,9 +1,12 @@
 """Server optimisers against the papers' recurrences and against torch.optim."""
 
+import math
+
 import pytest
 import torch
 
 from fedpact.algorithms.fedavg import Settings
+from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.messages import Reply, State
 from fedpact.methods import Method
@@ -13,7 +16,7 @@ from fedpact.plan import Plan
 
 def path(server, targets):
     """The server's models when the sites' mean is, round by round, w plus each of the steps."""
-    method = ServerOptimised(Method("fedavg", Settings()), server)
+    method = ServerOptimised(Method("fedavg", Settings()), server, len(targets))
     state = method.init(torch.zeros(3, dtype=torch.float64))
     models = []
     for step in targets:
@@ -93,13 +96,67 @@ def test_yogis_second_moment_moves_by_the_square_alone(steps):
 
 
 def test_sites_are_told_nothing_of_it():
-    method = ServerOptimised(Method("fedavg", Settings()), ServerSettings(optimiser="yogi"))
+    method = ServerOptimised(Method("fedavg", Settings()), ServerSettings(optimiser="yogi"), 5)
     told = method.task(method.init(torch.ones(4)))
     assert told.vectors.keys() == {"w"}
     assert isinstance(told, State)
 
 
-@pytest.mark.parametrize("table", [{"optimiser": "adagrad"}, {"momentum": 1.0}, {"rate": 1.0}])
+@pytest.mark.parametrize(
+    ("chosen", "factors"),
+    [
+        ({"schedule": "cosine"}, [(1 + math.cos(math.pi * t / 12)) / 2 for t in range(12)]),
+        ({"schedule": "inverse", "halved_after": 3.0}, [3 / (3 + t) for t in range(12)]),
+        ({"schedule": [1.0, 0.25, 0.5]}, [1.0, 0.25, *[0.5] * 10]),
+        ({"schedule": [0.0]}, [0.0] * 12),
+    ],
+)
+@pytest.mark.parametrize("optimiser", ["momentum", "adam"])
+def test_a_schedule_is_a_learning_rate_of_each_round(steps, chosen, factors, optimiser):
+    """The optimiser's memory does not notice it: each step is the constant one times f(t)."""
+    constant = path(ServerSettings(optimiser=optimiser), steps)
+    steps_taken = torch.diff(constant, dim=0, prepend=torch.zeros(1, 3))
+    expected = steps_taken * torch.tensor(factors, dtype=torch.float64)[:, None]
+    found = path(ServerSettings(optimiser=optimiser, **chosen), steps)
+    torch.testing.assert_close(found, expected.cumsum(0), rtol=0, atol=1e-12)
+
+
+def test_a_constant_schedule_is_what_was_before_there_were_any(steps):
+    """Its state counts nothing, so a run that was begun before goes on."""
+    method = ServerOptimised(Method("fedavg", Settings()), ServerSettings(optimiser="adam"), 5)
+    assert method.init(torch.ones(4)).numbers == {}
+    held = ServerSettings(optimiser="momentum", schedule=[1.0])
+    plain = path(ServerSettings(optimiser="momentum"), steps)
+    assert torch.equal(path(held, steps), plain)
+
+
+def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
+    table = {"optimiser": "momentum", "schedule": "cosine"}
+    plan = Plan.parse({"rounds": 4, "sites": 3, "server": table, "run": {"workers": 1}})
+    whole = simulate(plan, tmp_path / "whole")
+    done = []
+    simulate(plan, tmp_path / "cut", on_round=done.append, stop=lambda: len(done) > 2)
+    resumed = simulate(plan, tmp_path / "cut")
+    assert len(done) < 5
+    assert resumed.records[-1].round == 4
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"optimiser": "adagrad"},
+        {"momentum": 1.0},
+        {"rate": 1.0},
+        {"schedule": "cosine"},
+        {"optimiser": "momentum", "schedule": "linear"},
+        {"optimiser": "momentum", "schedule": []},
+        {"optimiser": "momentum", "schedule": [0.5, -1.0]},
+        {"optimiser": "momentum", "schedule": [float("nan")]},
+        {"optimiser": "momentum", "halved_after": 3.0},
+    ],
+)
 def test_what_is_not_understood_is_refused(table):
     with pytest.raises(PlanError, match="server"):
         Plan.parse({"server": table})

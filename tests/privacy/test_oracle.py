@@ -20,6 +20,7 @@ from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.oracle import (
     Charge,
@@ -306,6 +307,60 @@ def test_records_are_copies_of_those_of_the_indices(chosen: list[int]) -> None:
     y.zero_()
     assert torch.equal(records.x, rows)
     assert records.y.tolist() == [0, 1, 2, 3]
+
+
+class Branching(nn.Module):
+    """Looks at a record's numbers, so it is given each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.where(x.sort(0).values > 9, x, torch.relu(x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "way"),
+    [
+        (nn.Linear(3, 2), "chain"),
+        (
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.ReLU(True), nn.Linear(4, 2)),
+            "chain",
+        ),
+        (nn.Sequential(nn.LayerNorm(3), nn.Softmax(1), nn.Linear(3, 2)), "graph"),
+        (Branching(), "records"),
+    ],
+)
+def test_a_full_batch_is_no_copy_and_is_left_as_it_is(module: nn.Module, way: str) -> None:
+    held = records(70)
+    before = held.x.clone(), held.y.clone()
+    terms = dataclasses.replace(TERMS, rate=1.0, sigmas={**SIGMAS, "difference": 2.0})
+    oracle = private(held, terms, kernel=PerSampleKernel(FlatModel(module.double()), cross_entropy))
+    w = point(oracle._kernel.model.size)
+    for batch in oracle.batches(2, *SIGMAS, "difference"):
+        assert batch._x.data_ptr() == held.x.data_ptr()
+        batch.gradient(w)
+        batch.difference(w, w + 1, 0.5)
+        batch.loss(w, 2.0)
+        batch.below(w, 1.0)
+    assert torch.equal(held.x, before[0])
+    assert torch.equal(held.y, before[1])
+    assert oracle._kernel.way(held.x, held.y) == way
+
+
+def test_a_batch_that_is_clipped_as_a_whole_is_a_copy() -> None:
+    """Its model is any, and may write over what it is given."""
+    held = records(8)
+    before = held.x.clone()
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
+    kernel = BatchClippedKernel(FlatModel(module), cross_entropy)
+    terms = dataclasses.replace(
+        TERMS, rate=1.0, sigmas={"gradient": 1.0}, mechanism="batch_clipped"
+    )
+    for batch in private(held, terms, kernel=kernel).batches(2, "gradient"):
+        batch.gradient(point(8))
+    assert torch.equal(held.x, before)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, math.nan])

@@ -44,7 +44,7 @@ class Scene:
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
         raw = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
-        raw, dataset = _tried(plan, raw, _kept(plan, raw) if data is None else None)
+        raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
         sites = partition.sites(dataset)
@@ -91,15 +91,15 @@ def _loaded(plan: Plan) -> Dataset:
     )
 
 
-def _tried(plan: Plan, raw: Dataset, kept: Path | None) -> tuple[Dataset, Dataset]:
+def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset]:
     """The data set, and what is trained on, without the records that the plan does not take.
 
-    kept: where features are cached, or None.
+    cache: where features are, or None.
     """
     name, test = f"{raw.name} (test)", raw.x_test
     stage = plan.stage()
-    train = stage(raw.x, raw.x[0], raw.name, kept)
-    of_test = None if test is None else stage(test, raw.x[0], name, _of_test(kept))
+    train = stage(raw.x, raw.x[0], raw.name, cache)
+    of_test = None if test is None else stage(test, raw.x[0], name, _of_test(cache))
     data = raw if not plan.features.used else _featured(raw, train, of_test)
     kernel = Workshop(plan, data.x[0], len(data.classes)).bench(check=True).kernel
     good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
@@ -113,16 +113,16 @@ def _tried(plan: Plan, raw: Dataset, kept: Path | None) -> tuple[Dataset, Datase
 def _only(
     raw: Dataset, data: Dataset, good: Tensor, of_test: Tensor | None
 ) -> tuple[Dataset, Dataset]:
-    kept = data.only(good, of_test)
-    return (kept if raw is data else raw.only(good, of_test)), kept
+    used = data.only(good, of_test)
+    return (used if raw is data else raw.only(good, of_test)), used
 
 
 def _featured(raw: Dataset, train: Staged, test: Staged | None) -> Dataset:
     return replace(raw, x=train.x, x_test=None if test is None else test.x, features=())
 
 
-def _kept(plan: Plan, raw: Dataset) -> Path | None:
-    """Where the features of the plan's data are cached: beside a file, else beside decoded sets."""
+def kept(plan: Plan, raw: Dataset) -> Path | None:
+    """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
     if not plan.features.used:
         return None
     if Path(plan.data).suffix.lower() in SUFFIXES:
@@ -131,8 +131,8 @@ def _kept(plan: Plan, raw: Dataset) -> Path | None:
     return beside(files.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")
 
 
-def _of_test(kept: Path | None) -> Path | None:
-    return kept and kept.with_name(f"test-{kept.name}")
+def _of_test(cache: Path | None) -> Path | None:
+    return cache and cache.with_name(f"test-{cache.name}")
 
 
 def _size(plan: Plan, site: SiteRecords) -> float:

@@ -76,8 +76,12 @@ def combined(
     compression: CompressionSettings,
     robust: RobustSettings,
     secure: SecureSettings,
+    rounds: int,
 ) -> Method:
-    """Return the algorithm with everything around it. Raises PlanError: they do not go together."""
+    """Return the algorithm with everything around it. rounds: of the run.
+
+    Raises PlanError: they do not go together.
+    """
     method = Method(name, settings)
     chosen = {
         "robust": robust.rule != "mean",
@@ -95,7 +99,7 @@ def combined(
         method = FairMethod(method, fairness)
     if server.optimiser != "none":
         _check("server", name)
-        method = ServerOptimised(method, server)
+        method = ServerOptimised(method, server, rounds)
     if chosen["control"]:
         _check("control", name)
         method = Controlled(method, control)

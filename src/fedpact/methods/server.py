@@ -7,20 +7,29 @@ arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the alg
     adam      m ← β1 m + (1 - β1) Δ,  v ← β2 v + (1 - β2) Δ²       w ← w + η_s m / (sqrt(v) + a)
     yogi      m as above,  v ← v - (1 - β2) Δ² sign(v - Δ²)        w ← w + η_s m / (sqrt(v) + a)
 
-and v = a² at first. All of it is post-processing of what the sites released: no privacy is spent.
+and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t):
+
+    constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
+    a list    f(1), f(2), ..., whose last number holds for all rounds after it
+
+With one local step a round this is a schedule of η itself. All of it is post-processing of what the
+sites released: no privacy is spent.
 """
 
+import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedpact.messages import Reply, State
 from fedpact.methods import Around, Method, join, split
 
 _PREFIX = "server/"
+
+Factor = Annotated[float, Field(ge=0)]
 
 
 class ServerSettings(BaseModel):
@@ -29,7 +38,8 @@ class ServerSettings(BaseModel):
     optimiser: "none" takes the algorithm's next model as it is. learning_rate: η_s > 0; left out,
     1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in every coordinate.
     momentum: β1 in [0, 1). second_moment: β2 in [0, 1). adaptivity: a > 0, which keeps steps short
-    where v is small.
+    where v is small. schedule: f, see the module; a list is of numbers >= 0. halved_after: h > 0,
+    the rounds after which "inverse" is half.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -38,21 +48,52 @@ class ServerSettings(BaseModel):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     second_moment: float = Field(default=0.99, ge=0, lt=1)
     adaptivity: float = Field(default=1e-3, gt=0)
+    schedule: Literal["constant", "inverse", "cosine"] | list[Factor] = Field(
+        default="constant", min_length=1
+    )
+    halved_after: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _is_used(self) -> Self:
+        if self.schedule != "constant" and self.optimiser == "none":
+            raise ValueError(
+                f"schedule is {self.schedule!r} with optimiser = 'none', which takes the "
+                'algorithm\'s next model as it is: use optimiser = "momentum", with momentum = 0 '
+                "for none"
+            )
+        if self.halved_after != 10.0 and self.schedule != "inverse":
+            raise ValueError(
+                f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it is "
+                'of schedule = "inverse" alone; leave it out'
+            )
+        return self
+
+    def factor(self, number: int, rounds: int) -> float:
+        """Return f of round `number`, 1 .. rounds, of a run of so many rounds."""
+        if isinstance(self.schedule, list):
+            return self.schedule[min(number, len(self.schedule)) - 1]
+        if self.schedule == "inverse":
+            return 1 / (1 + (number - 1) / self.halved_after)
+        if self.schedule == "cosine":
+            return (1 + math.cos(math.pi * (number - 1) / rounds)) / 2
+        return 1.0
 
 
 class ServerOptimised(Around):
-    """A method whose aggregate is a step of a server optimiser; not "none"."""
+    """A method whose aggregate is a step of a server optimiser; not "none". rounds: T."""
 
-    def __init__(self, inner: Method, server: ServerSettings) -> None:
+    def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
         super().__init__(inner)
-        self._server = server
+        self._server, self._rounds = server, rounds
 
     def init(self, w: Tensor) -> State:
         """See Method."""
         own = {"momentum": torch.zeros_like(w)}
         if self._server.optimiser != "momentum":
             own["second_moment"] = torch.full_like(w, self._server.adaptivity**2)
-        return join(State(own), _PREFIX, self.inner.init(w))
+        # Without a schedule nobody counts, as runs of before there were any have no count.
+        numbers = {"round": 0} if self._server.schedule != "constant" else {}
+        return join(State(own, numbers), _PREFIX, self.inner.init(w))
 
     def steps(self, state: State | None = None) -> int:
         """See Method."""
@@ -67,16 +108,20 @@ class ServerOptimised(Around):
         own, rest = split(state, _PREFIX)
         after = self.inner.update(rest, replies)
         w = rest.vectors["w"]
-        own, step = self._stepped(own, after.vectors["w"] - w)
+        vectors, step = self._stepped(own, after.vectors["w"] - w)
+        numbers = dict(own.numbers)
+        if "round" in numbers:
+            numbers["round"] += 1
+            step = self._server.factor(int(numbers["round"]), self._rounds) * step
         after = State({**after.vectors, "w": w + step}, after.numbers)
-        return join(own, _PREFIX, after)
+        return join(State(vectors, numbers), _PREFIX, after)
 
-    def _stepped(self, own: State, delta: Tensor) -> tuple[State, Tensor]:
-        """Return the optimiser's next memory, and the step [d] that it takes for Δ [d]."""
+    def _stepped(self, own: State, delta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the optimiser's next vectors, and the step [d] that it takes for Δ [d]."""
         server, momentum = self._server, own.vectors["momentum"]
         if server.optimiser == "momentum":
             momentum = server.momentum * momentum + delta
-            return State({"momentum": momentum}), (server.learning_rate or 1.0) * momentum
+            return {"momentum": momentum}, (server.learning_rate or 1.0) * momentum
         momentum = server.momentum * momentum + (1 - server.momentum) * delta
         second, square = own.vectors["second_moment"], delta.square()
         if server.optimiser == "adam":
@@ -84,4 +129,4 @@ class ServerOptimised(Around):
         else:
             second = second - (1 - server.second_moment) * square * torch.sign(second - square)
         step = (server.learning_rate or 0.1) * momentum / (second.sqrt() + server.adaptivity)
-        return State({"momentum": momentum, "second_moment": second}), step
+        return {"momentum": momentum, "second_moment": second}, step

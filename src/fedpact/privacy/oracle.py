@@ -106,10 +106,13 @@ class Records:
     x: Tensor
     y: Tensor
 
-    def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the records of these indices, which ascend."""
+    def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
+        """Return copies of the records of these indices, which ascend.
+
+        lent: of all records no copy, for whoever leaves them as they are.
+        """
         if chosen.shape == self.y.shape[:1]:
-            return self.x.clone(), self.y.clone()
+            return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
         chosen = chosen.to(self.x.device, non_blocking=True)
         # A quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
@@ -284,10 +287,13 @@ class PrivateOracle:
             return self._draws.add_noise(total, sigma, bound, step, channel)
 
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
-        x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         if terms.mechanism == "batch_clipped":
             kernel = cast(BatchClippedKernel, self._kernel)
+            x, y = self._records.at(chosen)
             return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
+        # Its passes write over no record, and refuse a model that would. At q = 1 copies were most
+        # of a step.
+        x, y = self._records.at(chosen, lent=True)
         kernel = cast(PerSampleKernel, self._kernel)
         return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
