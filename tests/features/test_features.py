@@ -12,6 +12,7 @@ from scipy.signal import convolve2d
 from tests.features import backbones_of_users
 from torch import nn
 
+from fedpact.audit.membership import membership
 from fedpact.data.datasets import from_arrays
 from fedpact.data.tables import read_npz
 from fedpact.draws.seeded import stream
@@ -338,6 +339,13 @@ def test_a_run_with_other_features_does_not_go_on(tmp_path):
     other = {"kind": "scattering", "cells": 1}
     with pytest.raises(PlanError, match="another configuration"):
         simulate(Plan.parse({**DIGITS, "rounds": 1, "features": other}), tmp_path, data=data)
+
+
+def test_an_audit_attacks_the_model_of_the_features():
+    data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
+    scene = Scene.of(Plan.parse({**DIGITS, "rounds": 1}), data)
+    assert scene.dataset.x.shape != scene.raw.x.shape
+    assert membership(scene).members == sum(len(site.y) for site in scene.sites)
 
 
 # ---------------------------------------------------------------- the cache

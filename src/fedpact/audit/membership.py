@@ -52,7 +52,7 @@ def membership(scene: Scene, confidence: float = 0.95) -> Membership:
             "needs some; set partition.held_out above 0"
         )
     with TemporaryDirectory() as folder:
-        model = simulate(scene.plan, Path(folder) / "run", data=data).model
+        model = simulate(scene.plan, Path(folder) / "run", data=scene.raw).model
     inside = _scores(model, [(site.x, site.y) for site in scene.sites])
     outside = _scores(model, others)
     ceiling = max(auc_ceiling(t.budget.epsilon, t.budget.delta) for t in scene.terms.values())
