@@ -201,9 +201,13 @@ def test_made_images_are_nobodys_and_no_two_are_alike():
         ({"kind": f"{OWN}:none", "trained_on": "x"}, SHAPE, "cannot be imported|has no attribute"),
         ({"kind": f"{OWN}:nothing", "trained_on": "x"}, SHAPE, "returned NoneType"),
         ({"kind": "patches", "filters": 6000, "size": 3}, SHAPE, "at most 8192"),
+        ({"kind": "still"}, SHAPE, "the same in every made image"),
     ],
 )
-def test_records_and_settings_that_do_not_go_together_are_told(tmp_path, chosen, shape, word):
+def test_records_and_settings_that_do_not_go_together_are_told(
+    tmp_path, monkeypatch, chosen, shape, word
+):
+    monkeypatch.setitem(KINDS, "still", Kind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1)))
     with pytest.raises(ModelError, match=word):
         Extractor(FeatureSettings(**chosen), shape, 0, tmp_path)(made(2, shape))
 

@@ -148,6 +148,11 @@ class Extractor:
         found -= mean
         covariance = found.T @ found / len(found)
         ridge = _SHRINKAGE / p * covariance.trace()
+        if not ridge > 0:
+            raise ModelError(
+                f"features.kind = {self._settings.kind!r} finds the same in every made image of "
+                f"shape {self._image}: expected larger images, or set whiten = false"
+            )
         covariance.diagonal().add_(ridge)
         factor = torch.linalg.cholesky(covariance)
         eye = torch.eye(p, dtype=torch.float64)
