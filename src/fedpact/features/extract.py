@@ -38,6 +38,8 @@ VERSION: Final = 1
 """Of what is computed here: one more wherever a record's features become others."""
 
 _BATCH: Final = 64
+_AT_ONCE: Final = 8
+"""So many images have their maps at a time: those of more leave the processor's cache."""
 _SHRINKAGE: Final = 0.4
 _MOST_WHITENED: Final = 8192
 
@@ -116,11 +118,14 @@ class Extractor:
     def _batch(self, x: Tensor) -> Tensor:
         full = x.new_zeros(_BATCH, *self._shape)
         full[: len(x)] = x
-        found = self._mapped(full)
+        found = self._mapped_all(full)
         if self._settings.whiten:
             mean, whitening = self._whitening
             found = F.normalize(linear(*aligned(found - mean, whitening)))
         return found[: len(x)]
+
+    def _mapped_all(self, x: Tensor) -> Tensor:
+        return torch.cat([self._mapped(some) for some in x.split(_AT_ONCE)])
 
     def _mapped(self, x: Tensor) -> Tensor:
         """Unit rows [B, p] of what the maps find in records x [B, *shape]."""
@@ -143,7 +148,7 @@ class Extractor:
                 "whiten = false"
             )
         made = dead_leaves(MADE, self._image, self._seed)
-        found = torch.cat([self._mapped(some) for some in made.split(_BATCH)]).double()
+        found = self._mapped_all(made).double()
         mean = found.mean(0)
         found -= mean
         covariance = found.T @ found / len(found)
