@@ -92,7 +92,7 @@ def loses(node, step, number, times=None):
     return lost
 
 
-STEPS = ["keys", "shares", "masked", "unmask"]
+STEPS = list(wire.STEPS)
 
 
 def test_it_runs_and_charges_what_the_run_without_it_does(federation):
@@ -173,14 +173,15 @@ def test_a_step_is_refused_where_the_plan_has_none(federation):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_site_that_drops_out_at_any_step_costs_itself_only(federation, step):
-    """At `unmask` it is in the sum already, and stays in it."""
+    """From `consistency` on it is in the sum already, and stays in it."""
     run, nodes = federation(seeds="test")
     lost = loses(nodes[1], step, 2)
     records = run()
     assert lost
     assert records[1].refused == {}
-    assert records[2].refused == ({} if step == "unmask" else {"site-01": "absent"})
-    check_mean(run, NAMES if step == "unmask" else ("site-00", "site-02"))
+    summed = step in ("consistency", "unmask")
+    assert records[2].refused == ({} if summed else {"site-01": "absent"})
+    check_mean(run, NAMES if summed else ("site-00", "site-02"))
     assert [charged(node) for node in nodes] == [4, 2 if step in STEPS[:2] else 4, 4]
 
 
@@ -210,8 +211,8 @@ def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federation, step):
-    """One of three is left at round 2. Before `unmask` nobody was asked to open anything, and the
-    run goes on later without new charges; of a sum that was asked for, one site's shares open
+    """One of three is left at round 2. Before `consistency` nobody has agreed to any sum, and the
+    run goes on later without new charges; of a sum that was agreed to, one site's shares open
     nothing, and the round is a new attempt, charged anew."""
     run, nodes = federation(budget={"spare_rounds": 3})
     for node in nodes[1:]:
@@ -219,15 +220,16 @@ def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federatio
     with pytest.raises(BelowThreshold, match=r"1 sites .*threshold of secure aggregation is 2"):
         run()
     assert [record.round for record in run.records] == [0, 1]
-    opened = [from_bytes(b).step for b in nodes[0].heard].count("unmask")
+    agreed = [from_bytes(b).step for b in nodes[0].heard].count("consistency")
     tries = 2  # patience.retries + 1
-    assert opened == (1 + tries if step == "unmask" else 1)
+    late = step in ("consistency", "unmask")
+    assert agreed == (1 + tries if late else 1)
     before = [charged(node) for node in nodes]
     for node in nodes:
         node.behave = lambda _, answer: answer()
     assert [record.round for record in run()] == [0, 1, 2]
     after = [charged(node) for node in nodes]
-    if step == "unmask":
+    if late:
         assert before == [6, 6, 6]
         assert after == [8, 8, 8]
     else:

@@ -68,12 +68,13 @@ class Party:
         A site that is away at a step is away from then on. Returns the masked replies.
         """
         away, masked = away or {}, {}
-        order = ("keys", "shares", "masked", "unmask")
+        order = wire.STEPS
         for step in order[: order.index(last) + 1]:
             asks = {
                 "keys": session.ask_keys,
                 "shares": session.ask_shares,
                 "masked": lambda: session.ask_masked(dict.fromkeys(self.sites, self.task)),
+                "consistency": session.ask_consistency,
                 "unmask": session.ask_unmask,
             }[step]()
             for site, question in asks.items():

@@ -43,14 +43,14 @@ def check_mean(party, session, survivors):
 def patterns(count, threshold):
     """Every set of sites that leaves at least `threshold`, with a step at which each goes.
 
-    Up to five sites each set with four choices of steps, of more with one, in turn.
+    Up to five sites each set with five choices of steps, of more with one, in turn.
     """
-    steps, sets = ("keys", "shares", "masked", "unmask"), 0
+    steps, sets = wire.STEPS, 0
     for gone in range(count - threshold + 1):
         for sites in itertools.combinations(range(count), gone):
             sets += 1
-            for turn in range(4) if count <= 5 and gone else [sets]:
-                yield {f"site-{i:02d}": steps[(turn + k) % 4] for k, i in enumerate(sites)}
+            for turn in range(5) if count <= 5 and gone else [sets]:
+                yield {f"site-{i:02d}": steps[(turn + k) % 5] for k, i in enumerate(sites)}
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -61,12 +61,12 @@ def test_the_sum_of_masked_is_the_sum_of_plain_whoever_drops_out(party, count):
         mine = party(count, threshold, length=9)
         session = mine.session()
         mine.up_to(session, "unmask", away)
-        survivors = [s for s in mine.sites if away.get(s, "unmask") == "unmask"]
+        survivors = [s for s in mine.sites if away.get(s, "unmask") in ("consistency", "unmask")]
         assert sorted(session.replies) == survivors
         check_mean(mine, session, survivors)
 
 
-@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+@pytest.mark.parametrize("step", wire.STEPS)
 def test_below_the_threshold_nothing_is_opened(party, step):
     """Two of four are left and the threshold is three."""
     mine = party(4, 3)
@@ -107,13 +107,38 @@ def test_sites_refuse_lists_below_the_threshold(party):
     mine = party(4, 3)
     session = mine.session()
     mine.up_to(session, "masked")
-    question = unmask(session, "site-00", ["site-00", "site-01"])
+    question = listed(session, "site-00", ["site-00", "site-01"])
+    assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
+
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency")
+    session.signatures.popitem()
+    session.signatures.popitem()
+    session.threshold = 2
+    question = session.ask_unmask()["site-00"]
     assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
 
 
-def unmask(session, site, survivors):
+def listed(session, site, survivors):
+    """Tell a site who is in the sum."""
     block = {"survivors": wire.from_names(survivors)}
-    return wire.step(session.place, site, "unmask", block)
+    return wire.step(session.place, site, "consistency", block)
+
+
+def unmask(mine, session, site, survivors):
+    """Have these sites sign that they are in the sum, and ask one of them to open it."""
+    signed = {
+        peer: wire.block(mine.answer(peer, listed(session, peer, survivors)), "signature")
+        for peer in survivors
+    }
+    return wire.step(session.place, site, "unmask", wire.under("signature/", signed))
+
+
+def same(one, other):
+    return {k: bytes(v.numpy()) for k, v in one.vectors.items()} == {
+        k: bytes(v.numpy()) for k, v in other.vectors.items()
+    }
 
 
 def test_no_site_opens_both_secrets_of_another(party):
@@ -123,19 +148,80 @@ def test_no_site_opens_both_secrets_of_another(party):
     session = mine.session()
     mine.up_to(session, "masked")
     first, other = ["site-00", "site-01", "site-02"], ["site-00", "site-02", "site-03"]
-    given = mine.answer("site-00", unmask(session, "site-00", first))
+    question = unmask(mine, session, "site-00", first)
+    given = mine.answer("site-00", question)
     assert set(given.vectors) == {"seed/" + s for s in first} | {"mask/site-03"}
-    again = mine.answer("site-00", unmask(session, "site-00", first))
-    assert {k: bytes(v.numpy()) for k, v in again.vectors.items()} == {
-        k: bytes(v.numpy()) for k, v in given.vectors.items()
-    }
-    assert mine.answer("site-00", unmask(session, "site-00", other)).code == "asked"
+    assert same(mine.answer("site-00", question), given)
+    again = [mine.answer("site-00", listed(session, "site-00", first)) for _ in range(2)]
+    assert same(*again)
+    assert mine.answer("site-00", listed(session, "site-00", other)).code == "asked"
 
     later = mine.session()
     mine.up_to(later, "masked")
-    assert mine.answer("site-00", unmask(later, "site-00", other)).code == "opened"
-    # A site that has opened nothing yet is free to.
-    assert isinstance(mine.answer("site-02", unmask(later, "site-02", other)), Step)
+    assert mine.answer("site-00", listed(later, "site-00", other)).code == "opened"
+    # A site that has agreed to nothing yet is free to.
+    assert isinstance(mine.answer("site-03", listed(later, "site-03", other)), Step)
+
+
+def test_a_server_that_tells_sites_different_lists_opens_none(party):
+    """Of five sites with t = 3 two lists of three have one site in common, which signs one."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "masked")
+    one, other = ["site-00", "site-01", "site-02"], ["site-02", "site-03", "site-04"]
+    signed = {}
+    for names in (one, other):
+        for site in names:
+            answer = mine.answer(site, listed(session, site, names))
+            if isinstance(answer, Step):
+                signed[site] = wire.block(answer, "signature")
+            else:
+                assert (site, answer.code) == ("site-02", "asked")
+    blocks = wire.under("signature/", signed)
+    for site in mine.sites:
+        question = wire.step(session.place, site, "unmask", blocks)
+        assert mine.answer(site, question).code == "keys"
+    # With the signatures of its own list alone a site of the second has too few.
+    own = wire.under("signature/", {site: signed[site] for site in other[1:]})
+    fresh = party(5, 3)
+    later = fresh.session()
+    fresh.up_to(later, "masked")
+    fresh.answer("site-03", listed(later, "site-03", other))
+    question = wire.step(later.place, "site-03", "unmask", own)
+    assert fresh.answer("site-03", question).code == "few"
+
+
+@pytest.mark.parametrize("wrong", ["another list", "another session", "another site", "attempt"])
+def test_a_signature_of_anything_else_opens_nothing(party, wrong):
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency")
+    site, place, names, attempt = "site-01", session.place, mine.sites, 0
+    if wrong == "another list":
+        names = names[:3]
+    elif wrong == "another session":
+        place = mine.session().place
+    elif wrong == "another site":
+        site = "site-02"
+    else:
+        attempt = 1
+    false = keys.signed_list(mine.keys[site], site, names, attempt, place)
+    session.signatures["site-01"] = false
+    assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
+    answer = wire.step(session.place, "site-01", "consistency", {"signature": false})
+    with pytest.raises(keys.SecretsDoNotFit, match="site-01 has not signed"):
+        session.take_consistency("site-01", answer)
+
+
+def test_a_stranger_counts_not_among_those_who_signed(party):
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency", {"site-03": "masked"})
+    names = sorted(session.replies)
+    session.signatures["site-03"] = keys.signed_list(
+        mine.keys["site-03"], "site-03", names, 0, session.place
+    )
+    assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +233,7 @@ def test_a_site_opens_no_list_without_itself_or_with_strangers(party, survivors)
     mine = party(4, 3)
     session = mine.session()
     mine.up_to(session, "masked")
-    assert mine.answer("site-00", unmask(session, "site-00", survivors)).code == "session"
+    assert mine.answer("site-00", listed(session, "site-00", survivors)).code == "session"
 
 
 def test_what_was_opened_outlives_a_restart(party, tmp_path):
@@ -186,7 +272,9 @@ def test_questions_out_of_order_or_of_another_session_are_refused(party):
     mine = party(3, 2)
     session = mine.session()
     mine.up_to(session, "keys")
-    assert mine.answer("site-00", unmask(session, "site-00", mine.sites)).code == "session"
+    assert mine.answer("site-00", listed(session, "site-00", mine.sites)).code == "session"
+    question = wire.step(session.place, "site-00", "unmask", {})
+    assert mine.answer("site-00", question).code == "session"
     old, session = session, mine.session()
     mine.up_to(session, "keys")
     assert mine.answer("site-00", old.ask_shares()["site-00"]).code == "session"
@@ -331,7 +419,7 @@ def test_shares_of_others_than_were_asked_for_are_not_taken(party, step, change)
     """One that is missing would be looked for in vain later, when it stops everybody."""
     mine = party(3, 2)
     session = mine.session()
-    mine.up_to(session, "keys" if step == "shares" else "masked")
+    mine.up_to(session, "keys" if step == "shares" else "consistency")
     question = (session.ask_shares if step == "shares" else session.ask_unmask)()["site-00"]
     blocks = wire.blocks(mine.answer("site-00", question))
     if change == "one less":

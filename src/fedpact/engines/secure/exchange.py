@@ -1,4 +1,4 @@
-"""The transport that `round.py` sees under secure aggregation: four steps in place of one exchange.
+"""The transport that `round.py` sees under secure aggregation: five steps in place of one exchange.
 
 `Secured` drives a session over a carrier, which knows how questions reach the sites and answers
 come back. For each site in the sum it hands on a reply with the site's own weight, ledger and
@@ -161,15 +161,16 @@ class Secured:
         self._step(session.ask_keys(), _taking(session.take_keys), refused)
         self._step(session.ask_shares(), _taking(session.take_shares), refused)
         self._step(session.ask_masked(tasks), masked, refused)
-        asks = session.ask_unmask()
+        asks = session.ask_consistency()
         if len(asks) < server.least:
             raise BelowThreshold(
                 f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
                 f"{server.least}: nothing is opened"
             )
         self._attempts.begin(task.round, task.attempt)
-        # Who is in the sum stays in it, whether or not it opens shares.
-        self._step(asks, _taking(session.take_unmask), {})
+        # Who is in the sum stays in it, whether or not it signs and opens shares.
+        self._step(asks, _taking(session.take_consistency), {})
+        self._step(session.ask_unmask(), _taking(session.take_unmask), {})
         share, count = session.share(), len(server.keys)
         vectors, numbers = decode(session.total(), share, count, server.layout(task))
         self._check(task, sorted(session.replies), State(vectors, numbers), rounding(share, count))

@@ -43,6 +43,8 @@ class Session:
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
+    signatures: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    attempt: int = 0
     opened: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     _total: Words | None = None
 
@@ -88,6 +90,7 @@ class Session:
     def ask_masked(self, tasks: Mapping[str, Task]) -> dict[str, Step]:
         """Hand the shares of U2 out, with the tasks."""
         asks = dict[str, Step]()
+        self.attempt = next(iter(tasks.values())).attempt
         for site in self._enough(self.sealed, "sealed shares"):
             own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
             blocks = {"task": to_bytes(tasks[site]), **wire.under("share/", own)}
@@ -106,11 +109,26 @@ class Session:
         # The sum is all that is kept of it.
         self.replies[site] = self.weighing.masked(reply, np.zeros(0, dtype=np.uint64))
 
-    def ask_unmask(self) -> dict[str, Step]:
+    def ask_consistency(self) -> dict[str, Step]:
         """Tell U3, the sites in the sum, who they are."""
         survivors = self._enough(self.replies, "sent masked vectors")
         block = {"survivors": wire.from_names(survivors)}
-        return {site: wire.step(self.place, site, "unmask", block) for site in survivors}
+        return {site: wire.step(self.place, site, "consistency", block) for site in survivors}
+
+    def take_consistency(self, site: str, answer: Step) -> None:
+        """Take a site's signature of that list."""
+        signature = wire.block(answer, "signature")
+        if not keys.has_signed(
+            self.keys[site], site, self.replies, self.attempt, self.place, signature
+        ):
+            raise SecretsDoNotFit(f"{site} has not signed the list that it was told")
+        self.signatures[site] = signature
+
+    def ask_unmask(self) -> dict[str, Step]:
+        """Show U4, those who have signed, that at least t of them have signed the same list."""
+        signed = self._enough(self.signatures, "signed who is in the sum")
+        blocks = wire.under("signature/", {site: self.signatures[site] for site in signed})
+        return {site: wire.step(self.place, site, "unmask", blocks) for site in signed}
 
     def take_unmask(self, site: str, answer: Step) -> None:
         """Take what a site opened: of each site in the sum a share of b, of the others one of m."""
