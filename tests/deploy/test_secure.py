@@ -1,6 +1,7 @@
 """Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,33 @@ from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
-from fedpact.errors import PlanError
+from fedpact.engines.secure.shared import SharedSum, bits, centred
+from fedpact.engines.simulation import simulate
+from fedpact.errors import PlanError, PolicyRefused
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.privacy.oracle import PrivateOracle
 
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}
+
+
+SHARED = {
+    "secure_aggregation": {"threshold": 3},
+    "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
+}
+
+
+def allow(directory):
+    """Each owner says that it relies on the others: takes the lines out of their comment."""
+    for site in NAMES:
+        path = directory / "sites" / site / "policy.toml"
+        text = path.read_text()
+        assert "# honest = 2" in text
+        for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
+            text = text.replace(f"# {name} =", f"{name} =")
+        path.write_text(text)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +63,8 @@ def federation(make, tmp_path):
     def new(name="d", patience=None, seeds="secure", **plan):
         choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
         directory = make(tmp_path / name, choices, **{"rounds": 2, **SECURE, **plan})
+        if plan.get("privacy", {}).get("honest"):
+            allow(directory)
         nodes = [Node(10 + i, directory / "sites" / site) for i, site in enumerate(NAMES)]
         opened.extend(nodes)
 
@@ -469,3 +492,85 @@ def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path)
         with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
             federation(f"d{threshold}", secure_aggregation={"threshold": threshold})
     assert not (tmp_path / "d1").exists()
+
+
+def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):
+    directory = make(tmp_path / "d", {}, rounds=2, settings={"local_steps": 1}, **SHARED)
+    with pytest.raises(PolicyRefused, match="honest = 2, epsilon_alone_per_run"):
+        Site(directory / "sites" / "site-00")
+
+
+def shared_words(monkeypatch):
+    """Each share that a site's oracle makes, by site, round and attempt."""
+    made, share = {}, PrivateOracle._shared
+
+    def kept(oracle, *args):
+        given = share(oracle, *args)
+        charge = oracle._charge
+        made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
+        return given
+
+    monkeypatch.setattr(PrivateOracle, "_shared", kept)
+    return made
+
+
+def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(federation, tmp_path):
+    """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
+    bit."""
+    run, nodes = federation("sum", seeds="test", settings={"local_steps": 1}, **SHARED)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    plan = Coordinator.of(run.directory / "server").plan
+    result = simulate(plan, tmp_path / "simulated")
+    own = torch.cat([p.detach().reshape(-1) for _, p in sorted(result.model.named_parameters())])
+    assert torch.equal(model(run), own)
+    last, simulated = records[-1], result.records[-1]
+    assert last.epsilon == simulated.epsilon
+    assert last.epsilon_alone == simulated.epsilon_alone
+    assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
+    for node in nodes:
+        assert node.site.epsilon() == last.epsilon[node.site.name]
+        assert repr(last.epsilon_alone[node.site.name]) in node.site.spent()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step):
+    """A site is started again at each step of a session, and its answer is lost at the next: what
+    is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
+    made, opened = shared_words(monkeypatch), []
+    run, nodes = federation(
+        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, **SHARED
+    )
+    mean = SharedSum.mean
+
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
+        return mean(coding, task, replies, total, layout)
+
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    killed = []
+
+    def restart(message, answer):
+        asked = from_bytes(nodes[1].heard[-1])
+        if (asked.round, asked.step) == (2, step) and not killed:
+            killed.append(asked)
+            nodes[1].site.ledger.close()
+            nodes[1].site = Site(nodes[1].directory)
+        return answer()
+
+    nodes[1].behave = restart
+    with suppress(BelowThreshold):
+        run()
+    run()
+    assert killed
+    assert [record.round for record in run.records] == [0, 1, 2, 3]
+    assert len({entry[:2] for entry in opened}) == len(opened)
+    for number, attempt, sites, total in opened:
+        shares = [made[site, number, attempt] for site in sites]
+        width = bits(Coordinator.of(run.directory / "server").terms)
+        assert centred(total, width).tolist() == sum(shares).tolist()
+    assert len({share.numpy().tobytes() for share in made.values()}) == len(made)
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+        assert spent["epsilon_alone_spent"] <= spent["epsilon_alone_reserved"]

@@ -18,9 +18,10 @@ from fedpact.engines.flower import codec, seal, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.parties.admission import Form, expected_form
+from fedpact.engines.parties.admission import expected_form
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
+from fedpact.engines.secure.ring import Form
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt

@@ -27,7 +27,8 @@ from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.terms import Terms, TermsRequest, sensitivity
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import Terms, sensitivity
 from fedpact.theory.accounting import Accountant, Budget
 from fedpact.theory.calibration import smallest_sigma
 

@@ -40,7 +40,7 @@ class Party:
         self.public = {site: key.public_key() for site, key in self.keys.items()}
         generator = torch.Generator().manual_seed(self.count)
         self.sizes = {site: 10.0 + 7 * i for i, site in enumerate(self.sites)}
-        self.weighing = ring.Weighing(sum(self.sizes.values()), self.summed)
+        self.weighing = ring.Weighing(sum(self.sizes.values()), self.summed, self.count)
         for site in self.sites:
             w = torch.randn(self.length, generator=generator, dtype=torch.float64) * 3
             loss = float(torch.rand(1, generator=generator, dtype=torch.float64))

@@ -33,11 +33,12 @@ def bound(party, survivors):
 
 
 def check_mean(party, session, survivors):
-    layout = party.weighing.layout(party.replies[party.sites[0]])
-    vectors, numbers = ring.decode(session.total(), session.share(), party.count, layout)
+    one = party.replies[party.sites[0]]
+    layout = party.weighing.layout(ring.Form.of(one.vectors, one.numbers))
+    mean, _ = party.weighing.mean(party.task, session.replies, session.total(), layout)
     w, loss = party.mean(survivors)
-    assert float((vectors["w"] - w).abs().max()) <= bound(party, survivors)
-    assert abs(numbers["loss"] - loss) <= bound(party, survivors)
+    assert float((mean.vectors["w"] - w).abs().max()) <= bound(party, survivors)
+    assert abs(mean.numbers["loss"] - loss) <= bound(party, survivors)
 
 
 def patterns(count, threshold):
@@ -500,7 +501,9 @@ def test_the_sum_cannot_wrap(count):
     summed = np.zeros_like(words)
     for _ in range(count):
         summed = summed + words
-    back, _ = ring.decode(summed, float(count), count, ring.Layout.of(x, {}))
+    back, _ = ring.decode(
+        summed, float(count), count, ring.Layout({"w": (x["w"].shape, x["w"].dtype)}, ())
+    )
     assert back["w"].tolist() == [ring.RANGE, -ring.RANGE, ring.RANGE, -ring.RANGE]
 
 

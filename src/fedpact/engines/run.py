@@ -93,6 +93,8 @@ def _summary(
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
         "epsilon": dict(last.epsilon),
+        "epsilon_alone": dict(last.epsilon_alone),
+        "honest": plan.privacy.honest if plan.private else 0,
         "delta": {name: one.budget.delta for name, one in terms.items() if plan.private},
         "adjacency": ADJACENCY if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,

@@ -25,8 +25,9 @@ private. The terms say which clipping it is.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -42,6 +43,7 @@ from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
+from fedpact.theory.shares import UNITS
 
 __all__ = [
     "UNIFORM",
@@ -80,6 +82,14 @@ class Oracle(Protocol):
         """How many batches the site's reservation still allows, public; inf in a plain run.
 
         To be asked for at the end of `local`, when this request's batches have been charged.
+        """
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid.
+
+        Where it is not empty, this goes to the server in place of what `local` made of it.
         """
         ...
 
@@ -124,6 +134,7 @@ class PlainOracle:
 
     noise_variance = 0.0
     steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -228,6 +239,7 @@ class PrivateOracle:
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step = 0
+        self.shares: dict[str, Tensor] = {}
 
     @property
     def batch_size(self) -> float:
@@ -281,6 +293,8 @@ class PrivateOracle:
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
         def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
+            if terms.honest:
+                return self._shared(total, sigma * bound, step, channel)
             return self._draws.add_noise(total, sigma, bound, step, channel)
 
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
@@ -291,3 +305,18 @@ class PrivateOracle:
             return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
         kernel = cast(PerSampleKernel, self._kernel)
         return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
+
+    def _shared(self, total: Tensor, deviation: float, step: int, channel: str) -> Tensor:
+        """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
+
+        Raises PolicyRefused: the request has one of this channel already. Sums of several would be
+        protected by each one's own share only.
+        """
+        if channel in self.shares:
+            raise PolicyRefused(
+                f"a second release of {channel!r} was asked for in one round: sites that share "
+                "noise out make one"
+            )
+        unit = deviation / UNITS
+        self.shares[channel] = self._draws.share(total, unit, UNITS, step, channel)
+        return (self.shares[channel].double() * unit).to(total.device, total.dtype)

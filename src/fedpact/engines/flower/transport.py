@@ -20,9 +20,10 @@ from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.underway import Clock, Slow, UnderWay
-from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
+from fedpact.engines.secure.ring import Form
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import MOST_VECTORS, Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.messages import Message as Answer

@@ -16,13 +16,12 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.parties.standing import Standing
+from fedpact.engines.secure.ring import Form
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy
@@ -35,19 +34,6 @@ from fedpact.privacy.reach import Bounds
 from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a reply has to be made of: vectors in shapes and types, and the names of numbers."""
-
-    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
-    numbers: frozenset[str]
-
-    @staticmethod
-    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
-        """Return the form of these vectors and numbers."""
-        return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
 
 
 def expected_form(workshop: Workshop, task: Task) -> Form:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.keys import SecretsDoNotFit
-from fedpact.engines.secure.ring import Layout, Weighing, decode, rounding
+from fedpact.engines.secure.ring import Coding, Layout
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import understood, write_whole
@@ -68,7 +68,7 @@ class Server:
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
     threshold: int
-    weighing: Weighing
+    coding: Coding
     least: int
     retries: int
     layout: Callable[[Task], Layout]
@@ -149,7 +149,7 @@ class Secured:
     def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
         """Carry one session out and return what stands for each site in its sum."""
         server, task = self._server, next(iter(tasks.values()))
-        session = Session.of(task.run, task.round, server.keys, server.threshold, server.weighing)
+        session = Session.of(task.run, task.round, server.keys, server.threshold, server.coding)
 
         def masked(site: str, answer: Step) -> str | None:
             reply = wire.reply_in(answer)
@@ -171,12 +171,13 @@ class Secured:
         # Who is in the sum stays in it, whether or not it signs and opens shares.
         self._step(asks, _taking(session.take_consistency), {})
         self._step(session.ask_unmask(), _taking(session.take_unmask), {})
-        share, count = session.share(), len(server.keys)
-        vectors, numbers = decode(session.total(), share, count, server.layout(task))
-        self._check(task, sorted(session.replies), State(vectors, numbers), rounding(share, count))
+        mean, error = server.coding.mean(
+            task, session.replies, session.total(), server.layout(task)
+        )
+        self._check(task, sorted(session.replies), mean, error)
         return {
             reply.site: dataclasses.replace(
-                reply, vectors=vectors, numbers={**numbers, **reply.numbers}
+                reply, vectors=mean.vectors, numbers={**mean.numbers, **reply.numbers}
             )
             for _, reply in sorted(session.replies.items())
         }

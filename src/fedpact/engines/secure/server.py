@@ -6,7 +6,7 @@ step is asked of those who have answered the one before. With fewer than t of th
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, SecretsDoNotFit
-from fedpact.engines.secure.ring import Weighing, Words
+from fedpact.engines.secure.ring import Coding, Words
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Reply, Step, Task, to_bytes
@@ -39,7 +39,7 @@ class Session:
     place: Place
     keys: Mapping[str, ec.EllipticCurvePublicKey]
     threshold: int
-    weighing: Weighing
+    coding: Coding
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
@@ -54,10 +54,10 @@ class Session:
         number: int,
         public: Mapping[str, ec.EllipticCurvePublicKey],
         threshold: int,
-        weighing: Weighing,
+        coding: Coding,
     ) -> "Session":
         """Return a session of a round, under a name that no other has."""
-        return Session(Place(run, number, secrets.token_hex(8)), public, threshold, weighing)
+        return Session(Place(run, number, secrets.token_hex(8)), public, threshold, coding)
 
     def ask_keys(self) -> dict[str, Step]:
         """Ask all sites."""
@@ -99,15 +99,15 @@ class Session:
 
     def take_masked(self, site: str, reply: Reply) -> None:
         """Add a checked masked reply to the sum. Raises InputError: it cannot be added."""
-        words = self.weighing.words(reply)
-        self.weighing.weight(reply)
+        words = self.coding.words(reply)
+        self.coding.check(reply)
         if self._total is None:
             self._total = np.zeros_like(words)
         if self._total.shape != words.shape:
             raise InputError(f"{site} sent {len(words)} words: expected {len(self._total)}")
         np.add(self._total, words, out=self._total)
         # The sum is all that is kept of it.
-        self.replies[site] = self.weighing.masked(reply, np.zeros(0, dtype=np.uint64))
+        self.replies[site] = replace(reply, vectors={})
 
     def ask_consistency(self) -> dict[str, Step]:
         """Tell U3, the sites in the sum, who they are."""
@@ -165,10 +165,6 @@ class Session:
                 public = self.adverts[site].mask
                 add_pair(total, mask_key, public, (missing, site), self.place)
         return total
-
-    def share(self) -> float:
-        """Return Σ p_i over U3."""
-        return sum(self.weighing.share(reply) for _, reply in sorted(self.replies.items()))
 
     def _secret(self, name: str) -> bytes:
         return keys.combined([opened[name] for _, opened in sorted(self.opened.items())])

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
-from fedpact.engines.secure.ring import Weighing, Words, encode
+from fedpact.engines.secure.ring import Coding, Words
 from fedpact.errors import DataError
 from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
@@ -100,11 +100,11 @@ class Masker:
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[str, ec.EllipticCurvePublicKey],
         threshold: int,
-        weighing: Weighing,
+        coding: Coding,
         opened: Opened,
     ) -> None:
         self._name, self._key, self._peers = name, key, dict(peers)
-        self._threshold, self._weighing, self._opened = threshold, weighing, opened
+        self._threshold, self._coding, self._opened = threshold, coding, opened
         self._session: _Session | None = None
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
@@ -193,17 +193,12 @@ class Masker:
         if isinstance(reply, Refusal):
             return reply
         session.task = task
-        masked = self._weighing.masked(reply, self._encoded(reply) + self._mask(session, reply))
+        words = self._coding.encode(reply)
+        masked = self._coding.masked(reply, words + self._mask(session, len(words)))
         return self._step(session, question, {"reply": to_bytes(masked)})
 
-    def _encoded(self, reply: Reply) -> Words:
-        numbers = self._weighing.private(reply.numbers)
-        share = self._weighing.share(reply)
-        return encode(reply.vectors, numbers, share, len(self._peers))
-
-    def _mask(self, session: _Session, reply: Reply) -> Words:
+    def _mask(self, session: _Session, length: int) -> Words:
         """PRG(b) ± PRG(k) of each who shares a mask with us, uint64 [L]."""
-        length = self._weighing.layout(reply).length
         mask = keys.stream(session.secrets.seed, length).copy()
         for peer in session.held:
             if peer != self._name:
