@@ -115,7 +115,9 @@ def test_a_run_reports_again_and_a_plan_foretells_what_it_spends(tmp_path):
         (("plan", "--set", "privacy.delta=2"), "privacy.delta"),
     ],
 )
-def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, arguments, told):
+def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(
+    tmp_path, monkeypatch, arguments, told
+):
     (tmp_path / "short.csv").write_text("a,b,y\n1,2,0\n")
     np.savez(tmp_path / "range.npz", x=np.zeros((40, 3), np.float32), y=np.full(40, -1))
     far = np.array([0, 1] * 19 + [1, 10**9])
@@ -124,7 +126,8 @@ def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, ar
         "from torch import nn\ndef wide(shape, classes):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))\n"
     )
-    sys.dont_write_bytecode, before = True, {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = {path.name for path in tmp_path.iterdir()}
     done = fedpact(*arguments, cwd=tmp_path)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stdout == ""
