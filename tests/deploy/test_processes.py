@@ -60,6 +60,21 @@ def test_what_was_started_then_and_there_is_ended(deployment, stranger):
     assert json.loads((deployment / "processes.json").read_bytes()) == {}
 
 
+def test_a_site_that_was_taken_out_of_the_federation_is_ended_as_well(deployment, stranger):
+    path = deployment / "server" / "federation.toml"
+    before, _, after = path.read_text().partition('[sites."site-00"]')
+    path.write_text(before + after[after.index("[sites.") :])
+    assert "site-00" not in local.parties(deployment)
+    recorded(deployment, Process.of(stranger.pid))
+    assert local.look(deployment)["running"]["site-00"] is True
+    # What is started or ended beside it does not forget it.
+    assert local.stop(deployment, "site-01") == []
+    assert "site-00" in json.loads((deployment / "processes.json").read_text())
+    assert local.stop(deployment) == ["site-00"]
+    assert stranger.wait() == -signal.SIGTERM
+    assert local.look(deployment)["running"].keys() == local.parties(deployment).keys()
+
+
 def test_a_signal_goes_to_what_was_looked_at(stranger):
     found, words = Process.of(stranger.pid), ["fedpact.deploy.party", "site"]
     found.send(signal.SIGKILL, words)  # not the last words of its command
