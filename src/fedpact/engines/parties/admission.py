@@ -83,13 +83,16 @@ class Admission:
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
-        if (reply.run, reply.round) != (task.run, task.round):
+        if reply.run != task.run:
             return "stale"
         if reply.site != site:
             return "another's"
         # Before all else that may be wrong: what was released for this reply is spent.
-        if not self.standing.look(site, reply.ledger_length, reply.ledger_head):
+        late = reply.round != task.round
+        if not self.standing.look(site, reply.ledger_length, reply.ledger_head, late=late):
             return "ledger"
+        if late:
+            return "stale"
         if reply.weight != self._terms[site].size:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:
