@@ -76,18 +76,9 @@ class Reply:
     ledger_length: int = 0
 
 
-_OF_A_QUESTION = ("error", "policy", "run", "budget", "ledger", "task", "stale", "unsigned")
-_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
-REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
-"""The codes that sites have: of any question, and of a step of secure aggregation."""
-
-
 @dataclass(frozen=True)
 class Refusal:
-    """A site's answer that it does not reply: a code that depends on public quantities only.
-
-    code: one of REFUSALS. In a server's records there are others, which it gives itself.
-    """
+    """A site's answer that it does not reply: a code that depends on public quantities only."""
 
     run: str
     round: int

@@ -20,14 +20,13 @@ from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.underway import Clock, Slow, UnderWay, advice, summary
-from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.parties.admission import REFUSALS, Admission, Form
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
 from fedpact.engines.secure.wire import reply_in
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import (
     MOST_VECTORS,
-    REFUSALS,
     Refusal,
     Reply,
     Step,

@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ from fedpact.privacy.reach import Bounds
 from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
+
+_OF_A_QUESTION = ("error", "policy", "run", "budget", "ledger", "task", "stale", "unsigned")
+_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
+REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
+"""The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
 @dataclass(frozen=True)
