@@ -14,6 +14,7 @@ from fedpact.engines.flower import codec, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.secure import site as site_module
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
@@ -382,6 +383,33 @@ def test_a_site_without_right_keys_is_left_out_and_the_round_goes_on(federation,
     nodes[0].behave = behave
     assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: step"}] * 2
     assert [charged(node) for node in nodes] == [0, 4, 4]
+
+
+def test_a_site_that_deals_shares_of_nothing_is_left_out_of_the_next_attempt(
+    federation, monkeypatch
+):
+    """It tells everybody the hash of another seed. The one attempt that it spoils is charged."""
+    run, nodes = federation(budget={"spare_rounds": 1})
+    lying = []
+
+    class Lying(site_module.Secrets):
+        def advert(self):
+            found = super().advert()
+            return replace(found, commitment=b"x" * 32) if lying else found
+
+    def behave(message, answer):
+        lying.append(True)
+        try:
+            return answer()
+        finally:
+            lying.clear()
+
+    monkeypatch.setattr(site_module, "Secrets", Lying)
+    nodes[0].behave = behave
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "rejected: shares"}] * 2
+    assert [charged(node) for node in nodes] == [2, 6, 6]
+    assert run.summary["status"] == "finished"
 
 
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):

@@ -444,6 +444,61 @@ def test_a_wrong_share_is_found_out(party, secret):
         session.total()
 
 
+def flipped(share):
+    return share[:10] + bytes([share[10] ^ 1]) + share[11:]
+
+
+BAD = {
+    "another": lambda share, other: flipped(share),
+    "somebody else's": lambda share, other: other,
+    "empty": lambda share, other: b"",
+    "long": lambda share, other: flipped(share) * 4,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("liar", ["site-00", "site-02", "site-03"])
+def test_a_site_that_opens_wrong_shares_is_done_without_and_named(party, bad, liar, caplog):
+    """There are three right ones of each secret without it, as many as the threshold."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-04": "masked"})
+    opened, other = session.opened[liar], session.opened["site-01"]
+    session.opened[liar] = {name: BAD[bad](opened[name], other[name]) for name in opened}
+    check_mean(mine, session, mine.sites[:4])
+    named = [record.message for record in caplog.records if "wrong share" in record.message]
+    # The shares of whoever comes last are not needed.
+    assert len(named) == (0 if liar == "site-03" else 1)
+    # Of two that open one share each may be the one.
+    who = {liar, "site-01"} if bad == "somebody else's" else {liar}
+    assert all(any(f": {site} has opened" in message for site in who) for message in named)
+
+
+def test_two_sites_that_open_wrong_shares_are_done_without(party):
+    mine = party(7, 4)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-06": "masked"})
+    for liar in ("site-00", "site-02"):
+        session.opened[liar] = {name: flipped(s) for name, s in session.opened[liar].items()}
+    check_mean(mine, session, mine.sites[:6])
+
+
+@pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-04"])
+@pytest.mark.parametrize("openers", [3, 4])
+def test_who_dealt_shares_of_nothing_is_known_where_there_are_enough_others(party, secret, openers):
+    """With no share to spare it may as well be one of those who opened them."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-04": "masked"})
+    for site in mine.sites[openers:4]:
+        del session.opened[site]
+    for opened in session.opened.values():
+        opened[secret] = flipped(opened[secret])
+    with pytest.raises(keys.SecretsDoNotFit) as found:
+        session.total()
+    assert found.value.by == (secret.partition("/")[2] if openers > 3 else "")
+
+
 CELLS, DRAWS = 64, 4000
 # A right stream is beyond it once in 1e9.
 LIMIT = float(chi2.ppf(1 - 1e-9, CELLS - 1))

@@ -16,6 +16,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 
@@ -34,6 +35,11 @@ from fedpact.privacy.reach import Bounds
 from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
+
+_OF_A_QUESTION = ("error", "policy", "run", "budget", "ledger", "task", "stale", "unsigned")
+_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
+REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
+"""The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
 def expected_form(workshop: Workshop, task: Task) -> Form:
@@ -69,13 +75,16 @@ class Admission:
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
-        if (reply.run, reply.round) != (task.run, task.round):
+        if reply.run != task.run:
             return "stale"
         if reply.site != site:
             return "another's"
         # Before all else that may be wrong: what was released for this reply is spent.
-        if not self.standing.look(site, reply.ledger_length, reply.ledger_head):
+        late = reply.round != task.round
+        if not self.standing.look(site, reply.ledger_length, reply.ledger_head, late=late):
             return "ledger"
+        if late:
+            return "stale"
         if reply.weight != self._terms[site].size:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:

@@ -5,7 +5,7 @@
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
-    ledger.jsonl.seen   an entry that it had: one without it does not open (engines.parties.witness)
+    ledger.jsonl.seen   entries that it had: one that lacks any does not open (parties.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation

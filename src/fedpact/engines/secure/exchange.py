@@ -104,11 +104,16 @@ class Attempts:
 
 
 class Secured:
-    """See round.Transport, and the module."""
+    """See round.Transport, and the module.
+
+    A site that has dealt shares from which its secret cannot be had makes a sum fail that all are
+    charged for. It is left out from then on, until the server is started again.
+    """
 
     def __init__(self, carrier: Carrier, server: Server, attempts: Attempts) -> None:
         self._carrier, self._server, self._attempts = carrier, server, attempts
         self._down = self._up = 0
+        self._out = set[str]()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -141,6 +146,9 @@ class Secured:
             except (BelowThreshold, SecretsDoNotFit) as error:
                 if _is_spent(refused, len(self.sites), self._server.least):
                     return {}
+                if isinstance(error, SecretsDoNotFit) and error.by:
+                    _log.warning("site %s is left out until the server is started again", error.by)
+                    self._out.add(error.by)
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)
@@ -149,7 +157,10 @@ class Secured:
     def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
         """Carry one session out and return what stands for each site in its sum."""
         server, task = self._server, next(iter(tasks.values()))
-        session = Session.of(task.run, task.round, server.keys, server.threshold, server.coding)
+        for site in sorted(self._out):
+            refused[site] = Refusal(task.run, task.round, site, "rejected: shares")
+        public = {site: key for site, key in server.keys.items() if site not in self._out}
+        session = Session.of(task.run, task.round, public, server.threshold, server.coding)
 
         def masked(site: str, answer: Step) -> str | None:
             reply = wire.reply_in(answer)

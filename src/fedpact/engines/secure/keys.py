@@ -32,7 +32,14 @@ _SECRET: Final = 32
 
 
 class SecretsDoNotFit(FedpactError):
-    """A key, a share or a signature of a session is not what its maker said: exchanged, or bad."""
+    """A key, a share or a signature of a session is not what its maker said: exchanged, or bad.
+
+    by: the site whose doing it is, "" where that cannot be known.
+    """
+
+    def __init__(self, told: str, by: str = "") -> None:
+        super().__init__(told)
+        self.by = by
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ It keeps a running sum, and never two masked vectors. What does not fit is the s
 step is asked of those who have answered the one before. With fewer than t of them nothing goes on.
 """
 
+import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, islice
 from typing import Final
 
 import numpy as np
@@ -21,6 +23,11 @@ from fedpact.messages import Reply, Step, Task, to_bytes
 
 _LONGEST_SHARE: Final = 1024
 """In bytes: several times what a sealed share has. What a site sends is relayed to all others."""
+
+_MOST_TRIES: Final = 100
+"""At putting a secret together; more where each single site is to be tried without. 6 s of 20."""
+
+_log = logging.getLogger("fedpact.server")
 
 
 class BelowThreshold(FedpactError):
@@ -47,6 +54,7 @@ class Session:
     attempt: int = 0
     opened: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     _total: Words | None = None
+    _wrong: set[str] = field(default_factory=set[str])
 
     @staticmethod
     def of(
@@ -152,22 +160,54 @@ class Session:
             raise InputError("nothing was summed: expected masked replies before shares")
         total = self._total.copy()
         for site in self.replies:
-            seed = self._secret("seed/" + site)
-            if not keys.is_committed(self.adverts[site], seed):
-                raise SecretsDoNotFit(f"the opened shares of {site} are not of its seed")
+            seed = self._secret("seed/" + site, site, keys.is_committed)
             np.subtract(total, keys.stream(seed, len(total)), out=total)
         for missing in set(self.sealed) - set(self.replies):
-            mask_key = self._secret("mask/" + missing)
-            if not keys.is_of_advert(self.adverts[missing], mask_key):
-                raise SecretsDoNotFit(f"the opened shares of {missing} are not of its key")
+            mask_key = self._secret("mask/" + missing, missing, keys.is_of_advert)
             for site in self.replies:
                 # What the missing one would have added for the other takes that one's mask off.
                 public = self.adverts[site].mask
                 add_pair(total, mask_key, public, (missing, site), self.place)
         return total
 
-    def _secret(self, name: str) -> bytes:
-        return keys.combined([opened[name] for _, opened in sorted(self.opened.items())])
+    def _secret(self, name: str, owner: str, fits: Callable[[Advert, bytes], bool]) -> bytes:
+        """Return a site's secret from any t of its opened shares. Raises SecretsDoNotFit: none.
+
+        fits: whether it is what the site has told everybody about; so wrong shares do no harm while
+        there are t right ones. With more than t shares, one site that opens wrong ones is found by
+        leaving each out in turn, and if that does not do it, the secret's owner has dealt them.
+        """
+        given = sorted(self.opened)
+        most = max(_MOST_TRIES, 1 + len(given))
+        for out in islice(self._left_out(given), most):
+            those = [site for site in given if site not in out][: self.threshold]
+            try:
+                secret = keys.combined([self.opened[site][name] for site in those])
+            except SecretsDoNotFit:
+                continue
+            if fits(self.adverts[owner], secret):
+                self._tell(owner, out)
+                return secret
+        blamed = owner if len(given) > self.threshold else ""
+        raise SecretsDoNotFit(f"the opened shares of {owner} are not of what it told", blamed)
+
+    def _left_out(self, given: list[str]) -> Iterator[tuple[str, ...]]:
+        """Yield sets of sites to do without: who was wrong before in this session comes first."""
+        spare = len(given) - self.threshold
+        if 0 < len(self._wrong) <= spare:
+            yield tuple(sorted(self._wrong))
+        yield from chain.from_iterable(combinations(given, k) for k in range(spare + 1))
+
+    def _tell(self, owner: str, out: tuple[str, ...]) -> None:
+        for site in sorted({*out} - self._wrong):
+            _log.warning(
+                "round %d: %s has opened a wrong share of %s, or that one has dealt it; the others "
+                "suffice",
+                self.place.round,
+                site,
+                owner,
+            )
+        self._wrong |= {*out}
 
     def _enough(self, found: Mapping[str, object], what: str) -> list[str]:
         if len(found) < self.threshold:
