@@ -33,6 +33,7 @@ from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms, TermsRequest
 from fedpact.theory.accounting import round_rate_up
@@ -137,11 +138,12 @@ class Plan(BaseModel):
             raise ValueError(
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
-        if self.privacy.mode == "batch_clipped" and method.weighs_records:
+        mode = self.privacy.mode
+        if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "
-                'own clip, and under privacy.mode = "batch_clipped" records have none: use '
-                'privacy.mode = "per_sample"'
+                f"own clip, and under privacy.mode = {mode!r} records have none: use "
+                "privacy.mode = 'per_sample'"
             )
         calibrates = self.privacy.mode != "none" and self.privacy.sigma is None
         if method.controlled and calibrates and method.iterations is None:

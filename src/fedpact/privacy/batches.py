@@ -4,7 +4,7 @@ See oracle for the channels. A batch draws nothing and charges nothing itself: i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.guarded import measured, summed
-from fedpact.privacy.terms import Terms
 
 
 def clip_for(clip: float, expected: float) -> float:
@@ -144,6 +143,30 @@ class Kernel(Protocol):
         ...
 
 
+class NoiseTerms(Protocol):
+    """What a batch knows of its site's terms; see privacy.terms.Terms."""
+
+    @property
+    def clip(self) -> float:
+        """C."""
+        ...
+
+    @property
+    def sigmas(self) -> Mapping[str, float]:
+        """Channel -> the standard deviation of its noise, relative to its bound."""
+        ...
+
+    @property
+    def batch_size(self) -> float:
+        """The expected batch size q N."""
+        ...
+
+    @property
+    def noise_variance(self) -> float:
+        """See Batch."""
+        ...
+
+
 AddNoise = Callable[[Tensor, float, float, str], Tensor]
 """(total [k], σ_c, bound, channel) -> total plus N(0, σ_c² bound²) in every entry."""
 
@@ -159,7 +182,7 @@ class NoisyBatch(Channels, Generic[K]):
         kernel: K,
         x: Tensor,
         y: Tensor,
-        terms: Terms,
+        terms: NoiseTerms,
         add_noise: AddNoise,
         channels: tuple[str, ...],
     ) -> None:

@@ -27,7 +27,7 @@ private. The terms say which clipping it is.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
 
@@ -286,8 +287,5 @@ class PrivateOracle:
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
-        if terms.mechanism == "batch_clipped":
-            kernel = cast(BatchClippedKernel, self._kernel)
-            return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
-        kernel = cast(PerSampleKernel, self._kernel)
-        return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
+        answering = mechanism_of(terms.mechanism).batch
+        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)

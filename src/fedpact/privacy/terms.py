@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, Literal
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
+from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 from fedpact.theory.accounting import (
     ADJACENCY,
     Accountant,
@@ -27,28 +27,6 @@ from fedpact.theory.calibration import smallest_scale
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
-
-Mechanism = Literal["per_sample", "batch_clipped"]
-"""What is clipped to C: each record's gradient (the sum is released), or the batch's mean."""
-
-# Of each channel under batch clipping. What is not named has no proof here, and is refused.
-_BATCH_CLIPPED: Final[Mapping[str, float]] = {"gradient": 2.0, "loss": 1.0, "below": 1.0}
-
-
-def sensitivity(mechanism: Mechanism, channel: str) -> float:
-    """Return how far one record, added or removed, moves a channel's release before noise.
-
-    In units of the channel's bound (C for the gradient), to which its sigma is relative too; so
-    sigma over this is its noise multiplier. Raises PlanError: a channel without a known one.
-    """
-    if mechanism == "per_sample":
-        return 1.0
-    if channel not in _BATCH_CLIPPED:
-        raise PlanError(
-            f"channel {channel!r} has no known sensitivity under batch clipping: expected "
-            f'{", ".join(_BATCH_CLIPPED)}; use privacy.mode = "per_sample"'
-        )
-    return _BATCH_CLIPPED[channel]
 
 
 @dataclass(frozen=True)
@@ -75,7 +53,7 @@ class Terms:
     contribution of a record to a gradient sum, or the longest mean gradient of a batch. sigmas: the
     standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: joint
     events that are reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by
-    which the events were counted. mechanism: what is clipped. size_noise: the noise multiplier of
+    which the events were counted. mechanism: of MECHANISMS. size_noise: the noise multiplier of
     the released size; None where it is declared. opening_rate, opening_sigmas, openings: the same
     of the event that opens a round, and how many are reserved; no sigmas: there is none.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
@@ -90,7 +68,7 @@ class Terms:
     steps: int
     budget: Budget
     accountant: Accountant
-    mechanism: Mechanism = "per_sample"
+    mechanism: str = "per_sample"
     size_noise: float | None = None
     opening_rate: float = 1.0
     opening_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -165,7 +143,7 @@ class Terms:
         0 where the batches release no gradient.
         """
         sigma = self.sigmas.get("gradient", 0.0)
-        divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
+        divisor = self.batch_size if mechanism_of(self.mechanism).summed else 1.0
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
     def history(self, steps: int, openings: int | None = None) -> Counter[SampledGaussian]:
@@ -214,7 +192,7 @@ class TermsRequest:
     steps: int
     budget: Budget
     accountant: Accountant
-    mechanism: Mechanism = "per_sample"
+    mechanism: str = "per_sample"
     size_noise: float | None = None
     opening: Opening | None = None
     openings: int = 0
@@ -306,12 +284,12 @@ class TermsRequest:
         return event
 
 
-def _relative(mechanism: Mechanism, channels: Channels) -> float:
+def _relative(mechanism: str, channels: Channels) -> float:
     """Return the joint multiplier of channels with σ = 1."""
     return joint(1.0, _multipliers(mechanism, channels).values()).sigma
 
 
-def _multipliers(mechanism: Mechanism, sigmas: Mapping[str, float]) -> dict[str, float]:
+def _multipliers(mechanism: str, sigmas: Mapping[str, float]) -> dict[str, float]:
     return {name: sigma / sensitivity(mechanism, name) for name, sigma in sigmas.items()}
 
 
