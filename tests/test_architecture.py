@@ -56,6 +56,11 @@ ALGORITHMS_MAY_IMPORT = (
     "errors",
 )
 
+# Names that stand for one thing in several places: a form that each file of a kind has, or one
+# function for each engine.
+ONE_FORM = ("algorithms",)
+ONE_THING = {"secured"}
+
 MOST_CODE_LINES = 300  # of a file: lines that are neither blank nor a comment
 MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
 
@@ -193,6 +198,35 @@ def without_docstring(sources: Sources) -> Iterator[str]:
         yield from visit(tree, module)
 
 
+def public_names(sources: Sources) -> Iterator[tuple[str, str, bool]]:
+    """Public classes and functions of modules, as (module, name, whether a class)."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                yield module, node.name, isinstance(node, ast.ClassDef)
+
+
+def names_of_two_things(sources: Sources) -> Iterator[str]:
+    """Two classes of one name; two functions of one name that are both met without their module."""
+    homes: dict[str, list[str]] = {}
+    for module, name, is_class in public_names(sources):
+        if unit_of(module) in ONE_FORM or name in ONE_THING:
+            continue
+        if is_class and name in homes:
+            yield f"{module}.{name} has the name of {homes[name][0]}.{name}"
+        homes.setdefault(name, []).append(module)
+    met: dict[str, set[str]] = {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if node.module in homes.get(alias.name, ()) and not alias.asname:
+                    met.setdefault(alias.name, set()).add(node.module)
+    for name, modules in met.items():
+        if len(modules) > 1:
+            yield f"{name} is imported from {' and '.join(sorted(modules))}: give one a name"
+
+
 def long_files(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         lines = (line.strip() for line in source.splitlines())
@@ -265,6 +299,15 @@ RULES: dict[Rule, list[Sources]] = {
         {"fedpact.plan": '"""M."""\nclass A:\n    """A."""\n    def f(self):\n        return 1'},
         {"fedpact.plan": '"""M."""\nasync def f():\n    return 1'},
     ],
+    names_of_two_things: [
+        {"fedpact.plan": "class Plan:\n    x = 1", "fedpact.report.page": "class Plan:\n    y = 2"},
+        {
+            "fedpact.check": "def within(x):\n    return x",
+            "fedpact.privacy.reach": "def within(x):\n    return -x",
+            "fedpact.plan": "from fedpact.check import within",
+            "fedpact.round": "from fedpact.privacy.reach import within",
+        },
+    ],
     long_files: [{"fedpact.plan": "x = 1\n" * MOST_CODE_LINES}],
     long_functions: [
         {"fedpact.plan": "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES},
@@ -274,6 +317,11 @@ RULES: dict[Rule, list[Sources]] = {
 
 # What comes near to breaking a rule and does not.
 GOOD: Sources = {
+    "fedpact.algorithms.y": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
+    "fedpact.algorithms.z": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
+    "fedpact.data.splits": '"""M."""\ndef labels():\n    """L."""',
+    "fedpact.report.figures": '"""M."""\nfrom fedpact.data.splits import labels\n'
+    'from fedpact.data.splits import labels as others\ndef labels():\n    """L."""',
     "fedpact": '"""M."""\nfrom fedpact.api import run',
     "fedpact.api": '"""M."""\nfrom fedpact.engines.simulation import simulate',
     "fedpact.engines.simulation": '"""M."""\nfrom fedpact.client import Client',

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import plan_error, read
+from fedpact.configuration import plan_error, read_configuration
 from fedpact.data.form import PlanRecords
 from fedpact.data.kinds import PartitionSettings
 from fedpact.methods import Method
@@ -70,7 +70,7 @@ class Running(BaseModel):
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes two thirds of the time with 16; larger layers gain
     less. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a graphics card draws other noise than the
+    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
     CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
@@ -264,4 +264,4 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        return Plan.parse(read(path, overrides))
+        return Plan.parse(read_configuration(path, overrides))
