@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("check", "text", "files"),
     ("configuration",),  # files, overrides, errors that name every mistake
-    ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
+    ("messages", "params", "losses"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
     ("persample", "draws", "ledger"),

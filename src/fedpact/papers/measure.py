@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fedpact.costs import Costs
+from fedpact.control.costs import Costs
 from fedpact.data.partition import Partition
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError
