@@ -4,7 +4,7 @@ See oracle for the channels. A batch draws nothing and charges nothing itself: i
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -167,8 +167,12 @@ class NoiseTerms(Protocol):
         ...
 
 
-AddNoise = Callable[[Tensor, float, float, str], Tensor]
-"""(total [k], σ_c, bound, channel) -> total plus N(0, σ_c² bound²) in every entry."""
+class AddNoise(Protocol):
+    """Draws.add_noise of one step: total [k] plus N(0, σ_c² bound²) in every entry."""
+
+    def __call__(self, total: Tensor, sigma: float, sensitivity: float, *, purpose: str) -> Tensor:
+        """Return it; purpose: the channel, so that each has noise of its own."""
+        ...
 
 
 K = TypeVar("K", bound=Kernel)
@@ -216,7 +220,7 @@ class NoisyBatch(Channels, Generic[K]):
         sigma = self._terms.sigmas[channel]
         if sigma == 0:
             return total
-        return self._add_noise(total, sigma, bound, channel)
+        return self._add_noise(total, sigma, bound, purpose=channel)
 
     def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [B] at w, and which of them are finite."""

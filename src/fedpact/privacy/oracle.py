@@ -27,6 +27,7 @@ private. The terms say which clipping it is.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -281,11 +282,9 @@ class PrivateOracle:
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
-        def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
-            return self._draws.add_noise(total, sigma, bound, step, channel)
-
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         answering = mechanism_of(terms.mechanism).batch
+        add_noise = partial(self._draws.add_noise, step=step)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
