@@ -67,13 +67,15 @@ def calls(way: str) -> list[tuple[str, str]]:
             if called and caller and called != caller:
                 made.append((caller, called))
 
-    for _ in range(2):  # what is built for a model's first batch is no part of the way
-        made.clear()
-        sys.setprofile(seen)
-        try:
-            next(iter(oracle.batches(1, "gradient"))).gradient(kernel.model.vector)
-        finally:
-            sys.setprofile(None)
+    def release() -> None:
+        next(iter(oracle.batches(1, "gradient"))).gradient(kernel.model.vector)
+
+    release()  # what is built for a model's first batch is no part of the way
+    sys.setprofile(seen)
+    try:
+        release()
+    finally:
+        sys.setprofile(None)
     return made
 
 
