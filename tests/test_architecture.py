@@ -5,6 +5,7 @@ the real one is.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -198,6 +199,36 @@ def without_docstring(sources: Sources) -> Iterator[str]:
         yield from visit(tree, module)
 
 
+def docstrings(sources: Sources) -> Iterator[tuple[str, str, ast.Module]]:
+    """Every docstring, as (module, its text, the module's tree)."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield module, text, tree
+
+
+def pointers_to_nowhere(sources: Sources) -> Iterator[str]:
+    """`See X.` where X is no name of this module, made or imported, and no other's in full."""
+    homes = {
+        f"{module.split('.')[-1]}.{name}"
+        for module, source in sources.items()
+        for name in re.findall(r"^(?:class |def |async def )?([A-Za-z]\w*)", source, re.MULTILINE)
+    }
+    for module, text, tree in docstrings(sources):
+        pointed = re.match(r"See ([A-Za-z_][\w.]*\w)", text)
+        if not pointed or pointed[1] in ("the", "there"):
+            continue
+        known = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        known |= {node.name for node in ast.walk(tree) if hasattr(node, "name")}
+        known |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        target = pointed[1]
+        first, last = target.split(".")[0], ".".join(target.split(".")[-2:])
+        if first not in known and last not in homes:
+            yield f"{module}: 'See {target}' leads nowhere: name it as module.Name, or import it"
+
+
 def public_names(sources: Sources) -> Iterator[tuple[str, str, bool]]:
     """Public classes and functions of modules, as (module, name, whether a class)."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -308,6 +339,11 @@ RULES: dict[Rule, list[Sources]] = {
             "fedpact.round": "from fedpact.privacy.reach import within",
         },
     ],
+    pointers_to_nowhere: [
+        {"fedpact.round": '"""M."""\ndef f():\n    """See Unheard."""'},
+        {"fedpact.round": '"""M."""\ndef f():\n    """See plan.Unheard."""'},
+        {"fedpact.plan": "class Plan:\n    x = 1", "fedpact.round": '"""See Plan."""'},
+    ],
     long_files: [{"fedpact.plan": "x = 1\n" * MOST_CODE_LINES}],
     long_functions: [
         {"fedpact.plan": "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES},
@@ -319,6 +355,8 @@ RULES: dict[Rule, list[Sources]] = {
 GOOD: Sources = {
     "fedpact.algorithms.y": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
     "fedpact.algorithms.z": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
+    "fedpact.audit.one": '"""See the module."""\nfrom fedpact.plan import Plan\nclass C:\n'
+    '    """See Plan."""\nclass B:\n    """See C."""\ndef f():\n    """See splits.labels."""',
     "fedpact.data.splits": '"""M."""\ndef labels():\n    """L."""',
     "fedpact.report.figures": '"""M."""\nfrom fedpact.data.splits import labels\n'
     'from fedpact.data.splits import labels as others\ndef labels():\n    """L."""',
