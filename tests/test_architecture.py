@@ -63,6 +63,8 @@ ONE_FORM = ("algorithms",)
 ONE_THING = {"secured"}
 
 MOST_CODE_LINES = 300  # of a file: lines that are neither blank nor a comment
+MOST_FILES = 16  # of a folder, beside its __init__
+MOST_FLOORS = 8  # of a folder: a file stands above those beside it that it imports
 MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
 
 
@@ -258,6 +260,25 @@ def names_of_two_things(sources: Sources) -> Iterator[str]:
             yield f"{name} is imported from {' and '.join(sorted(modules))}: give one a name"
 
 
+def crowded_folders(sources: Sources) -> Iterator[str]:
+    if list(import_cycles(sources)):  # then there are no floors; that rule finds them
+        return
+    folders: dict[str, set[str]] = {}
+    for module in sources:
+        if not any(other.startswith(f"{module}.") for other in sources):
+            folders.setdefault(module.rpartition(".")[0], set()).add(module)
+    for folder, files in folders.items():
+        below = {m: {n for _, n in imports(sources, m)} & files - {m} for m in files}
+
+        def floor(module: str, below: dict[str, set[str]] = below) -> int:
+            return 1 + max(map(floor, below[module]), default=0)
+
+        if len(files) > MOST_FILES:
+            yield f"{folder} has {len(files)} files: expected {MOST_FILES} at most"
+        if (floors := max(map(floor, files))) > MOST_FLOORS:
+            yield f"{folder} has {floors} floors: expected {MOST_FLOORS} at most"
+
+
 def long_files(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         lines = (line.strip() for line in source.splitlines())
@@ -343,6 +364,13 @@ RULES: dict[Rule, list[Sources]] = {
         {"fedpact.round": '"""M."""\ndef f():\n    """See Unheard."""'},
         {"fedpact.round": '"""M."""\ndef f():\n    """See plan.Unheard."""'},
         {"fedpact.plan": "class Plan:\n    x = 1", "fedpact.round": '"""See Plan."""'},
+    ],
+    crowded_folders: [
+        {f"fedpact.data.m{i}": "" for i in range(MOST_FILES + 1)},
+        {
+            f"fedpact.data.m{i}": f"import fedpact.data.m{i + 1}" if i < MOST_FLOORS else ""
+            for i in range(MOST_FLOORS + 1)
+        },
     ],
     long_files: [{"fedpact.plan": "x = 1\n" * MOST_CODE_LINES}],
     long_functions: [
