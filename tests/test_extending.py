@@ -14,6 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.test_architecture import (
+    import_cycles,
+    read_package,
+    upward_imports,
+    without_docstring,
+)
 
 import fedpact
 from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
@@ -156,6 +162,11 @@ def told(copy: Path) -> dict:
 def test_one_file_is_touched_by_each():
     assert all(isinstance(file, str) for file, _ in ADDED.values())
     assert len({file for file, _ in ADDED.values()}) == len(ADDED)
+
+
+@pytest.mark.parametrize("rule", [without_docstring, upward_imports, import_cycles])
+def test_what_was_added_keeps_the_rules_of_the_package(rule, copy):
+    assert list(rule(read_package(copy / "fedpact"))) == []
 
 
 def test_an_algorithm_and_a_partition_are_used_by_name(told):
