@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import plan_error, read
+from fedpact.configuration import plan_error, read_configuration
 from fedpact.data.form import PlanRecords
 from fedpact.data.kinds import PartitionSettings
 from fedpact.errors import PlanError
@@ -34,6 +34,7 @@ from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
@@ -71,7 +72,7 @@ class Running(BaseModel):
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes two thirds of the time with 16; larger layers gain
     less. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a graphics card draws other noise than the
+    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
     CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
@@ -139,11 +140,12 @@ class Plan(BaseModel):
             raise ValueError(
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
-        if self.privacy.mode == "batch_clipped" and method.weighs_records:
+        mode = self.privacy.mode
+        if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "
-                'own clip, and under privacy.mode = "batch_clipped" records have none: use '
-                'privacy.mode = "per_sample"'
+                f"own clip, and under privacy.mode = {mode!r} records have none: use "
+                "privacy.mode = 'per_sample'"
             )
         calibrates = self.privacy.mode != "none" and self.privacy.sigma is None
         if method.controlled and calibrates and method.iterations is None:
@@ -302,4 +304,4 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        return Plan.parse(read(path, overrides))
+        return Plan.parse(read_configuration(path, overrides))

@@ -17,17 +17,15 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import NAMES, Grid, Node
+from tests.deploy.grid import Node
 from tests.deploy.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.engines.flower import codec, seal, transport, worker
-from fedpact.engines.flower.server import coordinate
+from fedpact.engines.flower import codec, seal, worker
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.parties import stored
-from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError, FedpactError, LedgerError
@@ -302,33 +300,16 @@ def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
 # What the server makes of it
 
 
-@pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-
-
 @pytest.fixture
-def federation(make, tmp_path):
-    """federation(**plan) -> (run, nodes, directory); as tests/deploy/test_transport.py has it."""
+def federation(federate):
+    """federation(**plan) -> (run, nodes, directory); run.refused() carries it out."""
     patience = {"round_seconds": 30, "resend_seconds": 10, "join_seconds": 0.2, "retries": 0}
-    opened = []
 
     def new(**plan):
-        directory = make(tmp_path / "d", {"patience": patience}, **{"rounds": 5, **plan})
-        nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
-        opened.extend(nodes)
+        run = federate({"patience": patience}, **{"rounds": 5, **plan})
+        return run, run.nodes, run.directory
 
-        def run():
-            records = []
-            coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
-            return [record.refused for record in records[1:]]
-
-        return run, nodes, directory
-
-    yield new
-    for node in opened:
-        node.site.ledger.close()
+    return new
 
 
 def move(node, directory):
@@ -359,7 +340,7 @@ def test_a_snapshot_that_is_started_again_stays_out_and_charges_nothing(federati
         return answer()
 
     node.behave = behave
-    assert run() == [{}, {}, *[{"site-01": "ledger"}] * 3]
+    assert run.refused() == [{}, {}, *[{"site-01": "ledger"}] * 3]
     assert charged(snapshot) == STEPS
 
 
@@ -381,7 +362,7 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
         return answer()
 
     node.behave = behave
-    assert run() == [{}, {}, {"site-01": "ledger"}, {}]
+    assert run.refused() == [{}, {}, {"site-01": "ledger"}, {}]
     # The copy's ledger has round 1 of the original, 2 and 4.
     assert (charged(original), charged(copy)) == (STEPS, 3 * STEPS)
     with pytest.raises(LedgerError, match="a copy of a site that runs elsewhere"):
@@ -397,11 +378,11 @@ def test_the_servers_no_stays_until_a_person_lifts_it(federation):
     )
     nodes[2].behave = lambda message, answer: _until(nodes[2], 4, answer)
     with pytest.raises(RuntimeError):
-        run()
+        run.refused()
     barred = {"site-00": "rejected: ledger"}
     nodes[2].behave = lambda message, answer: _readmitted(nodes[2], 5, directory, answer)
     # The server was started again and still refuses it, without asking; then it is let in.
-    assert run() == [{}, barred, barred, barred, barred, {}]
+    assert run.refused() == [{}, barred, barred, barred, barred, {}]
     assert {from_bytes(block).round for block in node.heard} == {1, 2, 6}
     assert charged(node.directory) == 3 * STEPS
 
@@ -438,10 +419,10 @@ def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
     run, nodes, directory = federation(rounds=3)
     nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
     with pytest.raises(RuntimeError):
-        run()
+        run.refused()
     (directory / "server" / "run" / "ledgers.json").unlink()
     nodes[2].behave = lambda message, answer: answer()
-    assert run() == [{}] * 3
+    assert run.refused() == [{}] * 3
     seen = json.loads((directory / "server" / "run" / "ledgers.json").read_bytes())
     ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
     assert seen == ledgers
@@ -458,11 +439,11 @@ def test_a_server_that_was_put_back_is_told_what_to_do(federation, tmp_path):
         return answer()
 
     nodes[0].behave = behave
-    run()
+    run.refused()
     shutil.rmtree(directory / "server" / "run")
     shutil.copytree(backup, directory / "server" / "run")
     with pytest.raises(TooFewReplies, match=r"site-00 stale.*put the newer one back"):
-        run()
+        run.refused()
     assert [charged(node.directory) for node in nodes] == [4 * STEPS] * 3
 
 
@@ -522,7 +503,7 @@ def test_no_sum_is_opened_under_a_policy_that_was_tightened_in_its_round(federat
         return given
 
     nodes[0].behave = behave
-    run()
+    run.refused()
     assert isinstance(heard[-1], Refusal)
     assert heard[-1].code == "policy"
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
+from tests.deploy.grid import NAMES, Clock, charged
 
 from fedpact.engines.flower import codec, transport, underway
-from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure import site as site_module
@@ -36,55 +34,23 @@ SHARED = {
 }
 
 
-def allow(directory):
-    """Each owner says that it relies on the others: takes the lines out of their comment."""
-    for site in NAMES:
-        path = directory / "sites" / site / "policy.toml"
-        text = path.read_text()
-        assert "# honest = 2" in text
-        for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
-            text = text.replace(f"# {name} =", f"{name} =")
-        path.write_text(text)
-
-
 @pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    clock = Clock()
+def clock(monkeypatch):
+    found = Clock()
     for module in (transport, underway):
-        monkeypatch.setattr(module, "time", clock)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        monkeypatch.setattr(module, "time", found)
 
 
 @pytest.fixture
-def federation(make, tmp_path):
+def federation(federate):
     """federation(**plan) -> (run, nodes): `run()` carries it out and returns its records."""
-    opened = []
 
     def new(name="d", patience=None, seeds="secure", **plan):
         choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
-        directory = make(tmp_path / name, choices, **{"rounds": 2, **SECURE, **plan})
-        if plan.get("privacy", {}).get("honest"):
-            allow(directory)
-        nodes = [Node(10 + i, directory / "sites" / site) for i, site in enumerate(NAMES)]
-        opened.extend(nodes)
+        run = federate(choices, name, **{"rounds": 2, **SECURE, **plan})
+        return run, run.nodes
 
-        def run():
-            records = []
-            try:
-                run.summary = coordinate(
-                    Coordinator.of(directory / "server"), Grid(nodes), records.append
-                )
-            finally:
-                run.records = records
-            return records
-
-        run.directory = directory
-        return run, nodes
-
-    yield new
-    for node in opened:
-        node.site.ledger.close()
+    return new
 
 
 def heard(node):
@@ -532,8 +498,8 @@ def shared_words(monkeypatch):
     """Each share that a site's oracle makes, by site, round and attempt."""
     made, share = {}, PrivateOracle._shared
 
-    def kept(oracle, *args):
-        given = share(oracle, *args)
+    def kept(oracle, *args, **more):
+        given = share(oracle, *args, **more)
         charge = oracle._charge
         made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
         return given

@@ -10,7 +10,6 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.app.error import Error
-from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
@@ -30,38 +29,18 @@ from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    # Rounds in memory are over before the next look at who is there would be due.
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     found = Clock()
-    clock = found
     for module in (transport, underway):
-        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
 @pytest.fixture
-def federation(make, tmp_path, request):
+def federation(federate, request):
     """(run, nodes): `run()` carries the deployment out and returns its records by round."""
     patience = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
-    patience |= getattr(request, "param", {})
-    directory = make(tmp_path / "d", {"patience": patience}, rounds=3)
-    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
-    grid = Grid(nodes)
-
-    def run():
-        records = []
-        coordinator = Coordinator.of(directory / "server")
-        try:
-            run.summary = coordinate(coordinator, grid, records.append)
-        finally:
-            run.records = records
-        return records
-
-    run.directory = directory
-    yield run, nodes
-    for node in nodes:
-        node.site.ledger.close()
+    run = federate({"patience": patience | getattr(request, "param", {})}, rounds=3)
+    return run, run.nodes
 
 
 def test_all_is_well(federation):

@@ -52,9 +52,11 @@ def _making(shares: int, drawn: Drawn) -> Callable[[Records, Kernel, Terms, Draw
 class _Attacked(PrivateOracle):
     """An oracle whose events are those of many rounds: each has one release of its own."""
 
-    def _shared(self, total: Tensor, deviation: float, step: int, channel: str) -> Tensor:
+    def _shared(
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
+    ) -> Tensor:
         self.shares.clear()
-        return super()._shared(total, deviation, step, channel)
+        return super()._shared(total, sigma, bound, purpose, step=step)
 
 
 class _Together:

@@ -68,7 +68,7 @@ class _OfThread(threading.local):
 
 
 class SecureDraws:
-    """See noise.Draws: draws for a deployment. Threads may share an object."""
+    """See seeded.Draws: those for a deployment. Threads may share an object."""
 
     repeats = False
 
@@ -79,14 +79,14 @@ class SecureDraws:
         raise TypeError("SecureDraws are never copied: make new ones, with a key of their own")
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """See Draws. Rate 1 takes every record and draws nothing."""
+        """See seeded.Draws. Rate 1 takes every record and draws nothing."""
         del step
         if rate == 1:
             return torch.arange(records)
         return poisson(self._own.stream, records, rate)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """See Draws."""
+        """See seeded.Draws."""
         del step, purpose
         noise = empty(size, like.dtype)
         numbers, start = noise.numpy(), 0
@@ -103,7 +103,7 @@ class SecureDraws:
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """See Draws. On the grid."""
+        """See seeded.Draws. On the grid."""
 
         del step, purpose
         return grid.noisy(total, sigma, sensitivity, self._part)

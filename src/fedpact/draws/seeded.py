@@ -31,7 +31,7 @@ class Draws(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """See above."""
+        """Whether equal calls return equal draws."""
         ...
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:

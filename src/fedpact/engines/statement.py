@@ -8,6 +8,7 @@ from fedpact.engines.scene import Scene
 from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import ADJACENCY, History, bound_by, epsilon
 
@@ -24,14 +25,7 @@ _DOES_NOT_COVER = [
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
-MECHANISMS = {
-    "none": "Nothing is clipped and no noise is added.",
-    "per_sample": "Each record's part of a sum is clipped to its bound (a gradient to C), the sum "
-    "over a Poisson batch gets Gaussian noise and is divided by the expected batch size. One "
-    "record moves a sum by at most its bound.",
-    "batch_clipped": "The mean gradient of a Poisson batch is clipped to C as a whole and gets "
-    "Gaussian noise. One record can turn it round: it moves by at most 2C, so σ counts half.",
-}
+_UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _POOLED = (
@@ -62,13 +56,14 @@ class Side:
 
 def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
     """Return the content of privacy.json. sites: how many take part."""
+    mode = plan.privacy.mode
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
         "unit": "record",
         "adjacency": ADJACENCY,
-        "mechanism": plan.privacy.mode,
-        "mechanism_meaning": MECHANISMS[plan.privacy.mode],
+        "mechanism": mode,
+        "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.

@@ -57,7 +57,7 @@ class FixedSequence:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """See the module."""
+        """What the ledger's chain holds of it."""
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
         shared = {} if self.shared is None else asdict(self.shared)
         return {"kind": "reserve", **_budget(self.budget), **shared, "events": events}
@@ -112,7 +112,7 @@ class Filtered:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """See the module."""
+        """What the ledger's chain holds of it."""
         return {"kind": "filter", **_budget(self.budget)}
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:

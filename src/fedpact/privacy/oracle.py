@@ -27,8 +27,9 @@ private. The terms say which clipping it is.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
 from fedpact.theory.shares import UNITS
@@ -292,31 +294,27 @@ class PrivateOracle:
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
-        def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
-            if terms.honest:
-                return self._shared(total, sigma * bound, step, channel)
-            return self._draws.add_noise(total, sigma, bound, step, channel)
-
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
-        if terms.mechanism == "batch_clipped":
-            kernel = cast(BatchClippedKernel, self._kernel)
-            return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
-        kernel = cast(PerSampleKernel, self._kernel)
-        return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
+        answering = mechanism_of(terms.mechanism).batch
+        release = self._shared if terms.honest else self._draws.add_noise
+        add_noise = partial(release, step=step)
+        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
 
-    def _shared(self, total: Tensor, deviation: float, step: int, channel: str) -> Tensor:
+    def _shared(
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
+    ) -> Tensor:
         """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
 
         Raises PolicyRefused: the request has one of this channel already. Sums of several would be
         protected by each one's own share only.
         """
-        if channel in self.shares:
+        if purpose in self.shares:
             raise PolicyRefused(
-                f"a second release of {channel!r} was asked for in one round: sites that share "
+                f"a second release of {purpose!r} was asked for in one round: sites that share "
                 "noise out make one"
             )
-        unit = deviation / UNITS
-        self.shares[channel] = self._draws.share(total, unit, UNITS, step, channel)
-        return (self.shares[channel].double() * unit).to(total.device, total.dtype)
+        unit = sigma * bound / UNITS
+        self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
+        return (self.shares[purpose].double() * unit).to(total.device, total.dtype)

@@ -8,7 +8,6 @@ from fedpact import check
 from fedpact.errors import PlanError
 from fedpact.privacy.terms import (
     Channels,
-    Mechanism,
     Opening,
     Terms,
     check_ratios,
@@ -45,7 +44,7 @@ class TermsRequest:
     steps: int
     budget: Budget
     accountant: Accountant
-    mechanism: Mechanism = "per_sample"
+    mechanism: str = "per_sample"
     size_noise: float | None = None
     opening: Opening | None = None
     openings: int = 0
@@ -147,6 +146,6 @@ class TermsRequest:
         return event
 
 
-def _relative(mechanism: Mechanism, channels: Channels) -> float:
+def _relative(mechanism: str, channels: Channels) -> float:
     """Return the joint multiplier of channels with σ = 1."""
     return joint(1.0, multipliers_of(mechanism, channels).values()).sigma

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedpact.errors import PlanError
-from fedpact.privacy.terms import Mechanism
+from fedpact.privacy.mechanisms import MECHANISMS
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -46,12 +46,19 @@ def _accountant(name: str) -> str:
     return name
 
 
+def _mode(name: str) -> str:
+    if name != "none" and name not in MECHANISMS:
+        expected = ", ".join((*MECHANISMS, "none"))
+        raise ValueError(f"{name!r} is no mode of privacy: expected one of {expected}")
+    return name
+
+
 class Privacy(BaseModel):
     """What each site grants the run: (ε, δ) per record, under add/remove of one record.
 
     mode: "per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
     which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without any
-    protection, and the report says so.
+    protection, and the report says so. What else there may be is in MECHANISMS.
     epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
     sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
@@ -69,7 +76,7 @@ class Privacy(BaseModel):
     """
 
     model_config = _FROZEN
-    mode: Mechanism | Literal["none"] = "per_sample"
+    mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)

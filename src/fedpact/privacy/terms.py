@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, Literal
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
 from fedpact.ledger.reservations import Shared
+from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
     Accountant,
@@ -26,28 +26,6 @@ from fedpact.theory.accounting import (
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
-
-Mechanism = Literal["per_sample", "batch_clipped"]
-"""What is clipped to C: each record's gradient (the sum is released), or the batch's mean."""
-
-# Of each channel under batch clipping. What is not named has no proof here, and is refused.
-_BATCH_CLIPPED: Final[Mapping[str, float]] = {"gradient": 2.0, "loss": 1.0, "below": 1.0}
-
-
-def sensitivity(mechanism: Mechanism, channel: str) -> float:
-    """Return how far one record, added or removed, moves a channel's release before noise.
-
-    In units of the channel's bound (C for the gradient), to which its sigma is relative too; so
-    sigma over this is its noise multiplier. Raises PlanError: a channel without a known one.
-    """
-    if mechanism == "per_sample":
-        return 1.0
-    if channel not in _BATCH_CLIPPED:
-        raise PlanError(
-            f"channel {channel!r} has no known sensitivity under batch clipping: expected "
-            f'{", ".join(_BATCH_CLIPPED)}; use privacy.mode = "per_sample"'
-        )
-    return _BATCH_CLIPPED[channel]
 
 
 @dataclass(frozen=True)
@@ -74,7 +52,7 @@ class Terms:
     contribution of a record to a gradient sum, or the longest mean gradient of a batch. sigmas: the
     standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: joint
     events that are reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by
-    which the events were counted. mechanism: what is clipped. size_noise: the noise multiplier of
+    which the events were counted. mechanism: of MECHANISMS. size_noise: the noise multiplier of
     the released size; None where it is declared. opening_rate, opening_sigmas, openings: the same
     of the event that opens a round, and how many are reserved; no sigmas: there is none.
     honest: h, how many sites' shares of noise protect a record together, where only sums over sites
@@ -91,7 +69,7 @@ class Terms:
     steps: int
     budget: Budget
     accountant: Accountant
-    mechanism: Mechanism = "per_sample"
+    mechanism: str = "per_sample"
     size_noise: float | None = None
     opening_rate: float = 1.0
     opening_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -128,7 +106,11 @@ class Terms:
 
     def _check_shared(self) -> None:
         """Raise InputError unless the lemma of theory.shares covers what is released."""
-        if [*self.sigmas] != ["gradient"] or self.openings or self.mechanism != "per_sample":
+        if (
+            [*self.sigmas] != ["gradient"]
+            or self.openings
+            or not mechanism_of(self.mechanism).summed
+        ):
             raise InputError(
                 f"honest is {self.honest} with channels {[*self.sigmas]}, openings "
                 f"{self.openings}, mechanism {self.mechanism!r}: expected gradient sums alone, of "
@@ -201,7 +183,7 @@ class Terms:
         0 where the batches release no gradient.
         """
         sigma = self.sigmas.get("gradient", 0.0)
-        divisor = 1.0 if self.mechanism == "batch_clipped" else self.batch_size
+        divisor = self.batch_size if mechanism_of(self.mechanism).summed else 1.0
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
     def history(self, steps: int, openings: int | None = None) -> Counter[SampledGaussian]:
@@ -258,7 +240,7 @@ def size_event(noise: float | None) -> dict[SampledGaussian, int]:
     return {} if noise is None else {SampledGaussian(1.0, noise): 1}
 
 
-def multipliers_of(mechanism: Mechanism, sigmas: Mapping[str, float]) -> dict[str, float]:
+def multipliers_of(mechanism: str, sigmas: Mapping[str, float]) -> dict[str, float]:
     """Return each channel's noise over its sensitivity to one record."""
     return {name: sigma / sensitivity(mechanism, name) for name, sigma in sigmas.items()}
 

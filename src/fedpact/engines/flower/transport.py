@@ -74,11 +74,11 @@ class FlowerTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return self._federation.names
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport. Raises TooFewReplies."""
+        """See round.Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         form = self._form(any_task)

@@ -117,16 +117,16 @@ class Secured:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return self._carrier.sites
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """See Transport: all steps of the last exchange, those of sessions given up too."""
+        """See round.Transport: all steps of the last exchange, those of sessions given up too."""
         return self._down, self._up
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport. Raises BelowThreshold: too few sites, however often it was tried."""
+        """See round.Transport. Raises BelowThreshold: too few sites, however often it was tried."""
         self._down = self._up = 0
         first, refused = next(iter(tasks.values())), dict[str, Refusal]()
         replies = self._tried(tasks, refused)

@@ -57,7 +57,7 @@ class _Hall:
         return self._layout
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """See Carrier. Nobody is waited for."""
+        """See exchange.Carrier. Nobody is waited for."""
         del least
         refused = dict[str, Refusal]()
         for site, question, train in self._visits(asks):
