@@ -31,6 +31,10 @@ Channels = Mapping[str, float]
 Mechanism = Literal["per_sample", "batch_clipped"]
 """What is clipped to C: each record's gradient (the sum is released), or the batch's mean."""
 
+# What a policy calls the other releases; no channel has such a name, which would stand for both.
+_SIZE: Final = "size"
+_ANCHOR: Final = "anchor "
+
 # Of each channel under batch clipping. What is not named has no proof here, and is refused.
 _BATCH_CLIPPED: Final[Mapping[str, float]] = {"gradient": 2.0, "loss": 1.0, "below": 1.0}
 
@@ -102,6 +106,12 @@ class Terms:
         check.rate(opening_rate=self.opening_rate)
         check.natural(steps=self.steps)
         check.natural(openings=self.openings)
+        for name in (*self.sigmas, *self.opening_sigmas):
+            if name == _SIZE or name.startswith(_ANCHOR):
+                raise InputError(
+                    f"a channel is called {name!r}: expected another name than {_SIZE!r} and "
+                    f"{_ANCHOR + '...'!r}, by which a policy allows other releases"
+                )
         noisy = [
             check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
             for name, sigma in (*self.sigmas.items(), *self.opening_sigmas.items())
@@ -128,9 +138,14 @@ class Terms:
 
     @property
     def releases(self) -> dict[str, float]:
-        """Everything the site releases -> its noise multiplier: the channels, and a noisy size."""
-        size = {} if self.size_noise is None else {"size": self.size_noise}
-        opening = {f"anchor {name}": s for name, s in self.opening.multipliers.items()}
+        """Everything the site releases -> its noise multiplier.
+
+        The channels of the batches; "anchor gradient" and the like, those of the event that opens a
+        round; "size", a noisy one. A policy names what it allows by these, and no other name is
+        anything's.
+        """
+        size = {} if self.size_noise is None else {_SIZE: self.size_noise}
+        opening = {_ANCHOR + name: s for name, s in self.opening.multipliers.items()}
         return self.multipliers | (opening if self.openings else {}) | size
 
     @cached_property
