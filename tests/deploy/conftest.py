@@ -61,11 +61,17 @@ def in_memory(monkeypatch):
 
 @pytest.fixture
 def federate(make, tmp_path, in_memory):
-    """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
+    """federate(choices, name, change, **plan) -> grid.Run, whose ledgers are closed in the end.
+
+    change: what is done to the deployment's directory before its sites open theirs.
+    """
     made = []
 
-    def new(choices, name="d", **plan):
-        made.append(Run(make(tmp_path / name, choices, **plan)))
+    def new(choices, name="d", change=None, **plan):
+        directory = make(tmp_path / name, choices, **plan)
+        if change:
+            change(directory)
+        made.append(Run(directory))
         return made[-1]
 
     yield new

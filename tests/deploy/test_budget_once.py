@@ -144,6 +144,53 @@ def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_pa
         assert codes(told(site, 4, seen=seen)) == [""]
 
 
+def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
+    """Whoever relays messages can keep a question, and play it after a later one."""
+    ledgers = {}
+    with Site(site_dir) as site:
+        for number in (1, 2, 3):
+            ledgers[number] = place(told(site, number)[0]), (site_dir / "ledger.jsonl").read_bytes()
+            if number == 1:
+                snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
+    with Site(snapshot) as site:
+        for seen, _ in (ledgers[3], ledgers[2]):
+            assert codes(told(site, 4, seen=seen)) == ["ledger"]
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[2][1])
+    with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}.* of the server of"):
+        Site(snapshot)
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[3][1])
+    Site(snapshot).ledger.close()
+
+
+def test_a_servers_false_word_takes_nothing_back_of_what_the_site_knows_itself(site_dir):
+    """Its owner removes that word, and an older ledger still does not open."""
+    with Site(site_dir) as site:
+        told(site, 1)
+        older = (site_dir / "ledger.jsonl").read_bytes()
+        told(site, 2)
+        assert codes(told(site, 3, seen=(3, "f" * 64))) == ["ledger"]
+    path = site_dir / "ledger.jsonl.seen"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps({who: word for who, word in words.items() if "server" not in who}))
+    (site_dir / "reply.bin").unlink()
+    Site(site_dir).ledger.close()
+    (site_dir / "ledger.jsonl").write_bytes(older)
+    with pytest.raises(LedgerError, match="by the word of this site"):
+        Site(site_dir)
+
+
+def test_a_note_of_an_earlier_version_is_read(site_dir):
+    with Site(site_dir) as site:
+        told(site, 1)
+        seen = site.ledger.length, site.ledger.head
+    path = site_dir / "ledger.jsonl.seen"
+    path.write_text(json.dumps([*seen, "this site"]))
+    Site(site_dir).ledger.close()
+    path.write_text(json.dumps([seen[0] + 1, "e" * 64, "the server of run a"]))
+    with pytest.raises(LedgerError, match="by the word of the server of run a"):
+        Site(site_dir)
+
+
 def test_an_older_ledger_that_was_written_on_is_not_let_in_once_it_is_longer(site_dir, tmp_path):
     """The lengths agree with what the server has seen, and the entries do not."""
     with Site(site_dir) as site:
@@ -237,7 +284,13 @@ def test_a_stored_reply_that_is_none_is_told(site_dir, content):
     Site(site_dir).ledger.close()
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]', b"7", b'{"me": 1}'),
+        *(b'{"me": [1, "short"]}', b'{"me": ["1", ""]}', b'{"me": [true, ""]}', b'[0, "", [1]]'),
+    ],
+)
 def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
     (site_dir / "ledger.jsonl.seen").write_bytes(content)
     with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):

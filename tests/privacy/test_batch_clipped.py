@@ -28,7 +28,8 @@ from fedpact.privacy.batches import clip_for
 from fedpact.privacy.mechanisms import sensitivity
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.terms import Terms, TermsRequest
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Accountant, Budget
 from fedpact.theory.calibration import smallest_sigma
 

@@ -34,6 +34,16 @@ class Settings(BaseSettings):
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
 
+    @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings."""
+        if self.local_steps == 1:
+            return ""
+        return (
+            f"with settings.local_steps = {self.local_steps} a site's later steps begin where its "
+            "own noisy ones ended, which its own noise alone hides; take 1"
+        )
+
 
 def channels(settings: Settings) -> dict[str, float]:
     """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""

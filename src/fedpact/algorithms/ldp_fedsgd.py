@@ -61,6 +61,11 @@ class Settings(BaseSettings):
     bias_penalty: float = Field(default=1.0, gt=0)
 
     @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings."""
+        return ""
+
+    @property
     def summed(self) -> Summed:
         """See algorithms.BaseSettings: J_k and v_k are public."""
         if self.aggregation == "batch_size":

@@ -21,9 +21,11 @@ from torch import Tensor
 from fedpact.draws import grid
 from fedpact.draws.keystream import KeyStream, Words, normals, poisson
 from fedpact.draws.seeded import empty
+from fedpact.draws.shares import rounded
 
 # Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
 _KEY_LASTS: Final = 1 << 30
+_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 
 _forks = 0
 
@@ -92,6 +94,11 @@ class SecureDraws:
             np.copyto(numbers[start : start + len(z)], z.numpy(), casting="same_kind")
             start += len(z)
         return noise.to(like.device, non_blocking=True)
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """See seeded.Draws."""
+        noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
+        return rounded(total, unit, units, noise)
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str

@@ -25,9 +25,10 @@ private. The terms say which clipping it is.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -44,6 +45,7 @@ from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
+from fedpact.theory.shares import UNITS
 
 __all__ = [
     "UNIFORM",
@@ -82,6 +84,14 @@ class Oracle(Protocol):
         """How many batches the site's reservation still allows, public; inf in a plain run.
 
         To be asked for at the end of `local`, when this request's batches have been charged.
+        """
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid.
+
+        Where it is not empty, this goes to the server in place of what `local` made of it.
         """
         ...
 
@@ -126,6 +136,7 @@ class PlainOracle:
 
     noise_variance = 0.0
     steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -230,6 +241,7 @@ class PrivateOracle:
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step = 0
+        self.shares: dict[str, Tensor] = {}
 
     @property
     def batch_size(self) -> float:
@@ -286,5 +298,22 @@ class PrivateOracle:
         x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         answering = mechanism_of(terms.mechanism).batch
-        add_noise = partial(self._draws.add_noise, step=step)
+        add_noise = partial(self._shared if terms.honest else self._draws.add_noise, step=step)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
+
+    def _shared(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
+
+        Raises PolicyRefused: the request has one of this channel already. Sums of several would be
+        protected by each one's own share only.
+        """
+        if purpose in self.shares:
+            raise PolicyRefused(
+                f"a second release of {purpose!r} was asked for in one round: sites that share "
+                "noise out make one"
+            )
+        unit = sigma * sensitivity / UNITS
+        self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
+        return (self.shares[purpose].double() * unit).to(total.device, total.dtype)

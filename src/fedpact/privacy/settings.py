@@ -2,9 +2,9 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedpact.errors import PlanError
 from fedpact.privacy.mechanisms import MECHANISMS
@@ -67,6 +67,11 @@ class Privacy(BaseModel):
     before training, which its budget pays for. A plain run has exact ones.
     size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation
     in records.
+    trust: "own", each site's noise is enough alone; or "sum": sites share the noise out, and only
+    sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the larger
+    one that needs none is stated beside it; see docs/noise-for-the-sum.md.
+    honest: h, of how many sites that are in a sum the noise has to be unknown; at most the
+    threshold less one, as a site knows its own.
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
@@ -79,9 +84,40 @@ class Privacy(BaseModel):
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
     sizes: Literal["public", "noisy"] = "public"
     size_noise: float = Field(default=10.0, gt=0)
+    trust: Literal["own", "sum"] = "own"
+    honest: int = Field(default=0, ge=0)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if (self.trust == "sum") != (self.honest > 0):
+            raise ValueError(
+                f'trust = "{self.trust}" with honest = {self.honest}: expected trust = "sum" with '
+                'honest >= 1, the number of sites whose noise is relied on, or trust = "own" '
+                "without it"
+            )
+        if self.honest and (self.mode != "per_sample" or self.sizes == "noisy"):
+            raise ValueError(
+                f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": only sums of '
+                'clipped records are shared, so mode = "per_sample" and sizes = "public"'
+            )
+        return self
+
+    def check_shared(self, threshold: int, sites: int) -> None:
+        """Raise PlanError unless of every sum of at least `threshold` sites `honest` are unknown.
+
+        At most c = t - h parties may tell what they know, the site that looks among them, and two
+        lists with t signatures each are ruled out by 2t > K + c.
+        """
+        if self.honest and not sites - threshold < self.honest < threshold:
+            raise PlanError(
+                f"privacy.honest = {self.honest} with {sites} sites and secure_aggregation."
+                f"threshold = {threshold}: expected more than {sites - threshold} and less than "
+                f"{threshold}; of a sum of {threshold} sites at least one, who looks at it, knows "
+                "a share, and a threshold is met twice where too many are dishonest"
+            )
 
     def check_sites(self, sites: tuple[str, ...]) -> None:
         """Raise PlanError where a list or a table does not fit these sites."""

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
-from fedpact.engines.secure.ring import Weighing, Words, encode
+from fedpact.engines.secure.ring import Coding, Words
 from fedpact.errors import DataError
 from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
@@ -37,7 +37,7 @@ _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
 class Opened:
-    """Of which sites this one has opened a sum last, and of which round and attempt; durable.
+    """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
 
     path: None in a simulation, which keeps it in memory.
     """
@@ -51,7 +51,7 @@ class Opened:
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
-        """Whether a sum over these sites may be opened, and remember that it was.
+        """Whether a sum over these sites may be opened, and remember that this one agreed to it.
 
         Of a round and attempt that is one list only; and none of an earlier one.
         """
@@ -76,6 +76,7 @@ class _Session:
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     held: dict[str, bytes] = field(default_factory=dict[str, bytes])
     task: Task | None = None
+    survivors: tuple[str, ...] = ()
     answered: dict[str, tuple[bytes, Step | Refusal]] = field(
         default_factory=dict[str, tuple[bytes, Step | Refusal]]
     )
@@ -99,11 +100,11 @@ class Masker:
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[str, ec.EllipticCurvePublicKey],
         threshold: int,
-        weighing: Weighing,
+        coding: Coding,
         opened: Opened,
     ) -> None:
         self._name, self._key, self._peers = name, key, dict(peers)
-        self._threshold, self._weighing, self._opened = threshold, weighing, opened
+        self._threshold, self._coding, self._opened = threshold, coding, opened
         self._session: _Session | None = None
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
@@ -144,6 +145,8 @@ class Masker:
             return self._shares(session, question)
         if question.step == "masked":
             return self._masked(session, question, train)
+        if question.step == "consistency":
+            return self._consistency(session, question)
         return self._unmask(session, question)
 
     def _shares(self, session: _Session, question: Step) -> Step | Refusal:
@@ -190,17 +193,12 @@ class Masker:
         if isinstance(reply, Refusal):
             return reply
         session.task = task
-        masked = self._weighing.masked(reply, self._encoded(reply) + self._mask(session, reply))
+        words = self._coding.encode(reply)
+        masked = self._coding.masked(reply, words + self._mask(session, len(words)))
         return self._step(session, question, {"reply": to_bytes(masked)})
 
-    def _encoded(self, reply: Reply) -> Words:
-        numbers = self._weighing.private(reply.numbers)
-        share = self._weighing.share(reply)
-        return encode(reply.vectors, numbers, share, len(self._peers))
-
-    def _mask(self, session: _Session, reply: Reply) -> Words:
+    def _mask(self, session: _Session, length: int) -> Words:
         """PRG(b) ± PRG(k) of each who shares a mask with us, uint64 [L]."""
-        length = self._weighing.layout(reply).length
         mask = keys.stream(session.secrets.seed, length).copy()
         for peer in session.held:
             if peer != self._name:
@@ -208,15 +206,32 @@ class Masker:
                 add_pair(mask, session.secrets.mask_key, public, (self._name, peer), session.place)
         return mask
 
-    def _unmask(self, session: _Session, question: Step) -> Step | Refusal:
-        """Open, of each site, one of its two shares."""
+    def _consistency(self, session: _Session, question: Step) -> Step | Refusal:
+        """Sign who is in the sum: that is on the disk first, and no other list is signed."""
         survivors = wire.to_names(wire.block(question, "survivors"))
         if len(survivors) < self._threshold:
             return self._refusal(session.place, "few")
         if self._name not in survivors or not set(survivors) <= set(session.held):
             return self._refusal(session.place, "session")
-        if session.task is None or not self._opened.allows(session.task, survivors):
+        task = session.task
+        if task is None or not self._opened.allows(task, survivors):
             return self._refusal(session.place, "opened")
+        session.survivors = survivors
+        signature = keys.signed_list(self._key, self._name, survivors, task.attempt, session.place)
+        return self._step(session, question, {"signature": signature})
+
+    def _unmask(self, session: _Session, question: Step) -> Step | Refusal:
+        """Open, of each site, one of its two shares, if t sites have signed this one's list."""
+        survivors, signatures = session.survivors, wire.blocks(question, "signature/")
+        if len(signatures) < self._threshold:
+            return self._refusal(session.place, "few")
+        attempt = session.task.attempt if session.task else 0
+        for peer, signature in signatures.items():
+            key = self._peers[peer] if peer in survivors else None
+            if not (
+                key and keys.has_signed(key, peer, survivors, attempt, session.place, signature)
+            ):
+                raise SecretsDoNotFit(f"{peer} has not signed that {', '.join(survivors)} are in")
         told = dict[str, bytes]()
         for peer, both in session.held.items():
             of_mask, of_seed = both[: len(both) // 2], both[len(both) // 2 :]
