@@ -511,8 +511,8 @@ def shared_words(monkeypatch):
     """Each share that a site's oracle makes, by site, round and attempt."""
     made, share = {}, PrivateOracle._shared
 
-    def kept(oracle, *args):
-        given = share(oracle, *args)
+    def kept(oracle, *args, **named):
+        given = share(oracle, *args, **named)
         charge = oracle._charge
         made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
         return given
