@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import Run
+from tests.deploy.grid import Run, allow
 
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.flower import transport
@@ -61,16 +61,13 @@ def in_memory(monkeypatch):
 
 @pytest.fixture
 def federate(make, tmp_path, in_memory):
-    """federate(choices, name, change, **plan) -> grid.Run, whose ledgers are closed in the end.
-
-    change: what is done to the deployment's directory before its sites open theirs.
-    """
+    """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
     made = []
 
-    def new(choices, name="d", change=None, **plan):
+    def new(choices, name="d", **plan):
         directory = make(tmp_path / name, choices, **plan)
-        if change:
-            change(directory)
+        if plan.get("privacy", {}).get("honest"):
+            allow(directory)
         made.append(Run(directory))
         return made[-1]
 

@@ -132,3 +132,14 @@ class Run:
     def refused(self):
         """Carry it out, and return who was refused in each round, and why."""
         return [record.refused for record in self()[1:]]
+
+
+def allow(directory):
+    """Each owner says that it relies on the others: takes the lines out of their comment."""
+    for site in NAMES:
+        path = directory / "sites" / site / "policy.toml"
+        text = path.read_text()
+        assert "# honest = 2" in text
+        for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
+            text = text.replace(f"# {name} =", f"{name} =")
+        path.write_text(text)

@@ -34,17 +34,6 @@ SHARED = {
 }
 
 
-def allow(directory):
-    """Each owner says that it relies on the others: takes the lines out of their comment."""
-    for site in NAMES:
-        path = directory / "sites" / site / "policy.toml"
-        text = path.read_text()
-        assert "# honest = 2" in text
-        for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
-            text = text.replace(f"# {name} =", f"{name} =")
-        path.write_text(text)
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     found = Clock()
@@ -58,9 +47,7 @@ def federation(federate):
 
     def new(name="d", patience=None, seeds="secure", **plan):
         choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
-        shared = plan.get("privacy", {}).get("honest")
-        plan = {"rounds": 2, **SECURE, **plan}
-        run = federate(choices, name, allow if shared else None, **plan)
+        run = federate(choices, name, **{"rounds": 2, **SECURE, **plan})
         return run, run.nodes
 
     return new
@@ -511,8 +498,8 @@ def shared_words(monkeypatch):
     """Each share that a site's oracle makes, by site, round and attempt."""
     made, share = {}, PrivateOracle._shared
 
-    def kept(oracle, *args, **named):
-        given = share(oracle, *args, **named)
+    def kept(oracle, *args, **more):
+        given = share(oracle, *args, **more)
         charge = oracle._charge
         made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
         return given

@@ -53,10 +53,10 @@ class _Attacked(PrivateOracle):
     """An oracle whose events are those of many rounds: each has one release of its own."""
 
     def _shared(
-        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
         self.shares.clear()
-        return super()._shared(total, sigma, sensitivity, step, purpose)
+        return super()._shared(total, sigma, bound, purpose, step=step)
 
 
 class _Together:

@@ -298,11 +298,12 @@ class PrivateOracle:
         x, y = self._records.at(chosen)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         answering = mechanism_of(terms.mechanism).batch
-        add_noise = partial(self._shared if terms.honest else self._draws.add_noise, step=step)
+        release = self._shared if terms.honest else self._draws.add_noise
+        add_noise = partial(release, step=step)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
 
     def _shared(
-        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
         """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
 
@@ -314,6 +315,6 @@ class PrivateOracle:
                 f"a second release of {purpose!r} was asked for in one round: sites that share "
                 "noise out make one"
             )
-        unit = sigma * sensitivity / UNITS
+        unit = sigma * bound / UNITS
         self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
         return (self.shares[purpose].double() * unit).to(total.device, total.dtype)

@@ -106,7 +106,11 @@ class Terms:
 
     def _check_shared(self) -> None:
         """Raise InputError unless the lemma of theory.shares covers what is released."""
-        if [*self.sigmas] != ["gradient"] or self.openings or self.mechanism != "per_sample":
+        if (
+            [*self.sigmas] != ["gradient"]
+            or self.openings
+            or not mechanism_of(self.mechanism).summed
+        ):
             raise InputError(
                 f"honest is {self.honest} with channels {[*self.sigmas]}, openings "
                 f"{self.openings}, mechanism {self.mechanism!r}: expected gradient sums alone, of "

@@ -153,10 +153,13 @@ def is_committed(advert: Advert, seed: bytes) -> bool:
     return hashlib.sha256(seed).digest() == advert.commitment
 
 
-def stream(seed: bytes, length: int) -> Words:
-    """Return PRG(seed): uint64 [length], AES-256 in counter mode. A seed is used for one stream."""
+def stream(seed: bytes, like: Words) -> Words:
+    """Return PRG(seed): as many words, of as many bits, as `like` has. A seed is for one stream.
+
+    AES-256 in counter mode.
+    """
     encryptor = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
-    return np.frombuffer(encryptor.update(bytes(8 * length)), dtype="<u8")
+    return np.frombuffer(encryptor.update(bytes(like.nbytes)), dtype=like.dtype.newbyteorder("<"))
 
 
 def shares(secret: bytes, threshold: int, sites: int) -> list[bytes]:

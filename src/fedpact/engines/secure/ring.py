@@ -20,7 +20,8 @@ from fedpact.algorithms import Summed
 from fedpact.errors import DataError, InputError
 from fedpact.messages import Numbers, Reply, State, Task
 
-Words = NDArray[np.uint64]
+Words = NDArray[np.uint64 | np.uint32]
+"""Numbers modulo 2^64, or where fewer bits will do modulo 2^32."""
 
 RANGE: Final = 2.0**20
 """R: what lies beyond ±R is clamped before it is sent."""

@@ -161,7 +161,7 @@ class Session:
         total = self._total.copy()
         for site in self.replies:
             seed = self._secret("seed/" + site, site, keys.is_committed)
-            np.subtract(total, keys.stream(seed, len(total)), out=total)
+            np.subtract(total, keys.stream(seed, total), out=total)
         for missing in set(self.sealed) - set(self.replies):
             mask_key = self._secret("mask/" + missing, missing, keys.is_of_advert)
             for site in self.replies:

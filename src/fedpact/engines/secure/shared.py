@@ -92,7 +92,7 @@ class SharedSum:
         share = reply.vectors.get(_CHANNEL)
         if share is None or share.dtype != torch.int64 or len(reply.vectors) != 1:
             raise DataError(f"a reply of {reply.site} has {[*reply.vectors]}: expected a share")
-        return share.numpy().view(np.uint64)
+        return share.numpy().astype(np.uint32)
 
     def check(self, reply: Reply) -> None:
         """See Coding. The divisor is the site's declared q N."""
@@ -199,7 +199,7 @@ def centred(words: Words, width: int) -> NDArray[np.float64]:
     >>> centred(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
     [1.0, -1.0, -32768.0, 0.0]
     """
-    low = (words & np.uint64(2**width - 1)).astype(np.int64)
+    low = words.astype(np.int64) & (2**width - 1)
     return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
 
 
@@ -209,7 +209,7 @@ def pack(words: Words, width: int) -> NDArray[np.uint8]:
     >>> pack(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
     [1, 0, 2, 0, 3, 0]
     """
-    low = words.astype("<u4", copy=True)
+    low = words.astype("<u4")
     packed: list[NDArray[np.uint8]] = []
     # Whole bytes at each cut, as their number is a multiple of 8.
     for start in range(0, len(low), _AT_A_TIME):
@@ -222,14 +222,14 @@ def pack(words: Words, width: int) -> NDArray[np.uint8]:
 def unpack(packed: NDArray[np.uint8], width: int) -> Words:
     """Return the words of which `pack` made this, modulo 2^width; width at least 8."""
     count = 8 * len(packed) // width
-    found = np.zeros(count, dtype=np.uint64)
+    found = np.zeros(count, dtype=np.uint32)
     step = _AT_A_TIME * width // 8
     for start in range(0, len(packed), step):
         each = np.unpackbits(packed[start : start + step], bitorder="little")
         some = len(each) // width
         rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
-        whole = np.zeros((some, 8), np.uint8)
+        whole = np.zeros((some, 4), np.uint8)
         whole[:, : rows.shape[1]] = rows
         at = start // step * _AT_A_TIME
-        found[at : at + some] = whole.view("<u8").reshape(-1)
+        found[at : at + some] = whole.view("<u4").reshape(-1)
     return found

@@ -194,12 +194,12 @@ class Masker:
             return reply
         session.task = task
         words = self._coding.encode(reply)
-        masked = self._coding.masked(reply, words + self._mask(session, len(words)))
+        masked = self._coding.masked(reply, words + self._mask(session, words))
         return self._step(session, question, {"reply": to_bytes(masked)})
 
-    def _mask(self, session: _Session, length: int) -> Words:
-        """PRG(b) ± PRG(k) of each who shares a mask with us, uint64 [L]."""
-        mask = keys.stream(session.secrets.seed, length).copy()
+    def _mask(self, session: _Session, words: Words) -> Words:
+        """PRG(b) ± PRG(k) of each who shares a mask with us, as many words as there are."""
+        mask = keys.stream(session.secrets.seed, words).copy()
         for peer in session.held:
             if peer != self._name:
                 public = session.adverts[peer].mask
@@ -256,6 +256,6 @@ def add_pair(
     mask_key: m of one of them; public: M of the other.
     """
     own, peer = pair
-    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), len(total))
+    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), total)
     operation = np.add if own < peer else np.subtract
     operation(total, stream, out=total)
