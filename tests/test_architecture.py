@@ -443,3 +443,14 @@ def test_the_documents_table_is_this_one():
     block = page.read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
     rows = [line.split("#")[0].replace(",", " ").split() for line in block.splitlines()]
     assert rows == [list(row) for row in reversed(LAYERS)]
+
+
+def test_every_package_has_a_row_that_says_where_to_start():
+    root = Path(fedpact.__file__).parent
+    page = (root.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
+    assert {name for name, _ in rows} == {path.parent.name for path in root.glob("*/__init__.py")}
+    for name, first in rows:
+        files = re.findall(r"`([\w/]+\.py)`", first)
+        assert files
+        assert all((root / name / file).is_file() for file in files), (name, first)

@@ -18,7 +18,7 @@ from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
 from fedpact.engines.secure.shared import SharedSum, bits, centred
 from fedpact.engines.simulation import simulate
-from fedpact.errors import PlanError, PolicyRefused
+from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
@@ -349,6 +349,55 @@ def test_a_site_without_right_keys_is_left_out_and_the_round_goes_on(federation,
     nodes[0].behave = behave
     assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: step"}] * 2
     assert [charged(node) for node in nodes] == [0, 4, 4]
+
+
+def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypatch):
+    """A sum that cannot be written down is not opened: what was charged for it would be lost."""
+    run, nodes = federation()
+    held, left = {}, []
+    real = site_module.make_room
+    home = nodes[0].directory
+
+    def behave(message, answer):
+        asked = from_bytes(nodes[0].heard[-1])
+        if (asked.round, asked.step) == (2, "consistency"):
+            held["room"] = (home / "opened.json.room").stat().st_size
+        return answer()
+
+    def full(length, *paths):
+        if not left and paths[0].parent == home:
+            left.append(charged(nodes[0]))
+            raise OSError(28, "No space left on device")
+        real(length, *paths)
+
+    nodes[0].behave = behave
+    monkeypatch.setattr(site_module, "make_room", full)
+    records = run()
+    assert [sorted(record.refused) for record in records[1:]] == [["site-00"], []]
+    assert left == [0]
+    assert [charged(node) for node in nodes] == [2, 4, 4]
+    assert held["room"] >= (home / "opened.json").stat().st_size
+    assert not (home / "opened.json.room").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "of another run"])
+def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
+    """A server could have a second sum of a round opened, over other sites."""
+    run, nodes = federation()
+    home = nodes[0].directory
+    # From the first opening on, so that its lack tells before anything was opened, too.
+    first = json.loads((home / "opened.json").read_bytes())
+    assert first == [nodes[0].site.run, 0, 0, []]
+    lost = loses(nodes[0], "unmask", 1)
+    run()
+    assert lost
+    nodes[0].site.ledger.close()
+    if how == "deleted":
+        (home / "opened.json").unlink()
+    else:
+        (home / "opened.json").write_text(json.dumps(["another", 3, 0, []]))
+    with pytest.raises(DataError, match=r"opened\.json is .*take part in a new run only"):
+        Site(home)
 
 
 def test_a_site_that_deals_shares_of_nothing_is_left_out_of_the_next_attempt(

@@ -96,7 +96,7 @@ class SecureDraws:
         return noise.to(like.device, non_blocking=True)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """See Draws."""
+        """See seeded.Draws."""
         noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
         return rounded(total, unit, units, noise)
 

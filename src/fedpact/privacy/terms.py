@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 from fedpact import check
 from fedpact.errors import InputError, PlanError
@@ -26,6 +27,10 @@ from fedpact.theory.accounting import (
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
+
+# What a policy calls the other releases; no channel has such a name, which would stand for both.
+_SIZE: Final = "size"
+_ANCHOR: Final = "anchor "
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,12 @@ class Terms:
         check.natural(steps=self.steps)
         check.natural(openings=self.openings)
         check.natural(honest=self.honest)
+        for name in (*self.sigmas, *self.opening_sigmas):
+            if name == _SIZE or name.startswith(_ANCHOR):
+                raise InputError(
+                    f"a channel is called {name!r}: expected another name than {_SIZE!r} and "
+                    f"{_ANCHOR + '...'!r}, by which a policy allows other releases"
+                )
         noisy = [
             check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
             for name, sigma in (*self.sigmas.items(), *self.opening_sigmas.items())
@@ -142,9 +153,14 @@ class Terms:
 
     @property
     def releases(self) -> dict[str, float]:
-        """Everything the site releases -> its noise multiplier: the channels, and a noisy size."""
-        size = {} if self.size_noise is None else {"size": self.size_noise}
-        opening = {f"anchor {name}": s for name, s in self.opening.multipliers.items()}
+        """Everything the site releases -> its noise multiplier.
+
+        The channels of the batches; "anchor gradient" and the like, those of the event that opens a
+        round; "size", a noisy one. A policy names what it allows by these, and no other name is
+        anything's.
+        """
+        size = {} if self.size_noise is None else {_SIZE: self.size_noise}
+        opening = {_ANCHOR + name: s for name, s in self.opening.multipliers.items()}
         return self.multipliers | (opening if self.openings else {}) | size
 
     @cached_property

@@ -69,7 +69,7 @@ class Slow:
     dropped it, so that a site that wakes up does not spend its budget on rounds that are over.
     Who misses rounds one after the other, answering after each or never, is asked less and less:
     after n misses not for 2^(n-1) - 1 rounds, until it answers one in time. Its ledger is charged
-    for each question, so of R rounds it misses it pays for log2(R).
+    for each question, so of R rounds that it misses it pays for about log2(R).
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@
     ledger.jsonl.seen   entries that it had: one that lacks any does not open (parties.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
-    opened.json         of which sites it has helped to open a sum last, under secure aggregation
+    opened.json         of which sites it has helped to open a sum last, under secure aggregation;
+                        made at the first opening, and missed after the first charge
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
 which follow from its own copies of the plan and the federation. Before it charges, its ledger holds
@@ -246,6 +247,8 @@ class Site:
         self._check_policy()
         terms = self._terms
         self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps), terms.shared)
+        if self._masker is not None:
+            self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")
 
     def _check_policy(self) -> None:

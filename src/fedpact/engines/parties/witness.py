@@ -1,7 +1,7 @@
 """What a site knows of its ledger outside of it, so that one that was put back is found out.
 
     LEDGER.seen         beside the ledger: entries, by number and hash, that it once had, and who
-                        says so: this site as it opened, or a run's server with a reply that had it
+                        says so: this site, when it opened, or a server that had a reply with it
     reply.bin           the reply names the entries it was paid with (engines.parties.stored)
     the server's word   every question says what the server has seen last of this site's ledger
 

@@ -8,7 +8,7 @@ each question of a session is answered once, the same question with the same ans
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
 from fedpact.engines.secure.ring import Coding, Words
-from fedpact.errors import DataError
-from fedpact.files import understood, write_whole
+from fedpact.errors import DataError, FedpactError
+from fedpact.files import make_room, understood, write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
 _log = logging.getLogger("fedpact.site")
@@ -50,6 +50,36 @@ class Opened:
                 run, number, attempt, names = json.loads(path.read_bytes())
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
+    def begin(self, run: str, charged: bool) -> None:
+        """Take part in a run. charged: it was charged for before.
+
+        From its first charge on there is a file that names the run. Raises DataError: there is
+        none, so that nobody knows which of its sums were opened.
+        """
+        found = None if self._last is None else self._last[0]
+        if found == run:
+            return
+        if charged:
+            there = "is missing" if found is None else f"is of run {found!r}"
+            raise DataError(f"{self._path} {there}, and this site has released in {run!r}: {_LOST}")
+        self._keep((run, 0, 0, ()))
+
+    def make_room(self, task: Task, sites: Iterable[str]) -> None:
+        """Take room on the disk for a sum of a task over any of these sites, kept until `allows`.
+
+        Raises FedpactError: there is none.
+        """
+        if self._path is None:
+            return
+        asked = task.run, task.round, task.attempt, sorted(sites)
+        try:
+            make_room(len(json.dumps(asked).encode()), self._path)
+        except OSError as error:
+            raise FedpactError(
+                f"round {task.round} needs room on the disk for {self._path} ({error.strerror}): "
+                "nothing is charged; make room, and the site takes part again"
+            ) from error
+
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
         """Whether a sum over these sites may be opened, and remember that this one agreed to it.
 
@@ -61,10 +91,13 @@ class Opened:
         if again and last != asked:
             return False
         if last != asked:
-            if self._path is not None:
-                write_whole(self._path, json.dumps(asked).encode())
-            self._last = asked
+            self._keep(asked)
         return True
+
+    def _keep(self, last: _Opened) -> None:
+        if self._path is not None:
+            write_whole(self._path, json.dumps(last).encode())
+        self._last = last
 
 
 @dataclass
@@ -106,6 +139,10 @@ class Masker:
         self._name, self._key, self._peers = name, key, dict(peers)
         self._threshold, self._coding, self._opened = threshold, coding, opened
         self._session: _Session | None = None
+
+    def begin(self, run: str, charged: bool) -> None:
+        """See Opened.begin."""
+        self._opened.begin(run, charged)
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
         """Return the answer to a question of a session; a Refusal that says why there is none.
@@ -189,6 +226,8 @@ class Masker:
         task, place = wire.task_in(question), session.place
         if (task.run, task.round) != (place.run, place.round):
             return self._refusal(place, "session")
+        # Where what was opened cannot be written down, nothing is opened, and the charge in vain.
+        self._opened.make_room(task, session.held)
         reply = train(task)
         if isinstance(reply, Refusal):
             return reply
