@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := $(shell find src tests -type f -not -name '*.pyc' 2>/dev/null) README.md
 # A pass without the data directory says nothing about a run with it.
 TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
+# Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
+SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
 .PHONY: demo test retest slow bench lint format clean
 
@@ -23,10 +25,10 @@ test: $(TESTED)
 	@echo "The suite has passed on these sources; 'make retest' runs it again."
 
 retest: $(INSTALLED)
-	$(BIN)/pytest -n 3 --dist worksteal && touch $(TESTED)
+	$(SUITE) && touch $(TESTED)
 
 $(TESTED): $(INSTALLED) $(SOURCES)
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(SUITE)
 	@touch $@
 
 slow: $(INSTALLED)

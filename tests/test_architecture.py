@@ -5,6 +5,7 @@ the real one is.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("check", "text", "files"),
     ("configuration",),  # files, overrides, errors that name every mistake
-    ("messages", "params", "losses", "costs"),  # what crosses the wire; the flat vector; losses
+    ("messages", "params", "losses"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
     ("persample", "draws", "ledger"),
@@ -57,7 +58,14 @@ ALGORITHMS_MAY_IMPORT = (
     "errors",
 )
 
+# Names that stand for one thing in several places: a form that each file of a kind has, or one
+# function for each engine.
+ONE_FORM = ("algorithms",)
+ONE_THING = {"secured"}
+
 MOST_CODE_LINES = 300  # of a file: lines that are neither blank nor a comment
+MOST_FILES = 16  # of a folder, beside its __init__
+MOST_FLOORS = 8  # of a folder: a file stands above those beside it that it imports
 MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
 
 
@@ -194,6 +202,84 @@ def without_docstring(sources: Sources) -> Iterator[str]:
         yield from visit(tree, module)
 
 
+def docstrings(sources: Sources) -> Iterator[tuple[str, str, ast.Module]]:
+    """Every docstring, as (module, its text, the module's tree)."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield module, text, tree
+
+
+def pointers_to_nowhere(sources: Sources) -> Iterator[str]:
+    """`See X.` where X is no name of this module, made or imported, and no other's in full."""
+    homes = {
+        f"{module.split('.')[-1]}.{name}"
+        for module, source in sources.items()
+        for name in re.findall(r"^(?:class |def |async def )?([A-Za-z]\w*)", source, re.MULTILINE)
+    }
+    for module, text, tree in docstrings(sources):
+        pointed = re.match(r"See ([A-Za-z_][\w.]*\w)", text)
+        if not pointed or pointed[1] in ("the", "there"):
+            continue
+        known = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        known |= {node.name for node in ast.walk(tree) if hasattr(node, "name")}
+        known |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        target = pointed[1]
+        first, last = target.split(".")[0], ".".join(target.split(".")[-2:])
+        if first not in known and last not in homes:
+            yield f"{module}: 'See {target}' leads nowhere: name it as module.Name, or import it"
+
+
+def public_names(sources: Sources) -> Iterator[tuple[str, str, bool]]:
+    """Public classes and functions of modules, as (module, name, whether a class)."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                yield module, node.name, isinstance(node, ast.ClassDef)
+
+
+def names_of_two_things(sources: Sources) -> Iterator[str]:
+    """Two classes of one name; two functions of one name that are both met without their module."""
+    homes: dict[str, list[str]] = {}
+    for module, name, is_class in public_names(sources):
+        if unit_of(module) in ONE_FORM or name in ONE_THING:
+            continue
+        if is_class and name in homes:
+            yield f"{module}.{name} has the name of {homes[name][0]}.{name}"
+        homes.setdefault(name, []).append(module)
+    met: dict[str, set[str]] = {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if node.module in homes.get(alias.name, ()) and not alias.asname:
+                    met.setdefault(alias.name, set()).add(node.module)
+    for name, modules in met.items():
+        if len(modules) > 1:
+            yield f"{name} is imported from {' and '.join(sorted(modules))}: give one a name"
+
+
+def crowded_folders(sources: Sources) -> Iterator[str]:
+    if list(import_cycles(sources)):  # then there are no floors; that rule finds them
+        return
+    folders: dict[str, set[str]] = {}
+    for module in sources:
+        if not any(other.startswith(f"{module}.") for other in sources):
+            folders.setdefault(module.rpartition(".")[0], set()).add(module)
+    for folder, files in folders.items():
+        below = {m: {n for _, n in imports(sources, m)} & files - {m} for m in files}
+
+        def floor(module: str, below: dict[str, set[str]] = below) -> int:
+            return 1 + max(map(floor, below[module]), default=0)
+
+        if len(files) > MOST_FILES:
+            yield f"{folder} has {len(files)} files: expected {MOST_FILES} at most"
+        if (floors := max(map(floor, files))) > MOST_FLOORS:
+            yield f"{folder} has {floors} floors: expected {MOST_FLOORS} at most"
+
+
 def long_files(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         lines = (line.strip() for line in source.splitlines())
@@ -266,6 +352,27 @@ RULES: dict[Rule, list[Sources]] = {
         {"fedpact.plan": '"""M."""\nclass A:\n    """A."""\n    def f(self):\n        return 1'},
         {"fedpact.plan": '"""M."""\nasync def f():\n    return 1'},
     ],
+    names_of_two_things: [
+        {"fedpact.plan": "class Plan:\n    x = 1", "fedpact.report.page": "class Plan:\n    y = 2"},
+        {
+            "fedpact.check": "def within(x):\n    return x",
+            "fedpact.privacy.reach": "def within(x):\n    return -x",
+            "fedpact.plan": "from fedpact.check import within",
+            "fedpact.round": "from fedpact.privacy.reach import within",
+        },
+    ],
+    pointers_to_nowhere: [
+        {"fedpact.round": '"""M."""\ndef f():\n    """See Unheard."""'},
+        {"fedpact.round": '"""M."""\ndef f():\n    """See plan.Unheard."""'},
+        {"fedpact.plan": "class Plan:\n    x = 1", "fedpact.round": '"""See Plan."""'},
+    ],
+    crowded_folders: [
+        {f"fedpact.data.m{i}": "" for i in range(MOST_FILES + 1)},
+        {
+            f"fedpact.data.m{i}": f"import fedpact.data.m{i + 1}" if i < MOST_FLOORS else ""
+            for i in range(MOST_FLOORS + 1)
+        },
+    ],
     long_files: [{"fedpact.plan": "x = 1\n" * MOST_CODE_LINES}],
     long_functions: [
         {"fedpact.plan": "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES},
@@ -275,6 +382,13 @@ RULES: dict[Rule, list[Sources]] = {
 
 # What comes near to breaking a rule and does not.
 GOOD: Sources = {
+    "fedpact.algorithms.y": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
+    "fedpact.algorithms.z": '"""M."""\nclass Settings:\n    """S."""\ndef local():\n    """L."""',
+    "fedpact.audit.one": '"""See the module."""\nfrom fedpact.plan import Plan\nclass C:\n'
+    '    """See Plan."""\nclass B:\n    """See C."""\ndef f():\n    """See splits.labels."""',
+    "fedpact.data.splits": '"""M."""\ndef labels():\n    """L."""',
+    "fedpact.report.figures": '"""M."""\nfrom fedpact.data.splits import labels\n'
+    'from fedpact.data.splits import labels as others\ndef labels():\n    """L."""',
     "fedpact": '"""M."""\nfrom fedpact.api import run',
     "fedpact.api": '"""M."""\nfrom fedpact.engines.simulation import simulate',
     "fedpact.engines.simulation": '"""M."""\nfrom fedpact.client import Client',
@@ -329,3 +443,14 @@ def test_the_documents_table_is_this_one():
     block = page.read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
     rows = [line.split("#")[0].replace(",", " ").split() for line in block.splitlines()]
     assert rows == [list(row) for row in reversed(LAYERS)]
+
+
+def test_every_package_has_a_row_that_says_where_to_start():
+    root = Path(fedpact.__file__).parent
+    page = (root.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
+    assert {name for name, _ in rows} == {path.parent.name for path in root.glob("*/__init__.py")}
+    for name, first in rows:
+        files = re.findall(r"`([\w/]+\.py)`", first)
+        assert files
+        assert all((root / name / file).is_file() for file in files), (name, first)

@@ -1,6 +1,7 @@
 """docs/extending.md: each of its blocks, added to a copy of the package, is found by all of it.
 
-What is added where is the count of files that an extension touches: one each.
+What is added where is the count of files that an extension touches: one each. An accountant's or a
+mechanism's own mathematics would be a second.
 """
 
 import itertools
@@ -13,6 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.test_architecture import (
+    import_cycles,
+    read_package,
+    upward_imports,
+    without_docstring,
+)
 
 import fedpact
 from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
@@ -54,10 +61,13 @@ ADDED = {
         "metrics.py",
         lambda text: before("check_names(METRICS)", text, block("metric")),
     ),
-    # Its mathematics would be a file of its own: two at most.
     "accountant": (
         "theory/accounting.py",
         lambda text: before("class RunningEpsilon:", text, block("accountant")),
+    ),
+    "mechanism": (
+        "privacy/mechanisms.py",
+        lambda text: before("def mechanism_of(", text, block("mechanism")),
     ),
     "command": ("cli/commands/sites.py", lambda text: block("command")),
 }
@@ -80,11 +90,14 @@ from pathlib import Path
 import torch
 import fedpact
 from fedpact.cli.main import app
+from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.report.comparison import document, render, rows
 from fedpact.report.outcomes import read_comparison
+from fedpact.theory.accounting import Budget
 from typer.testing import CliRunner
 
 assert fedpact.__file__.startswith(sys.argv[1])
@@ -107,12 +120,17 @@ class Sinc(torch.nn.Module):
 
 run = Path("cmp/one/seed-0")
 settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "partition.kind=blocks",
-            "features.kind=pixels", "run.workers=1", "privacy.accountant=twice")
+            "features.kind=pixels", "run.workers=1", "privacy.accountant=twice",
+            "privacy.mode=normalised")
 options = [word for text in settings for word in ("--set", text)]
 printed = call("run", *options, "--out", str(run))
 plan = json.loads((run / "plan.json").read_text())
 found = read_comparison(Path("cmp"), {"one": plan}, [0])
 kernel = PerSampleKernel(FlatModel(Sinc()), cross_entropy)
+terms = Terms("a", 1.0, 1.0, 0.5, {"gradient": 0.0}, 1, Budget(1.0, 1e-5), "best", "normalised")
+held = Records(torch.full((1, 3), 1e-3), torch.zeros(1, dtype=torch.int64))
+oracle = PrivateOracle(held, kernel, terms, SeededDraws(0), lambda *_: None)
+length = float(next(oracle.batches(1, "gradient")).gradient(kernel.model.vector).norm())
 print(json.dumps({
     "command": json.loads(call("sites", "--json")),
     "help": call("--help"),
@@ -128,6 +146,7 @@ print(json.dumps({
     "row": rows(found)[0].metrics,
     "comparison": document(found),
     "compared": render(found),
+    "length": length,
     "way": kernel.way(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
 }))
 """
@@ -145,6 +164,11 @@ def told(copy: Path) -> dict:
 def test_one_file_is_touched_by_each():
     assert all(isinstance(file, str) for file, _ in ADDED.values())
     assert len({file for file, _ in ADDED.values()}) == len(ADDED)
+
+
+@pytest.mark.parametrize("rule", [without_docstring, upward_imports, import_cycles])
+def test_what_was_added_keeps_the_rules_of_the_package(rule, copy):
+    assert list(rule(read_package(copy / "fedpact"))) == []
 
 
 def test_an_algorithm_and_a_partition_are_used_by_name(told):
@@ -186,6 +210,14 @@ def test_an_accountant_is_used_by_name_and_shown(told):
     assert told["privacy"]["accountant"] == "twice"
     assert {site["epsilon_by"] for site in told["privacy"]["sites"].values()} == {"TWICE"}
     assert "twice: twice the bound by Rényi" in told["page"]
+
+
+def test_a_mechanism_is_used_by_name_and_shown(told):
+    assert told["privacy"]["mechanism"] == "normalised"
+    assert told["privacy"]["mechanism_meaning"].startswith("Each record's gradient is scaled to")
+    assert "is scaled to length C before" in told["page"]
+    # A short gradient was made longer, to C but for the clip's slack.
+    assert 0.995 * 0.5 < told["length"] <= 0.5
 
 
 def test_a_command_is_found_and_has_help(told):

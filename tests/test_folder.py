@@ -5,7 +5,7 @@ import torch
 
 from fedpact.api import run
 from fedpact.comparison.compare import compare
-from fedpact.costs import Costs
+from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
 from fedpact.files import free_room, make_room, write_whole
 from fedpact.folder import Checkpoint, Folder, check_out

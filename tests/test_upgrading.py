@@ -36,7 +36,10 @@ def private(name: str) -> bool:
 
 
 def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
-    """Private and inner names of others in a file; of attributes and operators the last part."""
+    """Private and inner names of others in a file; of attributes and operators the last part.
+
+    Python documents `os._exit`.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in ("torch", "flwr"):
@@ -47,8 +50,8 @@ def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
                         yield f"{module}.{alias.name}"
             case ast.Attribute(value=of, attr=name):
                 library = ast.unparse(of).rpartition(".")[2].removeprefix("_")
-                foreign = ast.unparse(of).split(".")[0] not in ("self", "cls") and name not in own
-                if library in LIBRARIES or (private(name) and foreign and name != "_replace"):
+                ours = name in own or ast.unparse(of).split(".")[0] in ("self", "cls", "os")
+                if library in LIBRARIES or (private(name) and not ours and name != "_replace"):
                     yield name
             case ast.Constant(value=str(text)):
                 parts = text.split(".")

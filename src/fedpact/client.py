@@ -5,12 +5,13 @@ turns a refusal into a code. What an algorithm remembers is pending until a late
 reply of that round was included; if it was not, it is dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.files import understood, write_whole
@@ -78,6 +79,8 @@ class Client(Generic[Bench]):
             local = self._method.local(
                 _moved(self._device, task), oracle, _moved(self._device, memory)
             )
+            if oracle.shares:
+                local = self._shared(local, oracle.shares)
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
@@ -93,6 +96,19 @@ class Client(Generic[Bench]):
             ledger_head=self.ledger.head if self.ledger else "",
             ledger_length=self.ledger.length if self.ledger else 0,
         )
+
+    def _shared(self, local: Local, shares: Mapping[str, Tensor]) -> Local:
+        """Return what may be summed: the shares as they were rounded, and public numbers.
+
+        What `local` made of them is rounded again, and a sum of that would be none of the shares'.
+        """
+        if local.memory.vectors or local.memory.numbers:
+            raise PolicyRefused(
+                f"algorithm {self._method.name!r} remembers {[*local.memory.vectors]}, "
+                f"{[*local.memory.numbers]}: nothing may follow from a share of noise alone"
+            )
+        public = {n: v for n, v in local.numbers.items() if n in self._method.summed.public}
+        return Local(dict(shares), public)
 
 
 def _moved(device: torch.device, held: Held) -> Held:

@@ -18,7 +18,7 @@ _FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
 
-def read(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_configuration(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
 
     Raises PlanError: the file or an override cannot be read.

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fedpact.costs import Costs
+from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes

@@ -37,7 +37,7 @@ def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
 def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return which of the classes y [n] are among 0..classes - 1, and y with 0 for the others.
 
-    torch itself would raise for the whole batch, end a card's process, or take -100 for no record.
+    torch itself would raise for the whole batch, end a GPU's process, or take -100 for no record.
     """
     known = torch.logical_and(y >= 0, y < classes)
     return known, torch.where(known, y, 0)

@@ -145,7 +145,8 @@ class RoundRecord:
     accuracy, loss: the global model on the public test set, None where the round was not evaluated.
     metrics: of the sites' held-out records, by the names of metrics.METRICS (Ψ is "psi"), empty
     likewise. scores: per site, empty likewise. steps: local iterations τ of the round.
-    epsilon: ε spent so far by each site at its δ; empty in a plain run.
+    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
+    no other site's noise counts; empty where each site's noise is its own.
     bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
     seconds: wall-clock time of the round. refused: site -> code.
     numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
@@ -158,6 +159,7 @@ class RoundRecord:
     scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
     steps: int = 0
     epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
+    epsilon_alone: Mapping[str, float] = field(default_factory=dict[str, float])
     bytes_down: int = 0
     bytes_up: int = 0
     seconds: float = 0.0

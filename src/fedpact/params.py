@@ -4,8 +4,8 @@ Frozen parameters (requires_grad = False) and buffers stay where they are: they 
 model, equal at every site, and never cross the wire. A buffer that training changes would carry
 statistics of records around the oracle, so such a model is refused.
 
-On a graphics card the host must not wait for a number: whoever looks at one waits for all that the
-card was told to do before, and the card then waits for whoever looked.
+On a GPU the host must not read a number: that blocks until all work it has queued is done, and the
+GPU then idles until the host has queued more.
 """
 
 from collections.abc import Callable, Iterator

@@ -24,11 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import plan_error, read
+from fedpact.configuration import plan_error, read_configuration
 from fedpact.data.form import PlanRecords
 from fedpact.data.kinds import PartitionSettings
+from fedpact.errors import PlanError
 from fedpact.features.settings import FeatureSettings
-from fedpact.features.stage import Stage
+from fedpact.features.stage import FeatureStage
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
@@ -38,8 +39,10 @@ from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.models.papers import LogisticSettings
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
-from fedpact.privacy.terms import Terms, TermsRequest
+from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -74,7 +77,7 @@ class Running(BaseModel):
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes two thirds of the time with 16; larger layers gain
     less. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a graphics card draws other noise than the
+    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
     CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
@@ -151,11 +154,12 @@ class Plan(BaseModel):
             raise ValueError(
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
-        if self.privacy.mode == "batch_clipped" and method.weighs_records:
+        mode = self.privacy.mode
+        if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "
-                'own clip, and under privacy.mode = "batch_clipped" records have none: use '
-                'privacy.mode = "per_sample"'
+                f"own clip, and under privacy.mode = {mode!r} records have none: use "
+                "privacy.mode = 'per_sample'"
             )
         calibrates = self.privacy.mode != "none" and self.privacy.sigma is None
         if method.controlled and calibrates and method.iterations is None:
@@ -164,12 +168,38 @@ class Plan(BaseModel):
                 "before the number of local iterations is known: give it as settings.iterations "
                 "(or control.iterations), or give privacy.sigma"
             )
+        if self.privacy.honest:
+            self._check_shared(method)
         if method.controlled and self.budget.spare_rounds:
             raise ValueError(
                 f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
                 "spare events would be used like the others, and none are needed; leave it out"
             )
         return self
+
+    def _check_shared(self, method: Method) -> None:
+        """Raise ValueError where sites cannot share noise out."""
+        if not self.secure_aggregation.threshold:
+            raise ValueError(
+                'privacy.trust = "sum" needs a server that sees sums only: set '
+                'secure_aggregation.threshold, or trust = "own"'
+            )
+        if method.needs_own_noise:
+            raise ValueError(
+                f'privacy.trust = "sum" does not go with algorithm = {self.algorithm!r}: '
+                f"{method.needs_own_noise}"
+            )
+        if self.fairness.weight > 0:
+            raise ValueError(
+                'privacy.trust = "sum" does not go with [fairness]: a site\'s loss bound follows '
+                "its own releases, which have too little noise of their own; leave one of them out"
+            )
+        given = [grant.sigma for grant in self.privacy.per_site.values()]
+        if isinstance(self.privacy.sigma, list) or any(s is not None for s in given):
+            raise ValueError(
+                'privacy.trust = "sum" with a sigma for each site: the noise is that of the sum, '
+                "and one for all; give one number, or leave it out"
+            )
 
     @cached_property
     def method(self) -> Method:
@@ -195,9 +225,9 @@ class Plan(BaseModel):
         except ValidationError as error:
             raise plan_error(error, ("settings",), module.Settings) from None
 
-    def stage(self, at: Path = Path()) -> Stage:
+    def stage(self, at: Path = Path()) -> FeatureStage:
         """Return what makes the plan's features. at: where a relative path of weights begins."""
-        return Stage(self.features, self.seed, at)
+        return FeatureStage(self.features, self.seed, at)
 
     @property
     def private(self) -> bool:
@@ -245,26 +275,38 @@ class Plan(BaseModel):
             return {}
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
-        spare = self.budget.spare_rounds
+        self.privacy.check_shared(self.secure_aggregation.threshold, len(names))
+        requests = {name: self._request(name, sizes[name], names) for name in names}
         result = dict[str, Terms]()
-        for name in names:
-            request = TermsRequest(
-                site=name,
-                size=sizes[name],
-                rate=self.rate(name, sizes[name]),
-                clip=self.privacy.clip,
-                channels=self.method.channels,
-                steps=self.steps + spare * self.method.steps(),
-                opening=self.method.opening,
-                openings=self.rounds + spare if self.method.opening else 0,
-                budget=self.privacy.budget(name, names),
-                accountant=self.privacy.accountant,
-                mechanism=mode,
-                size_noise=self.privacy.size_noise if self.noisy_sizes else None,
-            )
+        for name, request in requests.items():
             sigma = self.privacy.noise(name, names)
             result[name] = request.calibrated() if sigma is None else request.with_noise(sigma)
+        if self.privacy.honest:
+            # Every site relies on the others' shares: all add what the most careful one needs.
+            sigma = max(terms.event.sigma for terms in result.values())
+            result = {name: one.with_noise(sigma) for name, one in requests.items()}
         return result
+
+    def _request(self, name: str, size: float, names: tuple[str, ...]) -> TermsRequest:
+        """Return what one of these sites' terms follow from."""
+        mode, spare = self.privacy.mode, self.budget.spare_rounds
+        if mode == "none":
+            raise PlanError('privacy.mode = "none": a plain run has no terms')
+        return TermsRequest(
+            site=name,
+            size=size,
+            rate=self.rate(name, size),
+            clip=self.privacy.clip,
+            channels=self.method.channels,
+            steps=self.steps + spare * self.method.steps(),
+            opening=self.method.opening,
+            openings=self.rounds + spare if self.method.opening else 0,
+            budget=self.privacy.budget(name, names),
+            accountant=self.privacy.accountant,
+            mechanism=mode,
+            size_noise=self.privacy.size_noise if self.noisy_sizes else None,
+            honest=self.privacy.honest,
+        )
 
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> "Plan":
@@ -281,4 +323,4 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        return Plan.parse(read(path, overrides))
+        return Plan.parse(read_configuration(path, overrides))

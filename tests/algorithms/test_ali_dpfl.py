@@ -10,8 +10,9 @@ from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import InProcess
-from fedpact.engines.parties.admission import Form, expected_form
+from fedpact.engines.parties.admission import expected_form
 from fedpact.engines.scene import Scene
+from fedpact.engines.secure.ring import Form
 from fedpact.engines.simulation import simulate
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError, PolicyRefused

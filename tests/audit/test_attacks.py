@@ -64,8 +64,12 @@ def test_the_unclamped_weight_is_found(fair, audited):
     assert "weight" in found.attack
 
 
-def test_false_alarms_are_rare(plain):
-    """Twenty seeds of a correct mechanism: each alarms at 5 % at most, more than 5 at 3e-4."""
+def test_false_alarms_are_rare(plain, monkeypatch):
+    """Twenty seeds of a correct mechanism: each alarms at 5 % at most, more than 5 at 3e-4.
+
+    That holds for whatever rule the pilots give, so for one of few as well.
+    """
+    monkeypatch.setattr("fedpact.audit.many_runs._PILOT", 20)
     alarms = 0
     for seed in range(20):
         target = dataclasses.replace(plain, plan=plain.plan.model_copy(update={"seed": seed}))

@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,23 @@ import pytest
 import fedpact as package
 from fedpact.cli.main import main
 
-MAIN = "from fedpact.cli.main import main; main()"
+INTERRUPTED = """
+import os, signal
+from fedpact.cli.main import main
+from fedpact.client import Client
+
+handle, sent = Client.handle, []
+
+def while_a_site_trains(self, task, bench):
+    if task.round == 6 and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGINT))
+    return handle(self, task, bench)
+
+Client.handle = while_a_site_trains
+main()
+"""
+"""Ctrl-C while the first site of round 6 has its task."""
+
 QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
 
 
@@ -100,7 +115,9 @@ def test_a_run_reports_again_and_a_plan_foretells_what_it_spends(tmp_path):
         (("plan", "--set", "privacy.delta=2"), "privacy.delta"),
     ],
 )
-def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, arguments, told):
+def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(
+    tmp_path, monkeypatch, arguments, told
+):
     (tmp_path / "short.csv").write_text("a,b,y\n1,2,0\n")
     np.savez(tmp_path / "range.npz", x=np.zeros((40, 3), np.float32), y=np.full(40, -1))
     far = np.array([0, 1] * 19 + [1, 10**9])
@@ -109,7 +126,8 @@ def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, ar
         "from torch import nn\ndef wide(shape, classes):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))\n"
     )
-    sys.dont_write_bytecode, before = True, {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = {path.name for path in tmp_path.iterdir()}
     done = fedpact(*arguments, cwd=tmp_path)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stdout == ""
@@ -121,24 +139,14 @@ def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(tmp_path, ar
 
 
 def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path):
-    many = ["--set", "rounds=150", "--set", "run.workers=1", "--set", "run.evaluate_every=100"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "run", *many, "--out", "r", "--json"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    records = tmp_path / "r" / "rounds.jsonl"
-    while not (records.exists() and records.read_text().count("\n") > 5):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    stopped = json.loads(process.communicate()[0])
-    assert process.returncode == 0
-    assert stopped["status"] == "stopped"
-    assert 5 <= stopped["rounds"] < 150
+    many = ["--set", "rounds=12", "--set", "run.workers=1", "--set", "run.evaluate_every=100"]
+    command = [sys.executable, "-c", INTERRUPTED, "run", *many, "--out", "r", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    stopped = json.loads(done.stdout)
+    assert (stopped["status"], stopped["rounds"]) == ("stopped", 6)
     resumed = json.loads(fedpact("resume", "r", "--json", cwd=tmp_path).stdout)
-    assert (resumed["status"], resumed["rounds"]) == ("finished", 150)
+    assert (resumed["status"], resumed["rounds"]) == ("finished", 12)
     whole = fedpact("run", *many, "--out", "whole", "--json", cwd=tmp_path)
     assert json.loads(whole.stdout)["epsilon"] == resumed["epsilon"]
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("r", "whole")]

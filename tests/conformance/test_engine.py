@@ -44,6 +44,21 @@ def data():
     return from_arrays(x, torch.randint(3, (90,), generator=generator))
 
 
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """`run(case, private)`: one undisturbed run of it, which several tests hold others against."""
+    done = {}
+
+    def undisturbed(case, private):
+        key = str(case.tables), private
+        if key not in done:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            done[key] = simulate(plan(case, private), folder, data=data)
+        return done[key]
+
+    return undisturbed
+
+
 def contents(result):
     """What two equal runs agree on: bits of model, state and memory; records; what was charged."""
     folder = result.folder
@@ -79,10 +94,10 @@ both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "pr
 
 
 @both_forms
-def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path, run):
     if refused(case, private):
         return
-    whole = simulate(plan(case, private), tmp_path / "whole", data=data)
+    whole = run(case, private)
     assert len(whole.records) == ROUNDS + 1
     done = []
     for stop_after in (1, 3, ROUNDS):
@@ -98,33 +113,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path
 
 
 @both_forms
-def test_the_number_of_workers_changes_nothing(case, private, data, tmp_path):
+def test_the_number_of_workers_changes_nothing(case, private, data, tmp_path, run):
     if refused(case, private):
         return
-    runs = [simulate(plan(case, private, n), tmp_path / str(n), data=data) for n in (1, 2)]
-    assert_same(runs[1], runs[0])
+    two = simulate(plan(case, private, workers=2), tmp_path / "two", data=data)
+    assert_same(two, run(case, private))
 
 
 @both_forms
-def test_stacking_sites_changes_nothing_but_rounding(case, private, data, tmp_path):
+def test_stacking_sites_changes_nothing_but_rounding(case, private, data, tmp_path, run):
     """Three sites at tables of two: 1e-5 of the model's length, and the same charges."""
     if refused(case, private):
         return
-    one, other = (
-        simulate(plan(case, private, stacked=n), tmp_path / str(n), data=data) for n in (1, 2)
-    )
+    one = run(case, private)
+    other = simulate(plan(case, private, stacked=2), tmp_path / "stacked", data=data)
     w, v = (FlatModel(run.model).vector for run in (one, other))
     assert float((w - v).norm()) <= 1e-5 * float(w.norm())
     assert contents(one)[1] == contents(other)[1]
     assert [r.epsilon for r in one.records] == [r.epsilon for r in other.records]
 
 
-def test_another_seed_is_another_run(case, data, tmp_path):
+def test_another_seed_is_another_run(case, data, tmp_path, run):
     """Else the two tests above could pass for a comparison that sees nothing."""
-    first = plan(case, not case.settings.plain_only)
-    runs = [
-        simulate(first.model_copy(update={"seed": seed}), tmp_path / str(seed), data=data)
-        for seed in (0, 1)
-    ]
+    private = not case.settings.plain_only
+    other = plan(case, private).model_copy(update={"seed": 1})
+    assert plan(case, private).seed == 0
     with pytest.raises(AssertionError):
-        assert_same(*runs)
+        assert_same(simulate(other, tmp_path / "other", data=data), run(case, private))

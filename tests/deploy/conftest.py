@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
+from flwr.supercore.task_identity import TaskIdentity
+from tests.deploy.grid import Run, allow
+
 from fedpact.deploy.write import Choices, write
+from fedpact.engines.flower import transport
 from fedpact.plan import Plan
 
 PLAN = {"rounds": 5, "sites": 3, "privacy": {"accountant": "rdp"}, "settings": {"local_steps": 2}}
@@ -46,3 +50,28 @@ def deployment(written, tmp_path):
 @pytest.fixture
 def site_dir(deployment):
     return deployment / "sites" / "site-00"
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Rounds in memory are over before the next look at who is there would be due."""
+    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+@pytest.fixture
+def federate(make, tmp_path, in_memory):
+    """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
+    made = []
+
+    def new(choices, name="d", **plan):
+        directory = make(tmp_path / name, choices, **plan)
+        if plan.get("privacy", {}).get("honest"):
+            allow(directory)
+        made.append(Run(directory))
+        return made[-1]
+
+    yield new
+    for run in made:
+        for node in run.nodes:
+            node.site.ledger.close()

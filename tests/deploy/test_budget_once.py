@@ -17,17 +17,15 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import NAMES, Grid, Node
+from tests.deploy.grid import Node
 from tests.deploy.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.engines.flower import codec, seal, transport, worker
-from fedpact.engines.flower.server import coordinate
+from fedpact.engines.flower import codec, seal, worker
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.parties import stored
-from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError, FedpactError, LedgerError
@@ -146,6 +144,53 @@ def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_pa
         assert codes(told(site, 4, seen=seen)) == [""]
 
 
+def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
+    """Whoever relays messages can keep a question, and play it after a later one."""
+    ledgers = {}
+    with Site(site_dir) as site:
+        for number in (1, 2, 3):
+            ledgers[number] = place(told(site, number)[0]), (site_dir / "ledger.jsonl").read_bytes()
+            if number == 1:
+                snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
+    with Site(snapshot) as site:
+        for seen, _ in (ledgers[3], ledgers[2]):
+            assert codes(told(site, 4, seen=seen)) == ["ledger"]
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[2][1])
+    with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}.* of the server of"):
+        Site(snapshot)
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[3][1])
+    Site(snapshot).ledger.close()
+
+
+def test_a_servers_false_word_takes_nothing_back_of_what_the_site_knows_itself(site_dir):
+    """Its owner removes that word, and an older ledger still does not open."""
+    with Site(site_dir) as site:
+        told(site, 1)
+        older = (site_dir / "ledger.jsonl").read_bytes()
+        told(site, 2)
+        assert codes(told(site, 3, seen=(3, "f" * 64))) == ["ledger"]
+    path = site_dir / "ledger.jsonl.seen"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps({who: word for who, word in words.items() if "server" not in who}))
+    (site_dir / "reply.bin").unlink()
+    Site(site_dir).ledger.close()
+    (site_dir / "ledger.jsonl").write_bytes(older)
+    with pytest.raises(LedgerError, match="by the word of this site"):
+        Site(site_dir)
+
+
+def test_a_note_of_an_earlier_version_is_read(site_dir):
+    with Site(site_dir) as site:
+        told(site, 1)
+        seen = site.ledger.length, site.ledger.head
+    path = site_dir / "ledger.jsonl.seen"
+    path.write_text(json.dumps([*seen, "this site"]))
+    Site(site_dir).ledger.close()
+    path.write_text(json.dumps([seen[0] + 1, "e" * 64, "the server of run a"]))
+    with pytest.raises(LedgerError, match="by the word of the server of run a"):
+        Site(site_dir)
+
+
 def test_an_older_ledger_that_was_written_on_is_not_let_in_once_it_is_longer(site_dir, tmp_path):
     """The lengths agree with what the server has seen, and the entries do not."""
     with Site(site_dir) as site:
@@ -239,7 +284,13 @@ def test_a_stored_reply_that_is_none_is_told(site_dir, content):
     Site(site_dir).ledger.close()
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]', b"7", b'{"me": 1}'),
+        *(b'{"me": [1, "short"]}', b'{"me": ["1", ""]}', b'{"me": [true, ""]}', b'[0, "", [1]]'),
+    ],
+)
 def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
     (site_dir / "ledger.jsonl.seen").write_bytes(content)
     with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):
@@ -249,33 +300,16 @@ def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
 # What the server makes of it
 
 
-@pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-
-
 @pytest.fixture
-def federation(make, tmp_path):
-    """federation(**plan) -> (run, nodes, directory); as tests/deploy/test_transport.py has it."""
+def federation(federate):
+    """federation(**plan) -> (run, nodes, directory); run.refused() carries it out."""
     patience = {"round_seconds": 30, "resend_seconds": 10, "join_seconds": 0.2, "retries": 0}
-    opened = []
 
     def new(**plan):
-        directory = make(tmp_path / "d", {"patience": patience}, **{"rounds": 5, **plan})
-        nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
-        opened.extend(nodes)
+        run = federate({"patience": patience}, **{"rounds": 5, **plan})
+        return run, run.nodes, run.directory
 
-        def run():
-            records = []
-            coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
-            return [record.refused for record in records[1:]]
-
-        return run, nodes, directory
-
-    yield new
-    for node in opened:
-        node.site.ledger.close()
+    return new
 
 
 def move(node, directory):
@@ -306,7 +340,7 @@ def test_a_snapshot_that_is_started_again_stays_out_and_charges_nothing(federati
         return answer()
 
     node.behave = behave
-    assert run() == [{}, {}, *[{"site-01": "ledger"}] * 3]
+    assert run.refused() == [{}, {}, *[{"site-01": "ledger"}] * 3]
     assert charged(snapshot) == STEPS
 
 
@@ -328,7 +362,7 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
         return answer()
 
     node.behave = behave
-    assert run() == [{}, {}, {"site-01": "ledger"}, {}]
+    assert run.refused() == [{}, {}, {"site-01": "ledger"}, {}]
     # The copy's ledger has round 1 of the original, 2 and 4.
     assert (charged(original), charged(copy)) == (STEPS, 3 * STEPS)
     with pytest.raises(LedgerError, match="a copy of a site that runs elsewhere"):
@@ -344,11 +378,11 @@ def test_the_servers_no_stays_until_a_person_lifts_it(federation):
     )
     nodes[2].behave = lambda message, answer: _until(nodes[2], 4, answer)
     with pytest.raises(RuntimeError):
-        run()
+        run.refused()
     barred = {"site-00": "rejected: ledger"}
     nodes[2].behave = lambda message, answer: _readmitted(nodes[2], 5, directory, answer)
     # The server was started again and still refuses it, without asking; then it is let in.
-    assert run() == [{}, barred, barred, barred, barred, {}]
+    assert run.refused() == [{}, barred, barred, barred, barred, {}]
     assert {from_bytes(block).round for block in node.heard} == {1, 2, 6}
     assert charged(node.directory) == 3 * STEPS
 
@@ -385,10 +419,10 @@ def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
     run, nodes, directory = federation(rounds=3)
     nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
     with pytest.raises(RuntimeError):
-        run()
+        run.refused()
     (directory / "server" / "run" / "ledgers.json").unlink()
     nodes[2].behave = lambda message, answer: answer()
-    assert run() == [{}] * 3
+    assert run.refused() == [{}] * 3
     seen = json.loads((directory / "server" / "run" / "ledgers.json").read_bytes())
     ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
     assert seen == ledgers
@@ -405,11 +439,11 @@ def test_a_server_that_was_put_back_is_told_what_to_do(federation, tmp_path):
         return answer()
 
     nodes[0].behave = behave
-    run()
+    run.refused()
     shutil.rmtree(directory / "server" / "run")
     shutil.copytree(backup, directory / "server" / "run")
     with pytest.raises(TooFewReplies, match=r"site-00 stale.*put the newer one back"):
-        run()
+        run.refused()
     assert [charged(node.directory) for node in nodes] == [4 * STEPS] * 3
 
 
@@ -469,7 +503,7 @@ def test_no_sum_is_opened_under_a_policy_that_was_tightened_in_its_round(federat
         return given
 
     nodes[0].behave = behave
-    run()
+    run.refused()
     assert isinstance(heard[-1], Refusal)
     assert heard[-1].code == "policy"
 

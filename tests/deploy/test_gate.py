@@ -3,6 +3,7 @@
 import email.utils
 import http.server
 import json
+import socket
 import ssl
 import threading
 import time
@@ -10,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
+from tests.deploy.conftest import free_port
 
-from fedpact.deploy import keys
+from fedpact.deploy import keys, processes
 from fedpact.engines.flower import gate
 from fedpact.engines.flower.gate import NotLetIn
 from fedpact.engines.parties.federation import Federation
@@ -20,14 +22,24 @@ from fedpact.engines.parties.federation import Federation
 class Server:
     """A SuperLink's answers. ahead: seconds by which its clock is. refuse: (status, body) or None.
 
-    left: the nodes that were told to be gone.
+    left: the nodes that were told to be gone. pulled: it was asked for messages. cut: it ends each
+    connection in the midst of its handshake.
     """
 
     def __init__(self, server_dir, node=77):
         self.ahead, self.refuse, self.node, self.left = 0.0, None, node, []
+        self.pulled, self.cut = threading.Event(), False
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
+            def setup(self):
+                if outer.cut:
+                    with socket.socket(fileno=self.request.detach()) as plain:
+                        plain.recv(2**16)
+                        plain.shutdown(socket.SHUT_WR)
+                        plain.recv(2**16)
+                super().setup()
+
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))
                 status, content = outer.answer(self.path, body)
@@ -59,6 +71,9 @@ class Server:
     def answer(self, path, body):
         if path.endswith("deactivate-node"):
             self.left.append(DeactivateNodeRequest.FromString(body).node_id)
+            return 200, b""
+        if path.endswith("pull-messages"):
+            self.pulled.set()
             return 200, b""
         if self.refuse is not None:
             return self.refuse
@@ -144,3 +159,19 @@ def test_a_server_that_has_just_gone_is_told(enter, server):
     server.http.shutdown()
     with pytest.raises(NotLetIn, match="does not answer"):
         enter()
+
+
+def test_a_supernode_whose_server_dies_in_a_handshake_ends(server, site_dir):
+    """It never tries again, and Flower's own process stays: nobody would start it anew."""
+    command = [
+        *("flower-supernode", "--isolation", "process", "--superlink", server.address),
+        *("--root-certificates", "ca.crt", "--auth-supernode-private-key", "site.key"),
+        *("--host", "127.0.0.1", "--port", str(free_port())),
+        *("--superexec-auth-secret-file", "runtime.secret"),
+    ]
+    with processes._flower(site_dir, command) as node:
+        while not server.pulled.wait(1.0):
+            assert node.poll() is None
+        server.cut = True
+        node.wait(60)
+    assert "SSL" in processes._reason(site_dir)

@@ -25,16 +25,21 @@ class Link:
         self.told, self.content, self.asked, self.confirmed = [], {}, [], threading.Event()
         self.objects = {}
 
-    def answer(self, question, block):
+    def answer(self, question, block, inside=None):
+        """inside: the number of the question that the answer's own metadata name."""
         reply = Message(codec.pack(block, b"signature"), reply_to=question)
+        about = reply.metadata.reply_to_message_id
+        reply.metadata.__dict__["_reply_to_message_id"] = inside or about
         number = reply.object_id
         reply.metadata.__dict__["_message_id"] = number
         here = threading.Event()
         for key, each in get_all_nested_objects(reply).items():
             self.objects[key] = each.deflate(), here
-        self.told.append((message_to_proto(reply), get_object_tree(reply)))
+        outside = message_to_proto(reply)
+        outside.metadata.reply_to_message_id = about
+        self.told.append((outside, get_object_tree(reply)))
         self.content[block] = here
-        return reply.metadata.reply_to_message_id
+        return about
 
     def PullMessages(self, request):
         self.asked.append(list(request.message_ids))
@@ -100,3 +105,20 @@ def test_an_answer_that_never_comes_is_none_and_may_be_asked_for_again(grid):
     while len(link.asked) < 2:
         assert blocks(grid.pull_messages([number])) == []
     assert link.asked == [[number], [number]]
+
+
+def test_an_answer_counts_for_the_question_that_it_was_sent_for(grid):
+    """Whatever it says inside: a site could settle another's question, with what is none of it."""
+    link = grid._client
+    honest = question(8).metadata.message_id
+    liars = link.answer(question(7), b"lie", inside=honest)
+    link.content[b"lie"].set()
+    while len(link.asked) < 2:  # given up, it may be asked for again
+        assert blocks(grid.pull_messages([liars, honest])) == []
+    link.answer(question(8), b"truth")
+    link.content[b"truth"].set()
+    found = []
+    while not found:
+        found = grid.pull_messages([liars, honest])
+    assert blocks(found) == [b"truth"]
+    assert [message.metadata.reply_to_message_id for message in found] == [honest]

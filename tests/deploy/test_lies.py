@@ -8,12 +8,9 @@ import math
 
 import pytest
 import torch
-from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import Grid, Node, charged
+from tests.deploy.grid import charged
 
 from fedpact.engines.flower import codec, transport
-from fedpact.engines.flower.server import coordinate
-from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure.exchange import FalseSum
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
@@ -21,35 +18,15 @@ from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 PATIENCE = {"round_seconds": 5.0, "resend_seconds": 2.0, "join_seconds": 0.2, "retries": 0}
 
 
-@pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-
-
 @pytest.fixture
-def federation(make, tmp_path):
-    """federation(count, **plan) -> (run, nodes), of so many sites."""
-    opened = []
+def federation(federate):
+    """federation(count, **plan) -> (run, nodes), of so many sites; run.refused() carries it out."""
 
     def new(count, **plan):
-        choices = {"patience": PATIENCE}
-        directory = make(tmp_path / "d", choices, **{"sites": count, "rounds": 2, **plan})
-        nodes = [Node(10 + i, directory / "sites" / f"site-{i:02d}") for i in range(count)]
-        opened.extend(nodes)
+        run = federate({"patience": PATIENCE}, **{"sites": count, "rounds": 2, **plan})
+        return run, run.nodes
 
-        def run():
-            records = []
-            coordinator = Coordinator.of(directory / "server")
-            run.summary = coordinate(coordinator, Grid(nodes), records.append)
-            return [record.refused for record in records[1:]]
-
-        run.directory = directory
-        return run, nodes
-
-    yield new
-    for node in opened:
-        node.site.ledger.close()
+    return new
 
 
 def telling(node, change):
@@ -76,7 +53,7 @@ def test_of_two_sites_one_is_far_off(federation):
     """Of two replies no median can tell which is off; the terms can."""
     run, nodes = federation(2)
     telling(nodes[0], further)
-    assert run() == [{"site-00": "rejected: far off"}] * 2
+    assert run.refused() == [{"site-00": "rejected: far off"}] * 2
     assert run.summary["status"] == "finished"
     assert run.summary["loss"] < 10
 
@@ -87,7 +64,7 @@ def test_three_of_five_sites_that_agree_on_a_lie(federation):
     for node in nodes[:3]:
         telling(node, backwards)
     expected = {f"site-{i:02d}": "rejected: far off" for i in range(3)}
-    assert run() == [expected] * 2
+    assert run.refused() == [expected] * 2
     assert run.summary["loss"] < 10
 
 
@@ -120,13 +97,13 @@ def test_a_number_that_no_honest_site_says(federation, about):
 
         telling(node, lie)
     with pytest.raises(transport.TooFewReplies, match="site-00 rejected: far off, site-01"):
-        run()
+        run.refused()
 
 
 def test_the_other_site_alone_makes_the_round(federation):
     run, nodes = federation(2, algorithm="ldp_fedsgd", settings={})
     telling(nodes[0], lambda _, reply: {"numbers": {**reply.numbers, "batch_size": 0.0}})
-    assert run() == [{"site-00": "rejected: far off"}] * 2
+    assert run.refused() == [{"site-00": "rejected: far off"}] * 2
     assert run.summary["status"] == "finished"
 
 
@@ -137,7 +114,7 @@ def test_a_site_with_less_left_does_not_end_the_run_for_the_others(federation):
         nodes[0],
         lambda task, reply: {"numbers": {**reply.numbers, "control/steps_left": 0.0}},
     )
-    refused = run()
+    refused = run.refused()
     # τ is 1 in the first round, and at most 2 and 4 after it.
     assert refused[0] == {"site-00": "rejected: far off"}
     assert len(refused) >= 2
@@ -153,7 +130,7 @@ def test_an_undeclared_number_stops_the_server_before_it_asks(federation, monkey
     run, nodes = federation(1, algorithm="scaffold")
     monkeypatch.setattr(scaffold, "bounds", lambda *_: Bounds({"w": 1.0}, {}))
     with pytest.raises(PlanError, match="sends local_steps without a bound"):
-        run()
+        run.refused()
     assert charged(nodes[0]) == 0
 
 
@@ -168,11 +145,11 @@ def test_a_sum_that_honest_sites_cannot_have_is_not_taken(federation):
 
     nodes[0].site._trained = lie
     with pytest.raises(FalseSum, match="site-00, site-01, site-02 is none of honest sites"):
-        run()
+        run.refused()
     assert [charged(node) for node in nodes] == [2, 2, 2]
     # It goes on once the owners have found out.
     nodes[0].site._trained = honest
-    assert run() == [{}, {}]
+    assert run.refused() == [{}, {}]
     assert run.summary["status"] == "finished"
 
 
@@ -275,4 +252,4 @@ def test_a_ledger_of_more_entries_than_any_is_no_ledger(federation):
     """The server would tell the site so, and Flower carries no such number: it ended for good."""
     run, nodes = federation(2)
     telling(nodes[0], lambda *_: {"ledger_length": 10**30})
-    assert [refused["site-00"] for refused in run()] == ["rejected: ledger"] * 2
+    assert [refused["site-00"] for refused in run.refused()] == ["rejected: ledger"] * 2

@@ -13,6 +13,7 @@ from tests.waiting import wait_for
 
 from fedpact.deploy import local, processes
 from fedpact.deploy.running import Process
+from fedpact.engines.flower import program
 from fedpact.errors import DataError, InputError
 from fedpact.files import only_one
 
@@ -57,6 +58,21 @@ def test_what_was_started_then_and_there_is_ended(deployment, stranger):
     # 0 is what is told of a process that somebody else has waited for.
     assert stranger.wait() in (0, -signal.SIGTERM)
     assert json.loads((deployment / "processes.json").read_bytes()) == {}
+
+
+def test_a_site_that_was_taken_out_of_the_federation_is_ended_as_well(deployment, stranger):
+    path = deployment / "server" / "federation.toml"
+    before, _, after = path.read_text().partition('[sites."site-00"]')
+    path.write_text(before + after[after.index("[sites.") :])
+    assert "site-00" not in local.parties(deployment)
+    recorded(deployment, Process.of(stranger.pid))
+    assert local.look(deployment)["running"]["site-00"] is True
+    # What is started or ended beside it does not forget it.
+    assert local.stop(deployment, "site-01") == []
+    assert "site-00" in json.loads((deployment / "processes.json").read_text())
+    assert local.stop(deployment) == ["site-00"]
+    assert stranger.wait() in (0, -signal.SIGTERM)
+    assert local.look(deployment)["running"].keys() == local.parties(deployment).keys()
 
 
 def test_a_signal_goes_to_what_was_looked_at(stranger):
@@ -160,3 +176,35 @@ def test_a_supernode_whose_server_has_gone_is_started_anew(monkeypatch):
 def test_a_network_that_fails_for_a_moment_ends_no_supernode():
     alive = processes._Alive(SimpleNamespace(poll=lambda: None), "nowhere.invalid:1")
     assert alive()
+
+
+PROGRAM = """
+import sys, threading
+def other():
+    thread = threading.Thread(target=threading.Event().wait)
+    thread.start()
+    {ends}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ("return", 0),
+        ("raise SystemExit", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('in words')", 1),
+        ("raise KeyboardInterrupt", 1),
+        ("raise OSError('TLS')", 1),
+    ],
+)
+def test_a_program_of_flowers_ends_with_its_main_thread(tmp_path, ends, status):
+    """As a SuperNode does at an error of TLS; by itself it stays, for its other thread's sake."""
+    (tmp_path / "flowers.py").write_text(PROGRAM.format(ends=ends))
+    metadata = tmp_path / "flowers-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flowers\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[console_scripts]\nflower-x = flowers:other\n")
+    command = [sys.executable, "-P", program.__file__, "flower-x", "--option"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(command, env=environment, cwd="/", timeout=120).returncode == status

@@ -1,66 +1,56 @@
 """Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
-from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
+from tests.deploy.grid import NAMES, Clock, charged
 
 from fedpact.engines.flower import codec, transport, underway
-from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.secure import site as site_module
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
-from fedpact.errors import PlanError
+from fedpact.engines.secure.shared import SharedSum, bits, centred
+from fedpact.engines.simulation import simulate
+from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.privacy.oracle import PrivateOracle
 
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}
 
 
+SHARED = {
+    "secure_aggregation": {"threshold": 3},
+    "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
+}
+
+
 @pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    clock = Clock()
+def clock(monkeypatch):
+    found = Clock()
     for module in (transport, underway):
-        monkeypatch.setattr(module, "time", clock)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        monkeypatch.setattr(module, "time", found)
 
 
 @pytest.fixture
-def federation(make, tmp_path):
+def federation(federate):
     """federation(**plan) -> (run, nodes): `run()` carries it out and returns its records."""
-    opened = []
 
     def new(name="d", patience=None, seeds="secure", **plan):
         choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
-        directory = make(tmp_path / name, choices, **{"rounds": 2, **SECURE, **plan})
-        nodes = [Node(10 + i, directory / "sites" / site) for i, site in enumerate(NAMES)]
-        opened.extend(nodes)
+        run = federate(choices, name, **{"rounds": 2, **SECURE, **plan})
+        return run, run.nodes
 
-        def run():
-            records = []
-            try:
-                run.summary = coordinate(
-                    Coordinator.of(directory / "server"), Grid(nodes), records.append
-                )
-            finally:
-                run.records = records
-            return records
-
-        run.directory = directory
-        return run, nodes
-
-    yield new
-    for node in opened:
-        node.site.ledger.close()
+    return new
 
 
 def heard(node):
@@ -92,7 +82,7 @@ def loses(node, step, number, times=None):
     return lost
 
 
-STEPS = ["keys", "shares", "masked", "unmask"]
+STEPS = list(wire.STEPS)
 
 
 def test_it_runs_and_charges_what_the_run_without_it_does(federation):
@@ -173,14 +163,15 @@ def test_a_step_is_refused_where_the_plan_has_none(federation):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_site_that_drops_out_at_any_step_costs_itself_only(federation, step):
-    """At `unmask` it is in the sum already, and stays in it."""
+    """From `consistency` on it is in the sum already, and stays in it."""
     run, nodes = federation(seeds="test")
     lost = loses(nodes[1], step, 2)
     records = run()
     assert lost
     assert records[1].refused == {}
-    assert records[2].refused == ({} if step == "unmask" else {"site-01": "absent"})
-    check_mean(run, NAMES if step == "unmask" else ("site-00", "site-02"))
+    summed = step in ("consistency", "unmask")
+    assert records[2].refused == ({} if summed else {"site-01": "absent"})
+    check_mean(run, NAMES if summed else ("site-00", "site-02"))
     assert [charged(node) for node in nodes] == [4, 2 if step in STEPS[:2] else 4, 4]
 
 
@@ -210,8 +201,8 @@ def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federation, step):
-    """One of three is left at round 2. Before `unmask` nobody was asked to open anything, and the
-    run goes on later without new charges; of a sum that was asked for, one site's shares open
+    """One of three is left at round 2. Before `consistency` nobody has agreed to any sum, and the
+    run goes on later without new charges; of a sum that was agreed to, one site's shares open
     nothing, and the round is a new attempt, charged anew."""
     run, nodes = federation(budget={"spare_rounds": 3})
     for node in nodes[1:]:
@@ -219,15 +210,16 @@ def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federatio
     with pytest.raises(BelowThreshold, match=r"1 sites .*threshold of secure aggregation is 2"):
         run()
     assert [record.round for record in run.records] == [0, 1]
-    opened = [from_bytes(b).step for b in nodes[0].heard].count("unmask")
+    agreed = [from_bytes(b).step for b in nodes[0].heard].count("consistency")
     tries = 2  # patience.retries + 1
-    assert opened == (1 + tries if step == "unmask" else 1)
+    late = step in ("consistency", "unmask")
+    assert agreed == (1 + tries if late else 1)
     before = [charged(node) for node in nodes]
     for node in nodes:
         node.behave = lambda _, answer: answer()
     assert [record.round for record in run()] == [0, 1, 2]
     after = [charged(node) for node in nodes]
-    if step == "unmask":
+    if late:
         assert before == [6, 6, 6]
         assert after == [8, 8, 8]
     else:
@@ -359,6 +351,82 @@ def test_a_site_without_right_keys_is_left_out_and_the_round_goes_on(federation,
     assert [charged(node) for node in nodes] == [0, 4, 4]
 
 
+def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypatch):
+    """A sum that cannot be written down is not opened: what was charged for it would be lost."""
+    run, nodes = federation()
+    held, left = {}, []
+    real = site_module.make_room
+    home = nodes[0].directory
+
+    def behave(message, answer):
+        asked = from_bytes(nodes[0].heard[-1])
+        if (asked.round, asked.step) == (2, "consistency"):
+            held["room"] = (home / "opened.json.room").stat().st_size
+        return answer()
+
+    def full(length, *paths):
+        if not left and paths[0].parent == home:
+            left.append(charged(nodes[0]))
+            raise OSError(28, "No space left on device")
+        real(length, *paths)
+
+    nodes[0].behave = behave
+    monkeypatch.setattr(site_module, "make_room", full)
+    records = run()
+    assert [sorted(record.refused) for record in records[1:]] == [["site-00"], []]
+    assert left == [0]
+    assert [charged(node) for node in nodes] == [2, 4, 4]
+    assert held["room"] >= (home / "opened.json").stat().st_size
+    assert not (home / "opened.json.room").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "of another run"])
+def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
+    """A server could have a second sum of a round opened, over other sites."""
+    run, nodes = federation()
+    home = nodes[0].directory
+    # From the first opening on, so that its lack tells before anything was opened, too.
+    first = json.loads((home / "opened.json").read_bytes())
+    assert first == [nodes[0].site.run, 0, 0, []]
+    lost = loses(nodes[0], "unmask", 1)
+    run()
+    assert lost
+    nodes[0].site.ledger.close()
+    if how == "deleted":
+        (home / "opened.json").unlink()
+    else:
+        (home / "opened.json").write_text(json.dumps(["another", 3, 0, []]))
+    with pytest.raises(DataError, match=r"opened\.json is .*take part in a new run only"):
+        Site(home)
+
+
+def test_a_site_that_deals_shares_of_nothing_is_left_out_of_the_next_attempt(
+    federation, monkeypatch
+):
+    """It tells everybody the hash of another seed. The one attempt that it spoils is charged."""
+    run, nodes = federation(budget={"spare_rounds": 1})
+    lying = []
+
+    class Lying(site_module.Secrets):
+        def advert(self):
+            found = super().advert()
+            return replace(found, commitment=b"x" * 32) if lying else found
+
+    def behave(message, answer):
+        lying.append(True)
+        try:
+            return answer()
+        finally:
+            lying.clear()
+
+    monkeypatch.setattr(site_module, "Secrets", Lying)
+    nodes[0].behave = behave
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "rejected: shares"}] * 2
+    assert [charged(node) for node in nodes] == [2, 6, 6]
+    assert run.summary["status"] == "finished"
+
+
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     """Two of three have spent theirs: the third's vector would stand alone."""
     run, nodes = federation()
@@ -467,3 +535,85 @@ def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path)
         with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
             federation(f"d{threshold}", secure_aggregation={"threshold": threshold})
     assert not (tmp_path / "d1").exists()
+
+
+def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):
+    directory = make(tmp_path / "d", {}, rounds=2, settings={"local_steps": 1}, **SHARED)
+    with pytest.raises(PolicyRefused, match="honest = 2, epsilon_alone_per_run"):
+        Site(directory / "sites" / "site-00")
+
+
+def shared_words(monkeypatch):
+    """Each share that a site's oracle makes, by site, round and attempt."""
+    made, share = {}, PrivateOracle._shared
+
+    def kept(oracle, *args, **more):
+        given = share(oracle, *args, **more)
+        charge = oracle._charge
+        made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
+        return given
+
+    monkeypatch.setattr(PrivateOracle, "_shared", kept)
+    return made
+
+
+def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(federation, tmp_path):
+    """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
+    bit."""
+    run, nodes = federation("sum", seeds="test", settings={"local_steps": 1}, **SHARED)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    plan = Coordinator.of(run.directory / "server").plan
+    result = simulate(plan, tmp_path / "simulated")
+    own = torch.cat([p.detach().reshape(-1) for _, p in sorted(result.model.named_parameters())])
+    assert torch.equal(model(run), own)
+    last, simulated = records[-1], result.records[-1]
+    assert last.epsilon == simulated.epsilon
+    assert last.epsilon_alone == simulated.epsilon_alone
+    assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
+    for node in nodes:
+        assert node.site.epsilon() == last.epsilon[node.site.name]
+        assert repr(last.epsilon_alone[node.site.name]) in node.site.spent()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step):
+    """A site is started again at each step of a session, and its answer is lost at the next: what
+    is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
+    made, opened = shared_words(monkeypatch), []
+    run, nodes = federation(
+        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, **SHARED
+    )
+    mean = SharedSum.mean
+
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
+        return mean(coding, task, replies, total, layout)
+
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    killed = []
+
+    def restart(message, answer):
+        asked = from_bytes(nodes[1].heard[-1])
+        if (asked.round, asked.step) == (2, step) and not killed:
+            killed.append(asked)
+            nodes[1].site.ledger.close()
+            nodes[1].site = Site(nodes[1].directory)
+        return answer()
+
+    nodes[1].behave = restart
+    with suppress(BelowThreshold):
+        run()
+    run()
+    assert killed
+    assert [record.round for record in run.records] == [0, 1, 2, 3]
+    assert len({entry[:2] for entry in opened}) == len(opened)
+    for number, attempt, sites, total in opened:
+        shares = [made[site, number, attempt] for site in sites]
+        width = bits(Coordinator.of(run.directory / "server").terms)
+        assert centred(total, width).tolist() == sum(shares).tolist()
+    assert len({share.numpy().tobytes() for share in made.values()}) == len(made)
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+        assert spent["epsilon_alone_spent"] <= spent["epsilon_alone_reserved"]

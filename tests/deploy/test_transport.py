@@ -10,7 +10,6 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.app.error import Error
-from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
@@ -18,9 +17,10 @@ from fedpact.engines.flower import codec, seal, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.parties.admission import Form, expected_form
+from fedpact.engines.parties.admission import expected_form
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
+from fedpact.engines.secure.ring import Form
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
@@ -29,38 +29,18 @@ from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    # Rounds in memory are over before the next look at who is there would be due.
-    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     found = Clock()
-    clock = found
     for module in (transport, underway):
-        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
 @pytest.fixture
-def federation(make, tmp_path, request):
+def federation(federate, request):
     """(run, nodes): `run()` carries the deployment out and returns its records by round."""
     patience = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
-    patience |= getattr(request, "param", {})
-    directory = make(tmp_path / "d", {"patience": patience}, rounds=3)
-    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
-    grid = Grid(nodes)
-
-    def run():
-        records = []
-        coordinator = Coordinator.of(directory / "server")
-        try:
-            run.summary = coordinate(coordinator, grid, records.append)
-        finally:
-            run.records = records
-        return records
-
-    run.directory = directory
-    yield run, nodes
-    for node in nodes:
-        node.site.ledger.close()
+    run = federate({"patience": patience | getattr(request, "param", {})}, rounds=3)
+    return run, run.nodes
 
 
 def test_all_is_well(federation):
@@ -161,6 +141,76 @@ def test_with_too_few_others_a_site_that_hangs_is_waited_for(make, tmp_path, clo
     assert records[1].refused == {}
     for node in nodes:
         node.site.ledger.close()
+
+
+class AfterTheEnd(Grid):
+    """What site-00 is asked in a round is answered in the next one, up to the round `until`."""
+
+    until = 10**6
+
+    def pull_messages(self, numbers):
+        return super().pull_messages([n for n in numbers if not self.is_early(n)])
+
+    def is_early(self, number):
+        message = self.waiting.get(number)
+        if message is None or message.metadata.dst_node_id != 10:
+            return False
+        question = from_bytes(codec.unpack(message.content)[0])
+        return question.round == self.at and self.at < self.until
+
+    def push_messages(self, messages):
+        self.at = from_bytes(codec.unpack(messages[0].content)[0]).round
+        return super().push_messages(messages)
+
+
+@pytest.fixture
+def many(make, tmp_path):
+    """many(until) -> (nodes, records): sixteen rounds, of which the first are missed by site-00."""
+    opened = []
+
+    def new(until):
+        patience = {"round_seconds": 0.6, "resend_seconds": 9, "join_seconds": 0, "retries": 0}
+        directory = make(tmp_path / "d", {"patience": patience}, rounds=16)
+        nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+        opened.extend(nodes)
+        grid, records = AfterTheEnd(nodes), []
+        grid.until = until
+        coordinate(Coordinator.of(directory / "server"), grid, records.append)
+        return nodes, records
+
+    yield new
+    for node in opened:
+        node.site.ledger.close()
+
+
+def test_a_site_that_answers_after_each_rounds_end_is_asked_ever_more_seldom(many, clock):
+    """Each such answer is charged for, and each such question is waited for in full."""
+    began = clock.now
+    nodes, records = many(until=10**6)
+    asked = sorted({from_bytes(block).round for block in nodes[0].heard})
+    # The last of them, of round 16, is not listened to any more.
+    assert asked == [1, 2, 4, 8]
+    assert charged(nodes[0]) == 2 * len(asked)
+    assert [record.refused for record in records[1:]] == [{"site-00": "absent"}] * 16
+    assert clock.now - began == pytest.approx(5 * 0.6, abs=1.0)
+
+
+def test_a_site_that_answers_in_time_again_is_asked_in_each_round(many):
+    nodes, records = many(until=8)
+    asked = sorted({from_bytes(block).round for block in nodes[0].heard})
+    assert asked == [1, 2, 4, *range(8, 17)]
+    assert [bool(record.refused) for record in records[1:]] == [True] * 7 + [False] * 9
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 3, "retries": 3}], indirect=True)
+def test_who_is_asked_seldom_is_asked_where_there_are_too_few_others(federation):
+    run, _ = federation
+    slow = underway.Slow()
+    slow._next["site-00"] = 99
+    patched = pytest.MonkeyPatch()
+    with patched.context() as changed:
+        changed.setattr(transport, "Slow", lambda: slow)
+        assert all(record.refused == {} for record in run())
 
 
 def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
@@ -405,10 +455,19 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"run": "another"}, {"round": 7}, {"site": "site-01"}, {"code": "record 17 has 0.25"}],
+    ("change", "wrong"),
+    [
+        ({"run": "another"}, "stale"),
+        ({"round": 7}, "stale"),
+        ({"site": "site-01"}, "stale"),
+        ({"code": "record 17 has 0.25"}, "unreadable"),
+        # Plain words, and such as the server says itself.
+        ({"code": "restart with root"}, "unreadable"),
+        ({"code": "absent"}, "unreadable"),
+        ({"code": "rejected: ledger"}, "unreadable"),
+    ],
 )
-def test_a_refusal_of_something_else_is_rejected(federation, change):
+def test_a_refusal_of_something_else_is_rejected(federation, change, wrong):
     """A replayed one would take the site out of this round; words are not for the record."""
     run, nodes = federation
 
@@ -418,7 +477,33 @@ def test_a_refusal_of_something_else_is_rejected(federation, change):
         return nodes[0].forge(message, to_bytes(Refusal(**{**about, **change})))
 
     nodes[0].behave = behave
-    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 3
+    assert [r.refused for r in run()[1:]] == [{"site-00": f"rejected: {wrong}"}] * 3
+
+
+def test_what_a_site_says_is_told_as_its_word_and_hides_no_other_advice(make, tmp_path):
+    """A site chooses among the codes that there are: no text, and nothing in the server's name."""
+    patience = {"round_seconds": 5, "join_seconds": 0, "retries": 0, "least_replies": 3}
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=1)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def saying(code, node):
+        def behave(message, answer):
+            task = from_bytes(node.heard[-1])
+            refusal = Refusal(task.run, task.round, node.site.name, code)
+            return node.forge(message, to_bytes(refusal))
+
+        return behave
+
+    nodes[0].behave, nodes[1].behave = saying("stale", nodes[0]), saying("buy this", nodes[1])
+    with pytest.raises(TooFewReplies) as told:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), lambda record: None)
+    text = str(told.value)
+    assert "By the word of site-00 a later round" in text
+    assert "site-01 rejected: unreadable" in text
+    assert "What was sent is not lost" in text
+    assert "buy this" not in text
+    for node in nodes:
+        node.site.ledger.close()
 
 
 class Late(Grid):
@@ -614,3 +699,66 @@ def test_a_damaged_file_of_the_server_is_told(federation, name, content):
         return  # as before the first round
     with pytest.raises(DataError, match=rf"{name} cannot be understood .* from a backup"):
         run()
+
+
+def seen_with(node):
+    """The ledger that the server says it has seen, of each question to a site, by its round."""
+    found, behave = {}, node.behave
+
+    def note(message, answer):
+        found.setdefault(from_bytes(node.heard[-1]).round, codec.seen(message.content))
+        return behave(message, answer)
+
+    node.behave = note
+    return found
+
+
+def hangs_in(nodes, number):
+    """site-00 answers the question of one round in the next one."""
+
+    def note(message, answer):
+        at = from_bytes(nodes[1].heard[-1]).round
+        nodes[0].hangs = number - 1 <= at <= number
+        return answer()
+
+    nodes[0].hangs, nodes[1].behave = number == 1, note
+
+
+def test_a_late_answer_tells_of_its_ledger(federation):
+    """Its round is over, its charge is not: put back to before it, the site would spend it anew."""
+    run, nodes = federation
+    told = seen_with(nodes[0])
+    hangs_in(nodes, 1)
+    run()
+    assert told[1] == (0, "")
+    # Opened, reserved, charged for round 1.
+    assert told[2][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"ledger_length": 3, "ledger_head": "f" * 64}, {"site-00": "rejected: ledger"}),
+        # Whoever relays messages can keep a reply: an older one says nothing of today's ledger.
+        ({"ledger_length": 2, "ledger_head": "f" * 64}, {}),
+    ],
+)
+def test_a_late_answer_that_shows_another_ledger_bars_its_site(make, tmp_path, change, refused):
+    patience = {"round_seconds": 0.6, "resend_seconds": 9, "join_seconds": 0, "retries": 0}
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=5)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+    told = seen_with(nodes[0])
+    hangs_in(nodes, 2)
+    changed = nodes[0].behave
+    nodes[0].behave = lambda message, answer: (
+        nodes[0].change(message, lambda: changed(message, answer), **change)
+        if from_bytes(nodes[0].heard[-1]).round == 2
+        else changed(message, answer)
+    )
+    records = []
+    coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    assert told[2][0] == 3
+    missed = [{}, {"site-00": "absent"}]
+    assert [record.refused for record in records[1:]] == [*missed, *[refused] * 3]
+    for node in nodes:
+        node.site.ledger.close()

@@ -3,10 +3,9 @@
 import json
 import re
 
-import dp_accounting
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
+from tests import recounted
 
 from fedpact import algorithms
 from fedpact.cli import plan as command
@@ -80,11 +79,8 @@ def test_the_size_is_charged_first_and_all_charges_keep_the_budget(tmp_path):
         entries = charges(result.folder, site)
         assert [e["purpose"] for e in entries] == [["size"], *3 * [["gradient"]]]
         assert [entries[0][key] for key in ("q", "sigma", "count")] == [1.0, 10.0, 1]
-        accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-        for e in entries:
-            gaussian = dp_accounting.GaussianDpEvent(e["sigma"])
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(e["q"], gaussian), e["count"])
-        recount = accountant.get_epsilon(1e-5)
+        events = [(e["q"], e["sigma"], e["count"]) for e in entries]
+        recount = recounted.epsilon(events, 1e-5)
         # Both are discretised upper bounds of the same figure.
         assert 2 * (1 - 1e-2) < recount <= 2 * (1 + 1e-4)
         assert result.summary["epsilon"][site] == pytest.approx(recount, rel=1e-3)

@@ -3,12 +3,11 @@
 import gc
 import json
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
 from safetensors.torch import load_file
+from tests import recounted
 
 from fedpact.algorithms import fedavg
 from fedpact.data.datasets import from_arrays
@@ -41,13 +40,8 @@ def charges(folder, site):
 
 def recount(folder, site, delta):
     """ε of what a ledger holds, by dp-accounting, event by event."""
-    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    for entry in charges(folder, site):
-        event = dp_accounting.PoissonSampledDpEvent(
-            entry["q"], dp_accounting.GaussianDpEvent(entry["sigma"])
-        )
-        accountant.compose(event, entry["count"])
-    return accountant.get_epsilon(delta)
+    events = ((e["q"], e["sigma"], e["count"]) for e in charges(folder, site))
+    return recounted.epsilon(events, delta)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedfdp"])

@@ -22,7 +22,7 @@ from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.features import cache, settings
 from fedpact.features.cache import beside, features
 from fedpact.features.extract import Extractor
-from fedpact.features.kinds import KINDS, Kind
+from fedpact.features.kinds import KINDS, FeatureKind
 from fedpact.features.made import dead_leaves
 from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
@@ -207,7 +207,9 @@ def test_made_images_are_nobodys_and_no_two_are_alike():
 def test_records_and_settings_that_do_not_go_together_are_told(
     tmp_path, monkeypatch, chosen, shape, word
 ):
-    monkeypatch.setitem(KINDS, "still", Kind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1)))
+    monkeypatch.setitem(
+        KINDS, "still", FeatureKind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1))
+    )
     with pytest.raises(ModelError, match=word):
         Extractor(FeatureSettings(**chosen), shape, 0, tmp_path)(made(2, shape))
 
@@ -242,7 +244,7 @@ def test_words_are_no_images(tmp_path):
 
 
 def test_a_kind_whose_setting_is_no_field_is_an_error(monkeypatch):
-    monkeypatch.setitem(KINDS, "odd", Kind(lambda *_: nn.Identity(), own=("colour",)))
+    monkeypatch.setitem(KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",)))
     with pytest.raises(FedpactError, match="colour"):
         settings.check_kinds()
 

@@ -9,7 +9,6 @@ from fedpact.errors import InputError
 from fedpact.papers.curvature import (
     Spectrum,
     heterogeneity,
-    product_by_differences,
     smoothness,
     spectrum,
     weak_convexity,
@@ -57,21 +56,6 @@ def test_an_operator_of_small_rank_ends_early(draws):
     assert found.residual < 1e-10
     zero = spectrum(lambda v: 0.0 * v, 50, draws)
     assert (zero.low, zero.high, zero.residual) == (0, 0, 0)
-
-
-def test_products_by_differences_are_those_of_the_hessian(draws):
-    # f(w) = Σ log(1 + e^(x_j w)): the Hessian is Xᵀ diag(p(1-p)) X.
-    x, w = draws.standard_normal((40, 6)), draws.standard_normal(6)
-
-    def probability(w: np.ndarray) -> np.ndarray:
-        return 1 / (1 + np.exp(-x @ w))
-
-    hessian = (x * (probability(w) * (1 - probability(w)))[:, None]).T @ x
-    product = product_by_differences(lambda w: x.T @ probability(w), w)
-    for v in (draws.standard_normal(6), 1e6 * draws.standard_normal(6), np.zeros(6)):
-        assert product(v) == pytest.approx(hessian @ v, rel=1e-6, abs=1e-6)
-    found = spectrum(product, 6, draws)
-    assert found.high == pytest.approx(np.linalg.eigvalsh(hessian)[-1], rel=1e-6)
 
 
 def test_smoothness_and_weak_convexity_of_indefinite_quadratics(draws):
@@ -140,7 +124,6 @@ def test_one_part_has_no_spread(draws):
         lambda rng: spectrum(lambda v: v[:2], 3, rng),
         lambda rng: spectrum(lambda v: v, 0, rng),
         lambda rng: spectrum(lambda v: v, 3, rng, iterations=0),
-        lambda rng: product_by_differences(lambda w: w, np.zeros(2), step=0.0),
         lambda rng: smoothness([], rng),
         lambda rng: heterogeneity(np.zeros((0, 3)), [], rng),
         lambda rng: heterogeneity(np.full((2, 3), math.nan), [1, 1], rng),

@@ -17,7 +17,6 @@ from fedpact.papers.proxvr import (
     least_tau,
     local_accuracy,
     most_tau,
-    rounds,
 )
 from fedpact.papers.proxvr_search import minimise, path
 
@@ -141,12 +140,6 @@ def test_theta_has_its_limits():
     # θ² (2(1 + σ̄²)) >= 1 leaves nothing at any μ: Remark 2 (1).
     for mu in (2.0, 30.0, 1e6):
         assert decrease(SPEC, mu, 0.5) < 0
-
-
-def test_rounds_are_the_least_whole_number():
-    assert rounds(gap=2.0, accuracy=0.1, theta_decrease=0.5) == 40
-    assert rounds(gap=2.0, accuracy=0.1, theta_decrease=0.4999) == 41
-    assert rounds(gap=0.0, accuracy=0.1, theta_decrease=0.5) == 0
 
 
 # ---------------------------------------------------------------- the optimum
@@ -356,9 +349,6 @@ def test_leaving_the_bound_is_never_worse_and_whole_iterations_are_never_better(
         lambda: local_accuracy(SPEC, 5.0, 10.0, 0.0),
         lambda: decrease(SPEC, math.nan, 0.1),
         lambda: decrease(SPEC, 5.0, -0.1),
-        lambda: rounds(1.0, 0.1, 0.0),
-        lambda: rounds(1.0, 0.0, 0.1),
-        lambda: rounds(-1.0, 0.1, 0.1),
         lambda: minimise(SPEC, 0.0),
         lambda: minimise(SPEC, math.inf),
         lambda: minimise(SPEC, 0.01, "sgd"),  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
-from fedpact.papers.measure import split
+from fedpact.papers.measure import split_records
 from fedpact.papers.proxvr import Losses, decrease, local_accuracy, most_tau
 from fedpact.papers.proxvr_search import minimise
 from fedpact.plan import Plan
@@ -154,14 +154,14 @@ def rounds(taus: list[int], d_com: float, d_cmp: float) -> list[RoundRecord]:
 
 
 def test_several_tau_tell_messages_from_steps():
-    found = split(rounds([1, 4, 2, 9], d_com=0.5, d_cmp=0.02))
+    found = split_records(rounds([1, 4, 2, 9], d_com=0.5, d_cmp=0.02))
     assert found.separated
     assert (found.d_com, found.d_cmp) == (pytest.approx(0.5), pytest.approx(0.02))
     assert found.gamma == pytest.approx(0.04)
 
 
 def test_equal_tau_do_not_and_the_split_is_said():
-    found = split(rounds([5] * 7, d_com=0.5, d_cmp=0.02))
+    found = split_records(rounds([5] * 7, d_com=0.5, d_cmp=0.02))
     assert not found.separated
     assert found.d_com == pytest.approx(0.3)
     assert found.d_com == pytest.approx(5 * found.d_cmp)
@@ -177,18 +177,21 @@ def test_the_time_of_evaluations_is_left_out(taus):
         replace(record, seconds=record.seconds + 7, accuracy=0.5) if record.round % 2 else record
         for record in both
     ]
-    found, bare = split(slow), split([record for record in both if record.round % 2 == 0])
+    found, bare = (
+        split_records(slow),
+        split_records([record for record in both if record.round % 2 == 0]),
+    )
     assert (found.d_com, found.d_cmp) == (pytest.approx(bare.d_com), pytest.approx(bare.d_cmp))
     assert "evaluations" not in found.note
 
 
 def test_where_all_were_evaluated_the_note_says_so():
     slow = [replace(record, accuracy=0.5) for record in rounds([1, 4, 2], d_com=0.5, d_cmp=0.02)]
-    assert split(slow).d_com == pytest.approx(0.5)
-    assert "time of evaluations is among it" in split(slow).note
+    assert split_records(slow).d_com == pytest.approx(0.5)
+    assert "time of evaluations is among it" in split_records(slow).note
     # The others have one τ and tell nothing apart: then all count.
     some = [*slow[:3], replace(slow[3], accuracy=None)]
-    assert split(some) == split(slow)
+    assert split_records(some) == split_records(slow)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_where_all_were_evaluated_the_note_says_so():
 )
 def test_rounds_that_do_not_tell_gamma_are_refused(wrong):
     with pytest.raises(InputError, match="--gamma"):
-        split(wrong)
+        split_records(wrong)
 
 
 # ---------------------------------------------------------------- a run's records

@@ -303,3 +303,42 @@ def test_a_trace_follows_training_and_hooks(reference):
     assert exact()
     model.drop.forward = lambda h: torch.sigmoid(h)
     assert exact()
+
+
+def test_how_records_are_differentiated_is_found_on_made_up_ones_and_once(reference, monkeypatch):
+    """A record that vmap fails at, as for want of memory, sends no later batch through the loop."""
+    taken, seen = alone.Alone._vmapped, []
+
+    def some(self, x, y):
+        seen.append(x)
+        if x.max() > 100:
+            raise RuntimeError("not this batch")
+        return taken(self, x, y)
+
+    monkeypatch.setattr(alone.Alone, "_vmapped", some)
+    model = FlatModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
+    far = torch.cat([x[:15], x[15:] + 1000])
+    before = torch.get_rng_state()
+    way = alone.Alone(model, squared_error, far, y, "as the test wants it")
+    assert [float(made_up.abs().max()) for made_up in seen] == [0.0]
+    assert torch.equal(torch.get_rng_state(), before)
+    of_others = way.losses(x, y)
+    with pytest.raises(RuntimeError, match="not this batch"):
+        way.losses(far, y)
+    monkeypatch.setattr(alone.Alone, "_looped", None)
+    assert torch.equal(way.losses(x, y), of_others)
+
+
+def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
+    def fails(self, x, y):
+        raise RuntimeError("nobody takes zeros")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(alone.Alone, "_vmapped", fails)
+        patched.setattr(alone.Alone, "_looped", fails)
+        model = FlatModel(nn.Linear(4, 2).double())
+        x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
+        way = alone.Alone(model, squared_error, x, y, "as the test wants it")
+    monkeypatch.setattr(alone.Alone, "_looped", None)
+    assert len(way.losses(x, y)) == 16

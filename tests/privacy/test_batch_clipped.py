@@ -25,9 +25,11 @@ from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.batches import clip_for
+from fedpact.privacy.mechanisms import sensitivity
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.terms import Terms, TermsRequest, sensitivity
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Accountant, Budget
 from fedpact.theory.calibration import smallest_sigma
 

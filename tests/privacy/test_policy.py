@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from fedpact.errors import PlanError, PolicyRefused
+from fedpact.errors import InputError, PlanError, PolicyRefused
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
@@ -45,6 +45,34 @@ def test_what_is_named_is_allowed_up_to_the_very_limit():
 def test_whatever_is_not_named_is_refused(algorithm, asked, reserved, told):
     with pytest.raises(PolicyRefused, match=told):
         Policy.parse(ALLOWED).check_run(algorithm, asked, reserved)
+
+
+def opened(sigma=5.0, **others):
+    """Terms whose rounds open with a gradient of noise `sigma`."""
+    given = {"opening_sigmas": {"gradient": sigma}, "openings": 3, **others}
+    return Terms("a", 100.0, 0.1, 1.0, {"gradient": 2.0}, 10, Budget(2.0, 1e-5), "best", **given)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["gradient"], ["gradient", "anchor"], ["gradient", "anchor_gradient", "Anchor gradient"]],
+)
+def test_what_opens_a_round_is_allowed_by_its_own_name_alone(names):
+    with pytest.raises(PolicyRefused, match="releases anchor gradient are not allowed"):
+        Policy.parse({**ALLOWED, "releases": names}).check_run("fedavg", opened(), NOTHING)
+    named = Policy.parse({**ALLOWED, "releases": ["gradient", "anchor gradient"]})
+    named.check_run("fedavg", opened(), NOTHING)
+    with pytest.raises(PolicyRefused, match="smallest_sigma"):
+        named.check_run("fedavg", opened(0.5), NOTHING)
+
+
+@pytest.mark.parametrize("name", ["size", "anchor gradient", "anchor "])
+def test_no_channel_has_the_name_of_another_release(name):
+    """Its noise would stand where the other's does, and the smaller of the two be hidden."""
+    with pytest.raises(InputError, match="a channel is called"):
+        terms(gradient=2.0, **{name: 0.01})
+    with pytest.raises(InputError, match="a channel is called"):
+        opened(opening_sigmas={name: 0.01})
 
 
 @pytest.mark.parametrize("missing", sorted(ALLOWED))

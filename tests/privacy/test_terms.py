@@ -11,7 +11,8 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedpact.errors import InputError, PlanError
-from fedpact.privacy.terms import Terms, TermsRequest
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Accountant, Budget
 
 ONE = {"gradient": 1.0}

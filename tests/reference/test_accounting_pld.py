@@ -45,7 +45,7 @@ def test_the_rounding_of_the_transforms_stays_below_its_allowance(sigma, count):
         epsilon = mu * z + mu**2 / 2
         exact = gaussian_delta(mu, epsilon)
         got = composed.get_delta_for_epsilon(epsilon)
-        assert exact - pld.rounding(count) <= got <= exact * 1.05 + pld.rounding(count)
+        assert exact - pld.fft_rounding(count) <= got <= exact * 1.05 + pld.fft_rounding(count)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Party:
         self.public = {site: key.public_key() for site, key in self.keys.items()}
         generator = torch.Generator().manual_seed(self.count)
         self.sizes = {site: 10.0 + 7 * i for i, site in enumerate(self.sites)}
-        self.weighing = ring.Weighing(sum(self.sizes.values()), self.summed)
+        self.weighing = ring.Weighing(sum(self.sizes.values()), self.summed, self.count)
         for site in self.sites:
             w = torch.randn(self.length, generator=generator, dtype=torch.float64) * 3
             loss = float(torch.rand(1, generator=generator, dtype=torch.float64))
@@ -68,12 +68,13 @@ class Party:
         A site that is away at a step is away from then on. Returns the masked replies.
         """
         away, masked = away or {}, {}
-        order = ("keys", "shares", "masked", "unmask")
+        order = wire.STEPS
         for step in order[: order.index(last) + 1]:
             asks = {
                 "keys": session.ask_keys,
                 "shares": session.ask_shares,
                 "masked": lambda: session.ask_masked(dict.fromkeys(self.sites, self.task)),
+                "consistency": session.ask_consistency,
                 "unmask": session.ask_unmask,
             }[step]()
             for site, question in asks.items():

@@ -33,24 +33,25 @@ def bound(party, survivors):
 
 
 def check_mean(party, session, survivors):
-    layout = party.weighing.layout(party.replies[party.sites[0]])
-    vectors, numbers = ring.decode(session.total(), session.share(), party.count, layout)
+    one = party.replies[party.sites[0]]
+    layout = party.weighing.layout(ring.Form.of(one.vectors, one.numbers))
+    mean, _ = party.weighing.mean(party.task, session.replies, session.total(), layout)
     w, loss = party.mean(survivors)
-    assert float((vectors["w"] - w).abs().max()) <= bound(party, survivors)
-    assert abs(numbers["loss"] - loss) <= bound(party, survivors)
+    assert float((mean.vectors["w"] - w).abs().max()) <= bound(party, survivors)
+    assert abs(mean.numbers["loss"] - loss) <= bound(party, survivors)
 
 
 def patterns(count, threshold):
     """Every set of sites that leaves at least `threshold`, with a step at which each goes.
 
-    Up to five sites each set with four choices of steps, of more with one, in turn.
+    Up to five sites each set with five choices of steps, of more with one, in turn.
     """
-    steps, sets = ("keys", "shares", "masked", "unmask"), 0
+    steps, sets = wire.STEPS, 0
     for gone in range(count - threshold + 1):
         for sites in itertools.combinations(range(count), gone):
             sets += 1
-            for turn in range(4) if count <= 5 and gone else [sets]:
-                yield {f"site-{i:02d}": steps[(turn + k) % 4] for k, i in enumerate(sites)}
+            for turn in range(5) if count <= 5 and gone else [sets]:
+                yield {f"site-{i:02d}": steps[(turn + k) % 5] for k, i in enumerate(sites)}
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -61,12 +62,12 @@ def test_the_sum_of_masked_is_the_sum_of_plain_whoever_drops_out(party, count):
         mine = party(count, threshold, length=9)
         session = mine.session()
         mine.up_to(session, "unmask", away)
-        survivors = [s for s in mine.sites if away.get(s, "unmask") == "unmask"]
+        survivors = [s for s in mine.sites if away.get(s, "unmask") in ("consistency", "unmask")]
         assert sorted(session.replies) == survivors
         check_mean(mine, session, survivors)
 
 
-@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+@pytest.mark.parametrize("step", wire.STEPS)
 def test_below_the_threshold_nothing_is_opened(party, step):
     """Two of four are left and the threshold is three."""
     mine = party(4, 3)
@@ -107,13 +108,38 @@ def test_sites_refuse_lists_below_the_threshold(party):
     mine = party(4, 3)
     session = mine.session()
     mine.up_to(session, "masked")
-    question = unmask(session, "site-00", ["site-00", "site-01"])
+    question = listed(session, "site-00", ["site-00", "site-01"])
+    assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
+
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency")
+    session.signatures.popitem()
+    session.signatures.popitem()
+    session.threshold = 2
+    question = session.ask_unmask()["site-00"]
     assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
 
 
-def unmask(session, site, survivors):
+def listed(session, site, survivors):
+    """Tell a site who is in the sum."""
     block = {"survivors": wire.from_names(survivors)}
-    return wire.step(session.place, site, "unmask", block)
+    return wire.step(session.place, site, "consistency", block)
+
+
+def unmask(mine, session, site, survivors):
+    """Have these sites sign that they are in the sum, and ask one of them to open it."""
+    signed = {
+        peer: wire.block(mine.answer(peer, listed(session, peer, survivors)), "signature")
+        for peer in survivors
+    }
+    return wire.step(session.place, site, "unmask", wire.under("signature/", signed))
+
+
+def same(one, other):
+    return {k: bytes(v.numpy()) for k, v in one.vectors.items()} == {
+        k: bytes(v.numpy()) for k, v in other.vectors.items()
+    }
 
 
 def test_no_site_opens_both_secrets_of_another(party):
@@ -123,19 +149,80 @@ def test_no_site_opens_both_secrets_of_another(party):
     session = mine.session()
     mine.up_to(session, "masked")
     first, other = ["site-00", "site-01", "site-02"], ["site-00", "site-02", "site-03"]
-    given = mine.answer("site-00", unmask(session, "site-00", first))
+    question = unmask(mine, session, "site-00", first)
+    given = mine.answer("site-00", question)
     assert set(given.vectors) == {"seed/" + s for s in first} | {"mask/site-03"}
-    again = mine.answer("site-00", unmask(session, "site-00", first))
-    assert {k: bytes(v.numpy()) for k, v in again.vectors.items()} == {
-        k: bytes(v.numpy()) for k, v in given.vectors.items()
-    }
-    assert mine.answer("site-00", unmask(session, "site-00", other)).code == "asked"
+    assert same(mine.answer("site-00", question), given)
+    again = [mine.answer("site-00", listed(session, "site-00", first)) for _ in range(2)]
+    assert same(*again)
+    assert mine.answer("site-00", listed(session, "site-00", other)).code == "asked"
 
     later = mine.session()
     mine.up_to(later, "masked")
-    assert mine.answer("site-00", unmask(later, "site-00", other)).code == "opened"
-    # A site that has opened nothing yet is free to.
-    assert isinstance(mine.answer("site-02", unmask(later, "site-02", other)), Step)
+    assert mine.answer("site-00", listed(later, "site-00", other)).code == "opened"
+    # A site that has agreed to nothing yet is free to.
+    assert isinstance(mine.answer("site-03", listed(later, "site-03", other)), Step)
+
+
+def test_a_server_that_tells_sites_different_lists_opens_none(party):
+    """Of five sites with t = 3 two lists of three have one site in common, which signs one."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "masked")
+    one, other = ["site-00", "site-01", "site-02"], ["site-02", "site-03", "site-04"]
+    signed = {}
+    for names in (one, other):
+        for site in names:
+            answer = mine.answer(site, listed(session, site, names))
+            if isinstance(answer, Step):
+                signed[site] = wire.block(answer, "signature")
+            else:
+                assert (site, answer.code) == ("site-02", "asked")
+    blocks = wire.under("signature/", signed)
+    for site in mine.sites:
+        question = wire.step(session.place, site, "unmask", blocks)
+        assert mine.answer(site, question).code == "keys"
+    # With the signatures of its own list alone a site of the second has too few.
+    own = wire.under("signature/", {site: signed[site] for site in other[1:]})
+    fresh = party(5, 3)
+    later = fresh.session()
+    fresh.up_to(later, "masked")
+    fresh.answer("site-03", listed(later, "site-03", other))
+    question = wire.step(later.place, "site-03", "unmask", own)
+    assert fresh.answer("site-03", question).code == "few"
+
+
+@pytest.mark.parametrize("wrong", ["another list", "another session", "another site", "attempt"])
+def test_a_signature_of_anything_else_opens_nothing(party, wrong):
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency")
+    site, place, names, attempt = "site-01", session.place, mine.sites, 0
+    if wrong == "another list":
+        names = names[:3]
+    elif wrong == "another session":
+        place = mine.session().place
+    elif wrong == "another site":
+        site = "site-02"
+    else:
+        attempt = 1
+    false = keys.signed_list(mine.keys[site], site, names, attempt, place)
+    session.signatures["site-01"] = false
+    assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
+    answer = wire.step(session.place, "site-01", "consistency", {"signature": false})
+    with pytest.raises(keys.SecretsDoNotFit, match="site-01 has not signed"):
+        session.take_consistency("site-01", answer)
+
+
+def test_a_stranger_counts_not_among_those_who_signed(party):
+    mine = party(4, 3)
+    session = mine.session()
+    mine.up_to(session, "consistency", {"site-03": "masked"})
+    names = sorted(session.replies)
+    session.signatures["site-03"] = keys.signed_list(
+        mine.keys["site-03"], "site-03", names, 0, session.place
+    )
+    assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +234,7 @@ def test_a_site_opens_no_list_without_itself_or_with_strangers(party, survivors)
     mine = party(4, 3)
     session = mine.session()
     mine.up_to(session, "masked")
-    assert mine.answer("site-00", unmask(session, "site-00", survivors)).code == "session"
+    assert mine.answer("site-00", listed(session, "site-00", survivors)).code == "session"
 
 
 def test_what_was_opened_outlives_a_restart(party, tmp_path):
@@ -186,7 +273,9 @@ def test_questions_out_of_order_or_of_another_session_are_refused(party):
     mine = party(3, 2)
     session = mine.session()
     mine.up_to(session, "keys")
-    assert mine.answer("site-00", unmask(session, "site-00", mine.sites)).code == "session"
+    assert mine.answer("site-00", listed(session, "site-00", mine.sites)).code == "session"
+    question = wire.step(session.place, "site-00", "unmask", {})
+    assert mine.answer("site-00", question).code == "session"
     old, session = session, mine.session()
     mine.up_to(session, "keys")
     assert mine.answer("site-00", old.ask_shares()["site-00"]).code == "session"
@@ -331,7 +420,7 @@ def test_shares_of_others_than_were_asked_for_are_not_taken(party, step, change)
     """One that is missing would be looked for in vain later, when it stops everybody."""
     mine = party(3, 2)
     session = mine.session()
-    mine.up_to(session, "keys" if step == "shares" else "masked")
+    mine.up_to(session, "keys" if step == "shares" else "consistency")
     question = (session.ask_shares if step == "shares" else session.ask_unmask)()["site-00"]
     blocks = wire.blocks(mine.answer("site-00", question))
     if change == "one less":
@@ -353,6 +442,61 @@ def test_a_wrong_share_is_found_out(party, secret):
     session.opened["site-00"][secret] = bytes(share)
     with pytest.raises(keys.SecretsDoNotFit):
         session.total()
+
+
+def flipped(share):
+    return share[:10] + bytes([share[10] ^ 1]) + share[11:]
+
+
+BAD = {
+    "another": lambda share, other: flipped(share),
+    "somebody else's": lambda share, other: other,
+    "empty": lambda share, other: b"",
+    "long": lambda share, other: flipped(share) * 4,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("liar", ["site-00", "site-02", "site-03"])
+def test_a_site_that_opens_wrong_shares_is_done_without_and_named(party, bad, liar, caplog):
+    """There are three right ones of each secret without it, as many as the threshold."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-04": "masked"})
+    opened, other = session.opened[liar], session.opened["site-01"]
+    session.opened[liar] = {name: BAD[bad](opened[name], other[name]) for name in opened}
+    check_mean(mine, session, mine.sites[:4])
+    named = [record.message for record in caplog.records if "wrong share" in record.message]
+    # The shares of whoever comes last are not needed.
+    assert len(named) == (0 if liar == "site-03" else 1)
+    # Of two that open one share each may be the one.
+    who = {liar, "site-01"} if bad == "somebody else's" else {liar}
+    assert all(any(f": {site} has opened" in message for site in who) for message in named)
+
+
+def test_two_sites_that_open_wrong_shares_are_done_without(party):
+    mine = party(7, 4)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-06": "masked"})
+    for liar in ("site-00", "site-02"):
+        session.opened[liar] = {name: flipped(s) for name, s in session.opened[liar].items()}
+    check_mean(mine, session, mine.sites[:6])
+
+
+@pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-04"])
+@pytest.mark.parametrize("openers", [3, 4])
+def test_who_dealt_shares_of_nothing_is_known_where_there_are_enough_others(party, secret, openers):
+    """With no share to spare it may as well be one of those who opened them."""
+    mine = party(5, 3)
+    session = mine.session()
+    mine.up_to(session, "unmask", {"site-04": "masked"})
+    for site in mine.sites[openers:4]:
+        del session.opened[site]
+    for opened in session.opened.values():
+        opened[secret] = flipped(opened[secret])
+    with pytest.raises(keys.SecretsDoNotFit) as found:
+        session.total()
+    assert found.value.by == (secret.partition("/")[2] if openers > 3 else "")
 
 
 CELLS, DRAWS = 64, 4000
@@ -391,7 +535,7 @@ def test_one_mask_left_on_is_still_uniform(party):
     masked = mine.up_to(session, "masked")
     words = mine.weighing.words(masked["site-00"])
     own = mine.maskers["site-00"]._session.secrets
-    seed = keys.stream(own.seed, len(words))
+    seed = keys.stream(own.seed, words)
     assert chi_square(words - seed) < LIMIT
     for peer in ("site-01", "site-02"):
         pairs = np.zeros_like(words)
@@ -412,7 +556,9 @@ def test_the_sum_cannot_wrap(count):
     summed = np.zeros_like(words)
     for _ in range(count):
         summed = summed + words
-    back, _ = ring.decode(summed, float(count), count, ring.Layout.of(x, {}))
+    back, _ = ring.decode(
+        summed, float(count), count, ring.Layout({"w": (x["w"].shape, x["w"].dtype)}, ())
+    )
     assert back["w"].tolist() == [ring.RANGE, -ring.RANGE, ring.RANGE, -ring.RANGE]
 
 

@@ -79,6 +79,19 @@ class BaseSettings(BaseModel):
         return None
 
     @property
+    def needs_own_noise(self) -> str:
+        """Why noise that sites share out would not protect it; empty where it would.
+
+        It would where `local` is one batch's gradient at the task's w, which enters the reply
+        linearly, where nothing is remembered and where the update uses the replies' mean. See
+        docs/noise-for-the-sum.md; the conformance suite compares both forms.
+        """
+        return (
+            "a site's own steps and memory are hidden by the site's own noise alone, and its file "
+            "does not say that it has none"
+        )
+
+    @property
     def summed(self) -> Summed:
         """What secure aggregation has to leave of single replies: by default their sizes only."""
         return Summed()

@@ -41,23 +41,23 @@ NEUTRAL: Neutral | None = Neutral(
 
 
 class Settings(BaseSettings, Ali):
-    """See Symbols, and control.Ali."""
+    """Symbols at the top, and control.Ali."""
 
     learning_rate: float = Field(default=0.5, gt=0)
 
     @property
     def controlled(self) -> bool:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return True
 
     @property
     def total_iterations(self) -> int | None:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return self.iterations
 
     @property
     def unprotected(self) -> bool:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return self.estimator == "raw"
 
     @property
@@ -67,39 +67,39 @@ class Settings(BaseSettings, Ali):
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     del settings
     return {"gradient": 1.0}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm; 0 where the iterations are used up."""
+    """See algorithms.Algorithm; 0 where the iterations are used up."""
     return settings.controller.steps(state)
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     return settings.controller.init(State({"w": w}))
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     return settings.controller.task(state, lambda rest: rest)
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     return settings.controller.asked({})
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     solver = fedavg.Settings(learning_rate=settings.learning_rate)
     return settings.controller.bounds(task, terms, fedavg.bounds(task, terms, solver))
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     solver = fedavg.Settings(learning_rate=settings.learning_rate)
 
     def inner(task: Task, oracle: Oracle, memory: State) -> Local:
@@ -109,5 +109,5 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     return settings.controller.update(state, replies, lambda _, replies: weighted_mean(replies))

@@ -29,44 +29,54 @@ NEUTRAL: Neutral | None = None
 
 
 class Settings(BaseSettings):
-    """See Symbols."""
+    """Symbols at the top."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
 
+    @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings."""
+        if self.local_steps == 1:
+            return ""
+        return (
+            f"with settings.local_steps = {self.local_steps} a site's later steps begin where its "
+            "own noisy ones ended, which its own noise alone hides; take 1"
+        )
+
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     del settings
     return {"gradient": 1.0}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm."""
+    """The local iterations τ of the next round; see algorithms.Algorithm."""
     del state
     return settings.local_steps
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w})
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     del settings
     return state
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     return Bounds({"w": moved(task, terms, steps, rate)}, {}, steps)
 
@@ -78,7 +88,7 @@ def moved(task: Task, terms: Terms, steps: int, rate: float) -> float:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     del memory
     steps = round_steps(task, settings.local_steps)
     w = sgd(oracle, task.vectors["w"], steps, settings.learning_rate)
@@ -86,6 +96,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     del state, settings
     return weighted_mean(replies)

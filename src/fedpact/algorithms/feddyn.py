@@ -59,7 +59,7 @@ NEUTRAL: Neutral | None = None
 
 
 class Settings(fedprox.Settings):
-    """See Symbols. η α < 2, as in fedprox; the defaults have α = 1/(τη)."""
+    """Symbols at the top. η α < 2, as in fedprox; the defaults have α = 1/(τη)."""
 
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
@@ -67,12 +67,12 @@ class Settings(fedprox.Settings):
 
     @property
     def summed(self) -> Summed:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     a = 1 - rate * settings.proximal
     old, shrinks = abs(1 - 2 * a**steps), abs(a)
@@ -86,7 +86,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     rate, alpha, centre = settings.learning_rate, settings.proximal, task.vectors["w"]
     h = memory.vectors.get("h", torch.zeros_like(centre))
@@ -96,6 +96,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     del state
     return weighted_mean(weighed(replies, settings.aggregation))

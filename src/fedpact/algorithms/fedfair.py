@@ -40,7 +40,7 @@ _UNUSED_BOUND = 10.0
 
 
 class Settings(BaseSettings):
-    """See Symbols."""
+    """Symbols at the top."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=2, ge=1)
@@ -49,12 +49,12 @@ class Settings(BaseSettings):
 
     @property
     def opening(self) -> Opening:
-        """See BaseSettings: F_i(w_i)."""
+        """See algorithms.BaseSettings: F_i(w_i)."""
         return Opening(1.0, {"loss": 1.0})
 
     @property
     def plain_only(self) -> str:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return (
             "it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its private "
             "form"
@@ -62,43 +62,43 @@ class Settings(BaseSettings):
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     del settings
     return {"gradient": 1.0, "loss": 1.0}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm."""
+    """The local iterations τ of the next round; see algorithms.Algorithm."""
     del state
     return settings.local_steps
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w})
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     del settings
     return state
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {"loss": FAIR_LOSS}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     del task, terms, settings
     return Bounds({"w": math.inf}, {"loss": Range(-math.inf, math.inf)})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     del memory
     w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
     longest = torch.finfo(w.dtype).max
@@ -114,6 +114,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     del state, settings
     return weighted_mean(replies, numbers=("loss",))

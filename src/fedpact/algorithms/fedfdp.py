@@ -51,7 +51,7 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 
 
 
 class Settings(LossRelease, BaseSettings):
-    """See Symbols, and fairness.LossRelease."""
+    """Symbols at the top, and fairness.LossRelease."""
 
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
@@ -60,48 +60,48 @@ class Settings(LossRelease, BaseSettings):
 
     @property
     def weighs_records(self) -> bool:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return self.fairness_weight > 0
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     return {"gradient": 1.0, **settings.loss_channels}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm."""
+    """The local iterations τ of the next round; see algorithms.Algorithm."""
     del state
     return settings.local_steps
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w})
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     del settings
     return state
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {"loss": FAIR_LOSS}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     longest = moved(task, terms, steps, settings.learning_rate)
     return Bounds({"w": longest}, {"loss": settings.loss_range(terms)}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     bound = memory.numbers.get("loss_bound", settings.loss_bound)
     reference = task.numbers.get("loss", math.nan)
     weights = weighting(settings.weight_rule, settings.fairness_weight, reference)
@@ -113,6 +113,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     del state, settings
     return weighted_mean(replies, numbers=("loss",))

@@ -48,7 +48,7 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
 
 
 class Settings(fedavg.Settings):
-    """See Symbols."""
+    """Symbols at the top."""
 
     local_steps: int = Field(default=5, ge=1)
     proximal: float = Field(default=0.1, ge=0)
@@ -65,7 +65,7 @@ class Settings(fedavg.Settings):
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     shrinks = abs(1 - rate * settings.proximal)
     total = rate * reach.geometric(shrinks, steps)
@@ -75,7 +75,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     del memory
     steps = round_steps(task, settings.local_steps)
     rate, centre = settings.learning_rate, task.vectors["w"]

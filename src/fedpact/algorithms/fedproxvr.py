@@ -69,7 +69,7 @@ NEUTRAL: Neutral | None = None
 
 
 class Settings(BaseSettings):
-    """See Symbols. learning_rate given takes the place of 1/(βL)."""
+    """Symbols at the top. learning_rate given takes the place of 1/(βL)."""
 
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
     iterate: Literal["last", "random"] = "last"
@@ -90,41 +90,41 @@ class Settings(BaseSettings):
 
     @property
     def opening(self) -> Opening:
-        """See BaseSettings: v⁰."""
+        """See algorithms.BaseSettings: v⁰."""
         return Opening(self.anchor_rate, {"gradient": self.anchor_noise})
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     return {"gradient" if settings.solver == "sgd" else "difference": 1.0}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm."""
+    """The local iterations τ of the next round; see algorithms.Algorithm."""
     del state
     return settings.local_steps
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w})
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     del settings
     return state
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps, w = round_steps(task, settings.local_steps), task.vectors["w"]
     eta, shrinks, d = settings.step_size, 1 / (1 + settings.step_size * settings.proximal), len(w)
     # What w's rounding moves is amplified like any movement.
@@ -149,7 +149,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     del memory
     most = round_steps(task, settings.local_steps)
     last = most + 1 if settings.iterate == "last" else _drawn(task.round, most)
@@ -158,7 +158,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     del state, settings
     return weighted_mean(replies)
 

@@ -53,7 +53,7 @@ NEUTRAL: Neutral | None = Neutral(
 
 
 class Settings(BaseSettings):
-    """See Symbols."""
+    """Symbols at the top."""
 
     learning_rate: float = Field(default=1.0, gt=0)
     step_schedule: Literal["inverse", "constant"] = "inverse"
@@ -61,8 +61,13 @@ class Settings(BaseSettings):
     bias_penalty: float = Field(default=1.0, gt=0)
 
     @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings."""
+        return ""
+
+    @property
     def summed(self) -> Summed:
-        """See BaseSettings: J_k and v_k are public."""
+        """See algorithms.BaseSettings: J_k and v_k are public."""
         if self.aggregation == "batch_size":
             return Summed("batch_size", ("batch_size", "noise_variance"))
         return Summed(
@@ -71,37 +76,37 @@ class Settings(BaseSettings):
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     del settings
     return {"gradient": 1.0}
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See Algorithm."""
+    """The local iterations τ of the next round; see algorithms.Algorithm."""
     del settings, state
     return 1
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w}, {"round": 0})
 
 
 def task(state: State, settings: Settings) -> State:
-    """See Algorithm."""
+    """What every site is told; see algorithms.Algorithm."""
     del settings
     return State({"w": state.vectors["w"]})
 
 
 def asked(settings: Settings) -> dict[str, Range]:
-    """See Algorithm."""
+    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     del settings
     public = {"batch_size": terms.batch_size, "noise_variance": terms.noise_variance}
     longest = reach.gradient(terms).longest(len(task.vectors["w"]))
@@ -109,7 +114,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     del memory, settings
     gradient = next(oracle.batches(1, "gradient")).gradient(task.vectors["w"])
     told = {"batch_size": oracle.batch_size, "noise_variance": oracle.noise_variance}
@@ -117,7 +122,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm. The state's "noise_variance" is the aggregate's, a coordinate."""
+    """See algorithms.Algorithm. The state's "noise_variance" is the aggregate's, a coordinate."""
     w, number = state.vectors["w"], int(state.numbers["round"]) + 1
     rate = settings.learning_rate / (number if settings.step_schedule == "inverse" else 1)
     public = _Public()

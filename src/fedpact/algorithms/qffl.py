@@ -64,7 +64,7 @@ _MOST_LOSS = 1e9
 
 
 class Settings(LossRelease, BaseSettings):
-    """See Symbols, and fairness.LossRelease."""
+    """Symbols at the top, and fairness.LossRelease."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
@@ -74,12 +74,12 @@ class Settings(LossRelease, BaseSettings):
 
 
 def channels(settings: Settings) -> dict[str, float]:
-    """See Algorithm."""
+    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
     return {"gradient": 1.0, **settings.loss_channels}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     found = Bounds({"w": moved(task, terms, steps, settings.learning_rate)}, {}, steps)
     far = found.longest("w", task.vectors)
@@ -88,7 +88,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     start = task.vectors["w"]
     bound = memory.numbers.get("loss_bound", settings.loss_bound)
@@ -105,7 +105,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     fair = _fair(weighed(replies, settings.aggregation), settings)
     mean = weighted_mean(fair, numbers=("stretch",))
     stretch = settings.fairness_exponent / settings.learning_rate * mean.numbers["stretch"]

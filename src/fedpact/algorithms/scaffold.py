@@ -60,32 +60,32 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
 
 class Settings(fedavg.Settings):
-    """See Symbols."""
+    """Symbols at the top."""
 
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
 
     @property
     def summed(self) -> Summed:
-        """See BaseSettings."""
+        """See algorithms.BaseSettings."""
         return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """See Algorithm."""
+    """The server's first state; see algorithms.Algorithm."""
     del settings
     return State({"w": w, "c": torch.zeros_like(w)})
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
-    """See Algorithm, and Bounds at the top."""
+    """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     longest = moved(task, terms, steps, settings.learning_rate)
     return Bounds({"w": longest}, {"local_steps": reach.about(steps)}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """See Algorithm."""
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     w, c = task.vectors["w"].clone(), task.vectors["c"]
     correction = c - memory.vectors.get("c", c)
@@ -100,7 +100,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See Algorithm."""
+    """Server at the top; see algorithms.Algorithm."""
     replies = weighed(replies, settings.aggregation)
     mean = weighted_mean(replies, numbers=("local_steps",))
     w, steps = mean.vectors["w"], mean.numbers["local_steps"]

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from fedpact.audit.target import Target
-from fedpact.draws.seeded import SeededDraws
+from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.privacy.oracle import Records
 
 _EVENTS = 200
@@ -154,6 +154,13 @@ def _noise(
         else:
             # The sum without records, as a count is told as a share with 1/2 added.
             centred = stacked - whole.answer(records, channel, query).double()
+        if whole.terms.honest:
+            # Whole numbers of a coarse grid are not normal; spread over it they are, to a percent.
+            spread = stream(target.plan.seed, "audit", "spread", channel)
+            unit = whole.terms.unit / whole.terms.batch_size
+            centred += (
+                torch.rand(centred.shape, generator=spread, dtype=centred.dtype) - 0.5
+            ) * unit
         centred /= _deviation(whole, channel, query)
         made[channel] = centred.unflatten(0, (_REQUESTS, -1))
     return made

@@ -36,6 +36,7 @@ from fedpact.check import count
 from fedpact.draws.seeded import stream
 from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 
@@ -153,7 +154,7 @@ def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor
 
 def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:
     """What turns an answer into a sum, the share of known records in it, and half a canary's."""
-    if terms.mechanism == "batch_clipped":
+    if not mechanism_of(terms.mechanism).summed:
         return 1.0, 1.0, 0.5 / len(target.records.y)
     return terms.batch_size, terms.rate, terms.rate / 2
 

@@ -18,6 +18,7 @@ from scipy import stats
 from fedpact.audit.noise_level import Tested
 from fedpact.audit.target import Target, mislabelled, private_oracle
 from fedpact.draws.seeded import SeededDraws
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 
 _RECORDS = 40
@@ -34,7 +35,7 @@ def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tu
     A right mechanism passes them all with probability 0.999, but for the normal approximation to
     the batch's dispersion.
     """
-    if target.terms.mechanism == "batch_clipped" or "gradient" not in queries:
+    if not mechanism_of(target.terms.mechanism).summed or "gradient" not in queries:
         return ()
     query = queries["gradient"]
     made = mislabelled(target, 40 * _MARKED)

@@ -1,7 +1,7 @@
 """What is audited: one site of a configuration, with the oracle, kernel and terms of a real run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,6 +143,11 @@ class Recorder:
     def steps_left(self) -> float:
         """See Oracle."""
         return self._inner.steps_left
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """See Oracle."""
+        return self._inner.shares
 
     def opening(self, *channels: str) -> Any:
         """See Oracle."""

@@ -11,6 +11,7 @@ from fedpact.audit.many_runs import attackable, many_runs
 from fedpact.audit.membership import membership
 from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target
+from fedpact.audit.views import views
 from fedpact.check import count
 from fedpact.cli.console import show
 from fedpact.data.partition import Partition
@@ -21,6 +22,7 @@ from fedpact.folder import Folder
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
+from fedpact.text import guarded
 from fedpact.theory.accounting import ADJACENCY
 
 CONFIDENCE = 0.95
@@ -48,8 +50,12 @@ def audit(
     target = Target.of(scene)
     findings = dict[str, Finding]()
     with one_thread():
-        for chosen in _methods(method, target):
-            findings[chosen] = _carry_out(chosen, scene, target, canaries)
+        for view, attacked in views(target).items():
+            for chosen in _methods(method, target):
+                if chosen == "membership" and chosen in findings:
+                    continue
+                name = f"{chosen}, {view}" if view and chosen != "membership" else chosen
+                findings[name] = _carry_out(chosen, scene, attacked, canaries)
     found = checks(findings, CONFIDENCE)
     document = _document(target, findings, found)
     if run is not None:
@@ -109,6 +115,8 @@ def _document(target: Target, findings: dict[str, Finding], found: list[Check]) 
     return {
         "site": terms.site,
         "epsilon": terms.budget.epsilon,
+        "honest": terms.honest,
+        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
         "delta": terms.budget.delta,
         "adjacency": ADJACENCY,
         "accountant": terms.accountant,
@@ -122,16 +130,22 @@ def _document(target: Target, findings: dict[str, Finding], found: list[Check]) 
     }
 
 
+def _claimed(document: dict[str, Any]) -> str:
+    if not document["honest"]:
+        return f"{document['epsilon']:g}"
+    return guarded(document["epsilon"], document["epsilon_alone"], document["honest"])
+
+
 def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:
     out = Console(highlight=False, soft_wrap=True)
     out.print(
-        f"site {document['site']}: claimed ε = {document['epsilon']:g} at δ = "
+        f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "
         f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
         f"Each method's bounds hold with {document['confidence']:.0%} confidence."
     )
     for check in found:
         out.print(f"{check.method:<11} {check.text}", markup=False)
-    methods = {check.method for check in found}
+    methods = {check.method.partition(",")[0] for check in found}
     if "many-runs" not in methods and len(methods) > 1:
         out.print(
             f"many-runs   left out: the model has {document['model_parameters']:,} parameters"

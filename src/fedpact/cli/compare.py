@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedpact.cli.console import StopOnInterrupt, show
 from fedpact.comparison.compare import compare as carry_out
-from fedpact.comparison.compare import default_folder
+from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.metrics import METRICS
@@ -37,7 +37,7 @@ def compare(
 ) -> None:
     """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
     plans = read_plans(configs, chosen, overrides)
-    folder = out or default_folder()
+    folder = out or comparison_folder()
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     console.print(f"{len(plans)} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)

@@ -99,7 +99,9 @@ def _follow(directory: Path) -> None:
 def _line(record: RoundRecord) -> str:
     accuracy = "" if record.accuracy is None else f"  accuracy {record.accuracy:.2%}"
     refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
+    alone = max(record.epsilon_alone.values(), default=None)
     spent = upper(max(record.epsilon.values()))
+    spent += "" if alone is None else f" (alone {upper(alone)})"
     return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
 
 
@@ -108,7 +110,7 @@ def _print(found: dict[str, Any]) -> None:
     last = found["round"]
     at = "" if last is None else "; " + _line(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
-    table = Table("party", "started by up", "ε spent", "of ε", "δ", "ledger entries")
+    table = Table("party", "started by up", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
         spend = ledger and ledger["runs"].get(found["run"])
@@ -116,19 +118,24 @@ def _print(found: dict[str, Any]) -> None:
             (
                 upper(spend["epsilon_spent"]),
                 f"{spend['epsilon_reserved']:g}",
+                upper(spend["epsilon_alone_spent"]),
+                upper(spend["epsilon_alone_reserved"]),
                 f"{spend['delta']:g}",
                 str(ledger["entries"]),
             )
             if spend
-            else ("", "", "", "")
+            else ("",) * 6
         )
         table.add_row(name, "runs" if runs else "-", *row)
-    for name, epsilon in last["epsilon"].items() if last else ():
+    last = last or {"epsilon": {}, "epsilon_alone": {}}
+    for name, epsilon in last["epsilon"].items():
         if name not in found["running"]:
             # Its ledger is on a machine of its own: what the server counts.
-            table.add_row(name, "elsewhere", upper(epsilon), "", "", "")
+            alone = last["epsilon_alone"].get(name, epsilon)
+            table.add_row(name, "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
     out.print(table)
     out.print("(ε, δ) for one record, add/remove one record, accountant best of PLD and RDP.")
+    out.print("Alone: against everybody together; the same, but where sites share noise out.")
 
 
 def _out() -> Console:

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fedpact.configuration import read, unknown_key
+from fedpact.configuration import read_configuration, unknown_key
 from fedpact.errors import PlanError
 
 _ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
 
     config: a .toml or .json file, None for the embedded default; overrides: `key=value`, over it.
     """
-    if found := list(_unknown(read(config, overrides), _PLAN, ())):
+    if found := list(_unknown(read_configuration(config, overrides), _PLAN, ())):
         raise PlanError("; ".join(found))
 
 

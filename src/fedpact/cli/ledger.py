@@ -66,11 +66,23 @@ def _receipts(where: Path) -> dict[str, dict[str, Any]]:
     return {str(path): receipt(path) for path in paths}
 
 
+def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
+    return (
+        str(spend["honest"] or "-"),
+        upper(spend["epsilon_alone_reserved"]),
+        upper(spend["epsilon_alone_spent"]),
+    )
+
+
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     # A name that is cut short would name several runs.
     names = [Column(name, overflow="fold") for name in ("site", "run")]
     table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")
+    shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
+    if shared:
+        for heading in ("honest", "ε alone reserved", "ε alone spent"):
+            table.add_column(heading)
     for each in receipts.values():
         site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
         for run, spend in each["runs"].items():
@@ -84,8 +96,14 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 "filter"
                 if spend["accounting"] == FILTER
                 else str(sum(event["reserved"] for event in spend["events"])),
+                *(_alone(spend) if shared else ()),
             )
     out.print(table)
+    if shared:
+        out.print(
+            "Where sites share noise out, ε needs the noise of so many honest sites in each sum; "
+            "ε alone holds against everybody together."
+        )
     for path, each in receipts.items():
         if each["unreadable_last_line"]:
             out.print(f"{path} has {_TORN}", markup=False)

@@ -102,6 +102,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
                 # Nothing is charged yet, so a noisy size is not known yet.
                 "size": None if plan.noisy_sizes else terms["size"],
                 "epsilon_by_round": _by_round(scene.terms[name], plan, total),
+                "epsilon_alone_by_round": _by_round(scene.terms[name], plan, total, alone=True),
             }
             for name, terms in site_terms(scene.plan, scene.terms).items()
         },
@@ -117,13 +118,16 @@ def _iterations(scene: Scene) -> int:
     return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
 
 
-def _by_round(terms: Terms, plan: Plan, total: int) -> list[float]:
+def _by_round(terms: Terms, plan: Plan, total: int, *, alone: bool = False) -> list[float]:
     """ε after round 1, 2, ...; a site whose events are used up stays where it is.
+
+    alone: without the noise of other sites.
 
     Where τ is chosen on the way, as if the rounds shared the iterations evenly.
     """
+    after = terms.epsilon_alone_after if alone else terms.epsilon_after
     return [
-        terms.epsilon_after(
+        after(
             terms.history(
                 min(terms.steps, math.ceil(done * total / plan.rounds)), min(terms.openings, done)
             )
@@ -153,7 +157,10 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     if not plan.private:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
+    honest = plan.privacy.honest
     table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
+    if honest:
+        table.add_column("ε alone")
     for name, terms in document["sites"].items():
         table.add_row(
             name,
@@ -164,8 +171,14 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             upper(terms["epsilon_by_round"][0]),
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
+            *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
     out.print(table)
+    if honest:
+        out.print(
+            f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
+            "shares and tell nobody; ε alone holds against everybody together."
+        )
     out.print(
         f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
         "every release of the run. Channels and their σ: "

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +18,7 @@ from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
-from fedpact.text import size, upper, written
+from fedpact.text import guarded, size, upper, written
 
 
 def run(
@@ -94,7 +95,9 @@ class _Live:
             return "NOT PRIVATE"
         epsilon = self._plan.privacy.epsilon
         allowed = f"up to {max(epsilon):g}" if isinstance(epsilon, list) else f"{epsilon:g}"
-        return f"ε {upper(max(record.epsilon.values()))} of {allowed}"
+        alone = max(record.epsilon_alone.values(), default=None)
+        beside = "" if alone is None else f" (alone {upper(alone)})"
+        return f"ε {upper(max(record.epsilon.values()))} of {allowed}{beside}"
 
     def _left(self, done: int) -> str:
         if record_is_old := done <= self._first or self._first == 0:
@@ -103,6 +106,11 @@ class _Live:
             return ""
         each = (time.perf_counter() - self._began) / (done - self._first)
         return f"  {each * (self._plan.rounds - done):.0f} s left"
+
+
+def _spent(summary: dict[str, Any]) -> str:
+    alone = max(summary["epsilon_alone"].values(), default=None)
+    return guarded(max(summary["epsilon"].values()), alone, summary["honest"])
 
 
 def _print_outcome(plan: Plan, result: Result) -> None:
@@ -129,7 +137,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
     if plan.private:
         out.print(
-            f"privacy    ε <= {upper(max(summary['epsilon'].values()))} at δ = "
+            f"privacy    ε <= {_spent(summary)} at δ = "
             f"{upper(max(summary['delta'].values()))} for each site, {summary['adjacency']}, "
             f"accountant {summary['accountant']}; covers every release of the run"
         )

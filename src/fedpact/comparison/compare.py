@@ -50,7 +50,7 @@ def compare(
     entries = named(plans)
     comparable(entries)
     chosen = seeds_of(entries, seeds)
-    folder = check_out(default_folder() if out is None else Path(out))
+    folder = check_out(comparison_folder() if out is None else Path(out))
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
     wanted = [
         Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed))
@@ -81,7 +81,7 @@ def untimed(plans: Mapping[str, Plan], jobs: int) -> int:
     return 1 if timed else jobs
 
 
-def default_folder() -> Path:
+def comparison_folder() -> Path:
     """Return a new folder's name under runs/."""
     return Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 

@@ -2,8 +2,8 @@
 
 Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with adaptive local
 iterations. arXiv 2308.10457. `Controller` goes around the functions of any algorithm that makes τ
-local steps of length η. `site` has what a site computes, `server` the averages, theory.tau the
-rule. In the server's state, under "control/":
+local steps of length η. `site` has what a site computes, `server` the averages, `costs` what rounds
+have cost, theory.tau the rule. In the server's state, under "control/":
 
 steps         τ of the last round, 0 before the first
 iterations    what the privacy budgets still allow; absent where nothing limits it

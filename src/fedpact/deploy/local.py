@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -60,11 +60,13 @@ def start(directory: Path, only: str | None = None) -> dict[str, int]:
 def stop(directory: Path, only: str | None = None) -> list[str]:
     """End every party that runs, or one of them; return the names of those that ran.
 
-    A process is one of them if it was started when this says, for the party's directory.
+    A process is one of them if it was started when this says, for the party's directory; one of a
+    site that has been taken out of federation.toml since is, too.
     """
     places = parties(directory)
     with _one_at_a_time(directory):
         running = _running(directory, places)
+        places = _with_former(directory, places, running)
         chosen = {name: p for name, p in running.items() if only in (None, name)}
         _signal(chosen, places, signal.SIGTERM)
         end = time.monotonic() + _GRACE_SECONDS
@@ -85,7 +87,7 @@ def look(directory: Path) -> dict[str, Any]:
     server = places.get(_SERVER)
     return {
         "run": Federation.read(next(iter(places.values())) / "federation.toml").run,
-        "running": {name: name in running for name in places},
+        "running": {name: name in running for name in {**places, **running}},
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else "known to the server",
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
@@ -142,7 +144,7 @@ def _last_round(server: Path) -> dict[str, Any] | None:
         return None
     with understood(path, "the server says more when it is started"):
         record = RoundRecord.from_json(lines[-1].decode())
-    told = ("round", "accuracy", "epsilon", "refused", "seconds")
+    told = ("round", "accuracy", "epsilon", "epsilon_alone", "refused", "seconds")
     return {name: getattr(record, name) for name in told}
 
 
@@ -172,15 +174,25 @@ def _one_at_a_time(directory: Path) -> AbstractContextManager[None]:
     return only_one(directory / "processes.lock", "processes are being started or ended", wait=True)
 
 
+def _with_former(
+    directory: Path, places: Mapping[str, Path], names: Iterable[str]
+) -> dict[str, Path]:
+    """Return these places, and where each other party lay when its process was recorded."""
+    alone = (directory / "site.toml").exists()
+    former = {name: directory if alone else directory / "sites" / name for name in names}
+    return {**former, **places}
+
+
 def _running(directory: Path, places: Mapping[str, Path]) -> dict[str, Process]:
-    """Return the processes that were recorded, and still run for these parties."""
+    """Return the processes that were recorded, and still run for these parties or former ones."""
     path = directory / "processes.json"
     found = dict[str, Process]()
     with suppress(FileNotFoundError), understood(path, "end what runs by hand, then remove it"):
         for name, entry in json.loads(path.read_bytes()).items():
             # Before starts were recorded an entry was a number.
             found[name] = Process(entry, "") if isinstance(entry, int) else Process(**entry)
-    return {n: p for n, p in found.items() if n in places and p.runs(_words(n, places))}
+    places = _with_former(directory, places, found)
+    return {n: p for n, p in found.items() if p.runs(_words(n, places))}
 
 
 def _record(directory: Path, running: Mapping[str, Process]) -> None:

@@ -24,6 +24,8 @@ def main() -> None:
 def _tell(record: RoundRecord) -> None:
     # To the last digit: rounded down it would be no bound.
     spent = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon.items())
+    alone = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon_alone.items())
+    spent += f"; if no other site's noise counts: {alone}" if alone else ""
     refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
     told = f"ε, each at its site's δ, {ADJACENCY}, accountant as in plan.json: {spent}"
     print(f"round {record.round}: {told}{refused}", flush=True)

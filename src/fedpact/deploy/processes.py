@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fedpact.engines.flower import QUIET, require_flower
+from fedpact.engines.flower import QUIET, program, require_flower
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
 from fedpact.errors import FedpactError, InputError
@@ -121,10 +120,10 @@ def _prepare(reproducible: bool) -> None:
 @contextmanager
 def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
     """Run one of Flower's processes, which dies with this one, and end it."""
-    program = str(Path(sysconfig.get_path("scripts")) / command[0])
     with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
         process = subprocess.Popen(
-            [program, *command[1:]],
+            # By its file: our package need not be found from that directory.
+            [sys.executable, "-P", program.__file__, *command],
             cwd=directory,
             env=environment(directory.resolve()),
             stdin=subprocess.DEVNULL,
@@ -245,8 +244,8 @@ def _wait_for(address: str, tell: _Teller) -> None:
 class _Alive:
     """Whether the SuperNode runs and its server still listens, as of a moment ago.
 
-    A SuperNode that has lost its server tries again at longer and longer intervals, and was seen to
-    stop trying while it went on saying that it is there. It is started anew instead.
+    A SuperNode that has lost its server tries again at longer and longer intervals. It is started
+    anew instead.
     """
 
     def __init__(self, node: subprocess.Popen[bytes], address: str) -> None:

@@ -138,8 +138,19 @@ port = {port}                  # a free one of this machine, for the site's own 
 """
 
 
-def policy(algorithm: str, releases: list[str], epsilon: float, delta: float, sigma: float) -> str:
-    """Return policy.toml that allows exactly this run."""
+def policy(
+    algorithm: str,
+    releases: list[str],
+    epsilon: float,
+    delta: float,
+    sigma: float,
+    honest: int = 0,
+    alone: float = 0.0,
+) -> str:
+    """Return policy.toml that allows exactly this run.
+
+    honest, alone: of a run whose sites share noise out; its owner has to allow that in person.
+    """
     names = ", ".join(f'"{name}"' for name in releases)
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
@@ -152,4 +163,14 @@ delta_per_run = {delta!r}
 epsilon_ever = {epsilon!r}     # all runs on these records together
 delta_ever = {delta!r}
 smallest_sigma = {sigma!r}     # least noise multiplier of any release
+""" + (_HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else "")
+
+
+_HONEST = """
+# The run's sites share noise out: its epsilon = {epsilon!r} holds if at least {honest} of the sites
+# in each sum, this one too, add their noise and tell nobody. Without that it is {alone!r}. Nobody
+# but the owner can know whether to rely on the others: the site takes part once these lines count.
+# honest = {honest}
+# epsilon_alone_per_run = {alone!r}
+# epsilon_alone_ever = {alone!r}
 """

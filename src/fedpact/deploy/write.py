@@ -131,6 +131,8 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
         terms.budget.epsilon,
         terms.budget.delta,
         min(terms.releases.values()),
+        terms.honest,
+        terms.epsilon_alone,
     )
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     _write_script(directory / "start.sh", texts.SITE_START)

@@ -72,7 +72,7 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     sums = total.detach()
     if at_hand(sums):
         return _added(sums, step, scale, gaussian)
-    # The noise goes to a card, which need not be waited for.
+    # The noise goes to a GPU, which need not be waited for.
     noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
     release = (sums.double() * (1 / step)).round_().mul_(step)
     return release.add_(noise.to(sums.device, non_blocking=True)).add_(0.0).to(sums.dtype)

@@ -21,9 +21,11 @@ from torch import Tensor
 from fedpact.draws import grid
 from fedpact.draws.keystream import KeyStream, Words, normals, poisson
 from fedpact.draws.seeded import empty
+from fedpact.draws.shares import rounded
 
 # Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
 _KEY_LASTS: Final = 1 << 30
+_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 
 _forks = 0
 
@@ -66,7 +68,7 @@ class _OfThread(threading.local):
 
 
 class SecureDraws:
-    """See noise.Draws: draws for a deployment. Threads may share an object."""
+    """See seeded.Draws: those for a deployment. Threads may share an object."""
 
     repeats = False
 
@@ -77,14 +79,14 @@ class SecureDraws:
         raise TypeError("SecureDraws are never copied: make new ones, with a key of their own")
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """See Draws. Rate 1 takes every record and draws nothing."""
+        """See seeded.Draws. Rate 1 takes every record and draws nothing."""
         del step
         if rate == 1:
             return torch.arange(records)
         return poisson(self._own.stream, records, rate)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """See Draws."""
+        """See seeded.Draws."""
         del step, purpose
         noise = empty(size, like.dtype)
         numbers, start = noise.numpy(), 0
@@ -93,10 +95,15 @@ class SecureDraws:
             start += len(z)
         return noise.to(like.device, non_blocking=True)
 
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """See seeded.Draws."""
+        noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
+        return rounded(total, unit, units, noise)
+
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """See Draws. On the grid."""
+        """See seeded.Draws. On the grid."""
 
         del step, purpose
         return grid.noisy(total, sigma, sensitivity, self._part)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws.keystream import KeyStream, normals, poisson
+from fedpact.draws.shares import rounded
 from fedpact.params import at_hand, from_numpy
 
 DRAWS: Final = 2
@@ -30,7 +31,7 @@ class Draws(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """See above."""
+        """Whether equal calls return equal draws."""
         ...
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
@@ -39,6 +40,10 @@ class Draws(Protocol):
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        ...
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see draws.shares."""
         ...
 
     def add_noise(
@@ -64,6 +69,7 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
 # each in 8 bytes; what is left of earlier normal draws.
 _WORDS: Final = 624
 _FIRST: Final = 24
+_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 _BLANK: Final = torch.Generator().manual_seed(0).get_state()
 
 
@@ -114,6 +120,11 @@ class SeededDraws:
         for part, z in self._parts(noise, step, purpose):
             part.copy_(z)
         return noise
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """See Draws."""
+        noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
+        return rounded(total, unit, units, noise)
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str

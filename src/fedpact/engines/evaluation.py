@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedpact.engines.process import threads
 from fedpact.engines.scene import Scene
+from fedpact.engines.statement import with_epsilon
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
@@ -41,7 +42,9 @@ class Evaluator:
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
         """Return the record with what was measured of `at`; `last` measures whatever is missing."""
-        record = replace(record, epsilon=self._epsilon())
+        if self._scene.plan.private:
+            terms = self._scene.terms
+            record = with_epsilon(record, terms, {name: self._charged(name) for name in terms})
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
         started = time.perf_counter()
@@ -83,14 +86,6 @@ class Evaluator:
     def _scored(self, x: Tensor, y: Tensor) -> SiteScore:
         x, y = x.to(self._device), y.to(self._device)
         return evaluate(self._model.module, cross_entropy, x, y)
-
-    def _epsilon(self) -> dict[str, float]:
-        if not self._scene.plan.private:
-            return {}
-        return {
-            name: terms.epsilon_after(self._charged(name))
-            for name, terms in self._scene.terms.items()
-        }
 
 
 def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:

@@ -106,11 +106,11 @@ class InProcess:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return tuple(self._clients)
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport."""
+        """See round.Transport."""
         waiting = deque[Future[list[Reply | Refusal]]]()
         names, size = list(self._clients), self._together
         longest = max((task.wire_bytes for task in tasks.values()), default=1)

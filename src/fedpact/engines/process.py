@@ -33,11 +33,11 @@ def available_cores() -> int:
 def device_of(name: str) -> torch.device:
     """Return the device "cpu", "cuda" or "cuda:1". Raises PlanError: this machine has none such."""
     device = torch.device(name)
-    cards = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and not (device.index or 0) < cards:
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and not (device.index or 0) < gpus:
         raise PlanError(
-            f"device is {name!r}: torch {torch.__version__} finds {cards} CUDA devices on this "
-            'machine; use device = "cpu", or install a torch and a driver that see the card'
+            f"device is {name!r}: torch {torch.__version__} finds {gpus} CUDA devices on this "
+            'machine; use device = "cpu", or install a torch and a driver that see the GPU'
         )
     return device
 

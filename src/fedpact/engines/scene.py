@@ -16,9 +16,11 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.parties.entrance import taken
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.workshop import Workshop
 from fedpact.features.cache import beside
 from fedpact.features.stage import Staged
+from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.sizes import noisy_size
@@ -58,6 +60,7 @@ class Scene:
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
         scene.workshop.table()
+        check_shares(plan, terms, FlatModel(scene.module()).size)
         return scene
 
     @property

@@ -101,7 +101,7 @@ def simulate(
         else:
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
         if plan.secure_aggregation.threshold:
-            transport = secured(transport, plan, scene.sizes)
+            transport = secured(transport, plan, scene.sizes, scene.terms)
         evaluator = Evaluator(scene, charged)
         at, records = start(folder, plan, scene.module, evaluator)
         check_complete(at, run, ledgers)
@@ -207,8 +207,9 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
             continue
         stack.enter_context(ledger)
         if site.policy:
-            site.policy.check_run(site.plan.algorithm, terms, ledger.total(without=site.run))
-        ledger.reserve(site.run, terms.budget, terms.history(terms.steps))
+            others = ledger.total(without=site.run), ledger.total_alone(without=site.run)
+            site.policy.check_run(site.plan.algorithm, terms, *others)
+        ledger.reserve(site.run, terms.budget, terms.history(terms.steps), terms.shared)
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger
     return ledgers

@@ -1,14 +1,16 @@
 """What a run says of its privacy, before it begins: the content of privacy.json."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.ledger.reservations import FIXED, WHY
+from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import ADJACENCY, bound_by, epsilon
+from fedpact.theory.accounting import ADJACENCY, History, bound_by, epsilon
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -23,14 +25,7 @@ _DOES_NOT_COVER = [
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
-MECHANISMS = {
-    "none": "Nothing is clipped and no noise is added.",
-    "per_sample": "Each record's part of a sum is clipped to its bound (a gradient to C), the sum "
-    "over a Poisson batch gets Gaussian noise and is divided by the expected batch size. One "
-    "record moves a sum by at most its bound.",
-    "batch_clipped": "The mean gradient of a Poisson batch is clipped to C as a whole and gets "
-    "Gaussian noise. One record can turn it round: it moves by at most 2C, so σ counts half.",
-}
+_UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _POOLED = (
@@ -61,19 +56,22 @@ class Side:
 
 def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
     """Return the content of privacy.json. sites: how many take part."""
+    mode = plan.privacy.mode
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
         "unit": "record",
         "adjacency": ADJACENCY,
-        "mechanism": plan.privacy.mode,
-        "mechanism_meaning": MECHANISMS[plan.privacy.mode],
+        "mechanism": mode,
+        "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if plan.private else "none",
         "accounting_reason": WHY if plan.private else "",
         "randomness": side.randomness,
+        # 0: each site's noise is enough alone; else of how many sites ε needs the noise.
+        "honest": plan.privacy.honest if plan.private else 0,
         "sizes": "noisy" if plan.noisy_sizes else "public",
         "accuracy_pooled": side.pooled,
         "simulator_only": list(side.simulator_only),
@@ -113,6 +111,8 @@ def _secure_lines(plan: Plan, sites: int) -> list[str]:
     threshold = plan.secure_aggregation.threshold
     if not (threshold and plan.private):
         return []
+    if plan.privacy.honest:
+        return [_shared_line(plan, sites)]
     return [
         f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
         f"protocol sees weighted means over at least {threshold} sites and no single site's "
@@ -127,6 +127,18 @@ def _unprotected_weights(plan: Plan) -> list[str]:
     if not (of.factory and plan.private):
         return []
     return [f"What the features' weights were trained on, which counts as public: {of.trained_on}."]
+
+
+def _shared_line(plan: Plan, sites: int) -> str:
+    """Return what ε needs where sites share noise out."""
+    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
+    return (
+        f"Noise for the sum: ε holds against the server and up to {threshold - honest} of the "
+        f"sites together, whoever looks at an opened sum among them, if in each sum {honest} other "
+        f"sites add their share of noise and tell nobody (threshold {threshold} of {sites} sites), "
+        "and as far as the cryptography of secure aggregation holds. Against everybody together, "
+        "and without any assumption, the larger ε holds that is stated beside it (alone)."
+    )
 
 
 def _scope(plan: Plan) -> tuple[list[str], list[str]]:
@@ -150,7 +162,7 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
 def described(terms: Terms) -> dict[str, Any]:
     """Return one site's terms as plain data, with ε of all that is reserved and what bounds it."""
     history, delta = terms.history(terms.steps), terms.budget.delta
-    reserved = epsilon(history, delta, terms.accountant)
+    reserved = epsilon(history, terms.delta, terms.accountant)
     return {
         "size": terms.size,
         "size_noise": terms.size_noise,
@@ -164,9 +176,26 @@ def described(terms: Terms) -> dict[str, Any]:
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
+        "honest": terms.honest,
+        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
         # "best" is the smallest of several: which it was.
         "epsilon_by": bound_by(history, delta, terms.accountant).upper(),
     }
+
+
+def with_epsilon(
+    record: RoundRecord, terms: Mapping[str, Terms], spent: Mapping[str, History]
+) -> RoundRecord:
+    """Return a round's record with each site's ε so far, from the events that it was charged."""
+    return replace(
+        record,
+        epsilon={name: terms[name].epsilon_after(events) for name, events in spent.items()},
+        epsilon_alone={
+            name: terms[name].epsilon_alone_after(events)
+            for name, events in spent.items()
+            if terms[name].honest
+        },
+    )
 
 
 def _opening(terms: Terms) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.mechanisms import mechanism_of
 
 if TYPE_CHECKING:
     from fedpact.engines.stacked import Ask
@@ -51,8 +52,7 @@ class Workshop:
         mode = self.plan.privacy.mode
         if mode == "none":
             return Bench(PlainKernel(model, cross_entropy))
-        kind = BatchClippedKernel if mode == "batch_clipped" else PerSampleKernel
-        kernel = kind(model, cross_entropy)
+        kernel = mechanism_of(mode).kernel(model, cross_entropy)
         if check:
             self._verify(kernel)
         return Bench(kernel)
@@ -95,12 +95,14 @@ class Workshop:
     def _seat(self, stacked: ModuleType, ask: "Ask") -> Bench:
         model = self._model()
         mode = self.plan.privacy.mode
-        if mode == "per_sample":
-            return Bench(stacked.Seat(model, cross_entropy, ask), partial(stacked.SeatDraws, ask))
+        draws = partial(stacked.SeatDraws, ask)
         plain = stacked.PlainSeat(model, cross_entropy, ask)
-        batch_clipped = mode == "batch_clipped"
-        kernel = BatchClippedKernel(model, cross_entropy, plain) if batch_clipped else plain
-        return Bench(kernel, partial(stacked.SeatDraws, ask))
+        if mode == "none":
+            return Bench(plain, draws)
+        kind = mechanism_of(mode).kernel
+        if issubclass(kind, PerSampleKernel):
+            return Bench(stacked.Seat(model, cross_entropy, ask), draws)
+        return Bench(kind(model, cross_entropy, plain), draws)
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""

@@ -25,7 +25,7 @@ Rows and columns are places in the image, from top left.
 
 
 @dataclass(frozen=True)
-class Kind:
+class FeatureKind:
     """A way to compute features.
 
     make: of settings, shape (channels, height, width) and a seed, it returns maps. own: the
@@ -58,7 +58,7 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
     return cells
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "scattering": Kind(_scattering, own=("cells",)),
-    "patches": Kind(_patches, own=("cells", "filters", "size", "threshold")),
+KINDS: Final[dict[str, FeatureKind]] = {
+    "scattering": FeatureKind(_scattering, own=("cells",)),
+    "patches": FeatureKind(_patches, own=("cells", "filters", "size", "threshold")),
 }

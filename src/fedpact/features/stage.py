@@ -22,7 +22,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Stage:
+class FeatureStage:
     """A plan's features. seed: the plan's. at: where a relative path of weights begins."""
 
     settings: FeatureSettings

@@ -128,12 +128,12 @@ class HashChain:
 
     @property
     def head(self) -> str:
-        """See the class."""
+        """The last entry's hash, "" without one."""
         return self._heads[-1]
 
     @property
     def length(self) -> int:
-        """See the class."""
+        """How many entries there are."""
         return len(self._heads) - 1
 
     def holds(self, length: int, head: str) -> bool:

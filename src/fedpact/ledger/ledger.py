@@ -34,10 +34,12 @@ from fedpact.ledger.reservations import (
     Filtered,
     FixedSequence,
     Reservation,
+    Shared,
     from_entry,
     not_reserved,
 )
-from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
+from fedpact.theory import shares
+from fedpact.theory.accounting import Budget, History, SampledGaussian
 
 __all__ = ["Ledger", "read_entries"]
 
@@ -100,24 +102,27 @@ class Ledger:
         with self._lock:
             return self._chain.holds(length, head)
 
-    def reserve(self, run: str, budget: Budget, events: History) -> None:
+    def reserve(
+        self, run: str, budget: Budget, events: History, shared: Shared | None = None
+    ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
+        shared: where the events have the noise of several sites' shares; None where it is its own.
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms.
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        promise = FixedSequence(budget, asked)
+        promise = FixedSequence(budget, asked, shared)
         with self._lock:
             if self._is_promised(run, promise):
                 return
-            cost = epsilon(asked, budget.delta)
-            if not cost <= budget.epsilon:
-                raise PolicyRefused(
-                    f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
-                    f"{budget.delta:g} (add/remove one record), more than the ε = "
-                    f"{budget.epsilon:g} they were promised for"
-                )
+            for cost, promised in promise.costs():
+                if not cost <= promised:
+                    raise PolicyRefused(
+                        f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
+                        f"{budget.delta:g} (add/remove one record), more than the ε = "
+                        f"{promised:g} they were promised for"
+                    )
             self._append({"run": run, **promise.entry})
 
     def _is_promised(self, run: str, promise: Reservation) -> bool:
@@ -170,10 +175,17 @@ class Ledger:
                 "q": event.q,
                 "sigma": event.sigma,
                 "count": new,
+                **self._own_share(run, event),
             }
             # A simulation's charge protects nobody, so it does not wait for the disk.
             self._chain.append(body, wait=not self.hypothetical)
             self._charged(key, new, round_number)
+
+    def _own_share(self, run: str, event: SampledGaussian) -> Entry:
+        """Return the second event that a charge of shared noise is: the site's own share of it."""
+        promise = self._reserved[run]
+        shared = promise.shared if isinstance(promise, FixedSequence) else None
+        return {} if shared is None else {"sigma_alone": shares.alone(event, shared.honest).sigma}
 
     def expose(self, run: str, round_number: int) -> None:
         """Write down that exact numbers leave the site, so that the run is not private.
@@ -215,6 +227,13 @@ class Ledger:
             budgets = [each.budget for run, each in self._reserved.items() if run != without]
             lost = math.inf if self._exposed - {without} else 0.0
         return lost + math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
+
+    def total_alone(self, without: str | None = None) -> float:
+        """Return the Σ ε of `total` if no other site's share of noise counts."""
+        with self._lock:
+            each = [one for run, one in self._reserved.items() if run != without]
+            lost = math.inf if self._exposed - {without} else 0.0
+        return lost + math.fsum(one.epsilon_alone for one in each)
 
     def _restore(self) -> None:
         entries = self._chain.entries

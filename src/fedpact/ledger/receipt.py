@@ -12,6 +12,7 @@ from typing import Any
 from fedpact.errors import LedgerError
 from fedpact.ledger.chain import Entry, read_all
 from fedpact.ledger.reservations import FILTER, FIXED
+from fedpact.theory import shares
 from fedpact.theory.accounting import ADJACENCY, SampledGaussian, epsilon
 
 
@@ -30,6 +31,7 @@ def receipt(path: Path) -> dict[str, Any]:
         # What the line was is decided when the ledger is opened; until then it may be anything.
         for run in runs.values():
             run["epsilon_spent"] = run["epsilon_reserved"]
+            run["epsilon_alone_spent"] = run["epsilon_alone_reserved"]
     return {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
@@ -38,6 +40,7 @@ def receipt(path: Path) -> dict[str, Any]:
         "covers": "every release of the runs it names",
         "runs": runs,
         "epsilon_reserved": sum(run["epsilon_reserved"] for run in runs.values()),
+        "epsilon_alone_reserved": sum(run["epsilon_alone_reserved"] for run in runs.values()),
         "delta_reserved": sum(run["delta"] for run in runs.values()),
         "entries": len(entries),
         "unreadable_last_line": torn,
@@ -48,14 +51,18 @@ def receipt(path: Path) -> dict[str, Any]:
 def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
     spent, closed = _spent(run, entries)
-    cost = epsilon(spent, delta)
+    honest = reservation.get("honest", 0)
+    cost = epsilon(spent, delta - (shares.ADDED_DELTA if honest else 0.0))
+    alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
+    if honest:
+        alone = epsilon(shares.all_alone(spent, honest), delta)
     if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
         # Exact numbers left the site: no ε bounds what the run has told.
-        budget = cost = math.inf
+        budget = cost = budget_alone = alone = math.inf
     if reservation["kind"] == "filter":
         accounting = FILTER
         # A progress figure, as if the events had been fixed in advance: all it reserved is proven.
-        cost = budget if closed else min(budget, cost)
+        cost = alone = budget if closed else min(budget, cost)
         reserved: dict[SampledGaussian, int | None] = dict.fromkeys(sorted(spent))
     else:
         accounting = FIXED
@@ -65,6 +72,10 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         "epsilon_reserved": budget,
         "delta": delta,
         "epsilon_spent": cost,
+        # How many sites' shares the two above need to be noise; 0: none but the site's own.
+        "honest": honest,
+        "epsilon_alone_reserved": budget_alone,
+        "epsilon_alone_spent": alone,
         "events": [
             {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
             for event, n in reserved.items()

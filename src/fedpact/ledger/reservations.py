@@ -5,13 +5,19 @@
                      filter had room. Such a promise is read and counted; nothing is charged to it
 
 Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
+
+Where noise is shared (theory.shares), an event has the noise of h sites' shares, and (ε, δ) holds
+if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
+of each event: it holds against everybody. Every charge is one of both.
 """
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fedpact.errors import BudgetExhausted, PolicyRefused
+from fedpact.theory import shares
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 FIXED: Final = "fixed sequence"
@@ -23,19 +29,47 @@ WHY: Final = (
 )
 
 
+@dataclass(frozen=True)
+class Shared:
+    """How noise is shared. honest: h >= 1. epsilon_alone: of the site's own shares, at the same δ.
+
+    The δ of the promise includes theory.shares.ADDED_DELTA.
+    """
+
+    honest: int
+    epsilon_alone: float
+
+
 class FixedSequence:
     """Events that may be used in any order, each up to its number in `allowed`."""
 
-    def __init__(self, budget: Budget, allowed: Counter[SampledGaussian]) -> None:
-        self.budget, self.allowed = budget, allowed
+    def __init__(
+        self, budget: Budget, allowed: Counter[SampledGaussian], shared: Shared | None = None
+    ) -> None:
+        self.budget, self.allowed, self.shared = budget, allowed, shared
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
     @property
+    def epsilon_alone(self) -> float:
+        """The promised ε that needs no other site's noise."""
+        return self.budget.epsilon if self.shared is None else self.shared.epsilon_alone
+
+    @property
     def entry(self) -> dict[str, Any]:
-        """See the module."""
+        """What the ledger's chain holds of it."""
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
-        return {"kind": "reserve", **_budget(self.budget), "events": events}
+        shared = {} if self.shared is None else asdict(self.shared)
+        return {"kind": "reserve", **_budget(self.budget), **shared, "events": events}
+
+    def costs(self) -> list[tuple[float, float]]:
+        """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
+        if self.shared is None:
+            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
+        own = shares.all_alone(self.allowed, self.shared.honest)
+        together = epsilon(self.allowed, self.budget.delta - shares.ADDED_DELTA)
+        alone = epsilon(own, self.budget.delta)
+        return [(together, self.budget.epsilon), (alone, self.shared.epsilon_alone)]
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
         """Raise PolicyRefused: not this event. BudgetExhausted: not as many more of it."""
@@ -74,10 +108,11 @@ class Filtered:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.spent = Counter[SampledGaussian]()
+        self.epsilon_alone = budget.epsilon
 
     @property
     def entry(self) -> dict[str, Any]:
-        """See the module."""
+        """What the ledger's chain holds of it."""
         return {"kind": "filter", **_budget(self.budget)}
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
@@ -101,9 +136,9 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     budget = Budget(entry["epsilon"], entry["delta"])
     if entry["kind"] == "filter":
         return Filtered(budget)
-    return FixedSequence(
-        budget, Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
-    )
+    shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
+    events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
+    return FixedSequence(budget, events, shared)
 
 
 def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:

@@ -62,6 +62,14 @@ class Method:
         """What the update takes from single replies, where it is one weighted mean of them."""
         return self.settings.summed
 
+    @property
+    def needs_own_noise(self) -> str:
+        """Why noise that sites share out would not protect it; empty where it would."""
+        # Not what it inherits: a file that takes another's settings says it for itself.
+        if "needs_own_noise" in vars(type(self.settings)):
+            return self.settings.needs_own_noise
+        return BaseSettings().needs_own_noise
+
     def steps(self, state: State | None = None) -> int:
         """Return τ of the next round; without a state, the most that it can be."""
         return self._algorithm.steps(self.settings, state)

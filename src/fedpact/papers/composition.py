@@ -33,27 +33,12 @@ AC1_SLACK: Final = 1e-5  # the paper's δ~
 Log = Callable[[float], float]
 
 
-def noise(bound: OldBound, budget: Budget, q: float, steps: int) -> float:
-    """Return the paper's σ, noise over C a coordinate, by one of its four bounds.
-
-    Not a guarantee: see the module. Raises InputError where the bound does not hold by its own
-    conditions, naming the violated one.
-    """
-    sigma = unconditional_noise(bound, budget, q, steps)
-    violated = violations(sigma, budget, q)
-    if violated:
-        raise InputError(
-            f"bound is {bound!r}: at (ε = {budget.epsilon:g}, δ = {budget.delta:g}), q = {q:g}, "
-            f"T = {steps} it gives σ = {sigma:.4g}, where it does not hold: {'; '.join(violated)}. "
-            "Use exact_noise, which always holds"
-        )
-    return sigma
-
-
 def unconditional_noise(
     bound: OldBound, budget: Budget, q: float, steps: int, log: Log = math.log
 ) -> float:
-    """Return what the formula gives, whether its conditions hold or not.
+    """Return the paper's σ, noise over C a coordinate, by one of its four bounds. No guarantee.
+
+    It is what the formula gives, whether its conditions (`violations`) hold or not.
 
     log: the logarithm of "proposed", MA and AC1's last step (the paper's printed numbers come of
     base 10). Raises InputError where it gives no positive variance, or q = 1.

@@ -55,25 +55,6 @@ class Spectrum:
     residual: float
 
 
-def product_by_differences(
-    gradient: Callable[[Vector], Vector], w: Vector, step: float = 1e-4
-) -> Product:
-    """Return v -> (∇f(w + hv) - ∇f(w - hv))/2h, with h = step/‖v‖: the Hessian at w times v.
-
-    Exact for quadratics but for rounding; else the error is of the order of step². step > 0.
-    """
-    check.positive(step=step)
-
-    def product(v: Vector) -> Vector:
-        length = float(np.linalg.norm(v))
-        if length == 0:
-            return np.zeros_like(v)
-        h = step / length
-        return (gradient(w + h * v) - gradient(w - h * v)) / (2 * h)
-
-    return product
-
-
 def spectrum(
     product: Product, dimension: int, draws: np.random.Generator, iterations: int = 30
 ) -> Spectrum:

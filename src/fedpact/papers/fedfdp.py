@@ -53,7 +53,7 @@ class Question:
     given: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def answer(question: Question, run: RunFacts | None) -> dict[str, Any]:
+def answer_question(question: Question, run: RunFacts | None) -> dict[str, Any]:
     """Return what --json prints. Raises InputError, and DataError for a damaged run."""
     measured = _released(run) if run else {}
     released = measured.pop("loss", None)

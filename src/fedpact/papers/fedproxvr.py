@@ -57,7 +57,7 @@ class Candidate:
         return minimise(self.losses(), self.gamma, self.inner, tight=tight, whole=whole)
 
 
-def document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
+def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
 
     settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.

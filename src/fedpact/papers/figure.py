@@ -27,7 +27,7 @@ def check_name(out: Path) -> None:
         raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
 
 
-def curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
+def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
     """Return (γ, optimum of (23) with real τ) for each σ̄²; γ from 1e-4 to 1, and the setting's."""
     low, high = min(GAMMAS[0], setting.gamma), max(GAMMAS[1], setting.gamma)
     gammas = np.geomspace(low, high, POINTS).tolist()
@@ -49,7 +49,7 @@ def draw(setting: Candidate, out: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    found = curves(setting)
+    found = _curves(setting)
     figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
     flat: list[Any] = list(axes.flat)
     for axis, (name, label, scale) in zip(flat, PANELS, strict=False):

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fedpact.costs import Costs
+from fedpact.control.costs import Costs
 from fedpact.data.partition import Partition
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError
@@ -61,7 +61,7 @@ def from_run(
     numbers = {name: value for name, value in given.items() if value is not None}
     notes, measured = list[str](), dict[str, Any]()
     if "gamma" not in numbers:
-        costs = split(run.records)
+        costs = split_records(run.records)
         numbers["gamma"] = costs.gamma
         measured["costs"] = asdict(costs)
         notes.append(costs.note)
@@ -103,7 +103,7 @@ class Split:
         return self.d_cmp / self.d_com
 
 
-def split(records: Sequence[RoundRecord]) -> Split:
+def split_records(records: Sequence[RoundRecord]) -> Split:
     """Return d_com and d_cmp by least squares of seconds = d_com + d_cmp τ over the rounds.
 
     Rounds that were evaluated also took the time of that: they are left out, unless only they have

@@ -129,18 +129,6 @@ def decrease(losses: Losses, mu: float, theta: float) -> float:
     return (1 - lost) / mu
 
 
-def rounds(gap: float, accuracy: float, theta_decrease: float) -> int:
-    """Return the least T >= Δ(w⁰)/(Θε), (18).
-
-    gap: Δ(w⁰) = E F(w⁰) - F(w*) >= 0. accuracy: ε > 0, of the mean squared gradient.
-    theta_decrease: Θ > 0. Raises InputError.
-    """
-    check.positive(theta_decrease=theta_decrease)
-    return math.ceil(
-        check.non_negative(gap=gap) / (theta_decrease * check.positive(accuracy=accuracy))
-    )
-
-
 def _beta(beta: float) -> float:
     if not check.finite(beta=beta) > 3:
         raise InputError(f"beta is {beta!r}: expected a number with beta > 3, as Lemma 1 needs")

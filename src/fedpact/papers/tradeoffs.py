@@ -13,7 +13,6 @@ from typing import Final
 from fedpact import check
 from fedpact.errors import InputError
 from fedpact.papers.composition import (
-    OLD_BOUNDS,
     OldBound,
     exact_noise,
     unconditional_noise,
@@ -194,12 +193,3 @@ def _point(
     utility = utility_bound(problem, sigma**2 / problem.clients, steps)
     rate = rate_bound(problem.dimension, sigma, problem.clip)
     return Point(curve, epsilon, steps, sigma, utility, rate, tuple(notes))
-
-
-def paper_example() -> dict[str, float]:
-    """Return the utilities the paper prints for ε = 0.3, "T = 7e4": 25.83, 10.79, (0.22) and 1.40.
-
-    AC1 comes out as 0.24. Reproduced, not endorsed: "proposed" and MA are outside their conditions.
-    """
-    points = [old_point(Problem(), b, 0.3, 70_000, paper=True) for b in OLD_BOUNDS]
-    return {p.curve: p.utility for p in points if p.utility is not None}

@@ -49,7 +49,7 @@ def tradeoffs(preset: str | None, out: Path | None, as_json: bool) -> None:
             )
         ]
     if out is not None:
-        draw(problem, points, paper, out)
+        _draw(problem, points, paper, out)
     if as_json:
         print(json.dumps(_document(problem, points, preset), indent=2))
     else:
@@ -91,7 +91,7 @@ def _cells(point: Point) -> list[str]:
     return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
 
 
-def draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
+def _draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
     """Draw σ², utility and rate against ε for both T: the paper's Figure 1, with exact curves.
 
     Thin and dotted where a bound's own conditions fail. Raises InputError.

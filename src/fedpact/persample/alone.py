@@ -7,6 +7,7 @@ torch cannot batch an operation. What cannot be traced so is refused.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,7 @@ class Alone:
             ) from error
         size = model.size * model.vector.element_size()
         self.step = max(1, min(CHUNK, norms.KEEP_BYTES // size))
-        self._by_vmap = True
+        self._by_vmap = self._takes_vmap(x, y)
 
     @property
     def _name(self) -> str:
@@ -62,20 +63,29 @@ class Alone:
         slices = [slice(i, i + self.step) for i in range(0, len(x), self.step)]
         return torch.cat([self._rows(x[rows], y[rows])[0] for rows in slices])
 
+    def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
+        """Whether vmap can batch the trace, found on records of the form of x, y, all of them 0.
+
+        Found once and for all: were it found on records, one of them could change the last bits of
+        all the others' gradients. From then on a batch that vmap does not take raises.
+        """
+        made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
+        cards = [x.device] if x.device.type == "cuda" else []
+        # What a dropout layer draws here is nobody's.
+        with cast(Any, torch.random).fork_rng(cards):
+            why = _error(self._vmapped, *made_up)
+            # What raises at zeros in the loop, too, is the model's doing and not vmap's.
+            taken = not isinstance(why, RuntimeError) or _error(self._looped, *made_up) is not None
+        if taken:
+            self._announce(logging.INFO, "vmap differentiates it record by record")
+        else:
+            told = (str(why).strip() or "vmap cannot batch it").splitlines()[0]
+            how = f"its records are differentiated in a loop, exact, but slow: {told}"
+            self._announce(logging.WARNING, how)
+        return taken
+
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._by_vmap:
-            try:
-                found = self._vmapped(x, y)
-                self._announce(logging.INFO, "vmap differentiates it record by record")
-                return found
-            except RuntimeError:
-                pass
-        # At a record that the model does not take the loop raises as well, and vmap stays in use:
-        # one record must not change how the others are differentiated.
-        found = self._looped(x, y)
-        self._by_vmap = False
-        self._announce(logging.WARNING, "its records are differentiated in a loop: exact, but slow")
-        return found
+        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
@@ -106,6 +116,14 @@ class Alone:
         columns = zip(*rows, strict=True)
         found = {n: torch.stack(column) for n, column in zip(weights, columns, strict=True)}
         return torch.stack(losses), found
+
+
+def _error(way: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Exception | None:
+    try:
+        way(x, y)
+    except Exception as error:  # whatever a model may raise
+        return error
+    return None
 
 
 def _only(losses: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers of several sites side by side: columns [..., N], numpy's on a CPU and torch's on a card.
+"""Numbers of several sites side by side: columns [..., N], numpy's on a CPU and torch's on a GPU.
 
 numpy begins an operation on a short vector in a third of the time that torch takes.
 """

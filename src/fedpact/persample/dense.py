@@ -2,7 +2,7 @@
 
 A step of a small model is a few products of matrices and many operations on short vectors, which
 torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest;
-on a card torch does both. The records of all sites stand side by side, as the columns of z [O, N]:
+on a GPU torch does both. The records of all sites stand side by side, as the columns of z [O, N]:
 each site's columns are multiplied by its own weights, and all else is done for everybody in one go.
 No column enters another's numbers, so what is summed for a site is what its records alone give.
 

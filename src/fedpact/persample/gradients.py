@@ -82,7 +82,7 @@ def _by_rows(share: Share, space: Space) -> Part:
             made[chunk.start] = found
     squares = exact(rough, list(made.values())) if kept else torch.cat(rough)
     if not at_hand(squares):
-        # On a card nobody looks whether there is a record to leave out: 0 times infinity is none.
+        # On a GPU nobody looks whether there is a record to leave out: 0 times infinity is none.
         good = {chunk.start: squares[chunk].isfinite() for chunk in pieces}
         made = {start: chosen(good[start], found) for start, found in made.items()}
 
@@ -206,7 +206,7 @@ class Outer(Share):
         lengths = square_sums(u)
         squares = square_sums(g) * lengths
         if not at_hand(squares):
-            # 0 times infinity is no number, and on a card nobody looks for either.
+            # 0 times infinity is no number, and on a GPU nobody looks for either.
             good = squares <= LONGEST**2
             g, u, lengths = chosen(good, g), chosen(good, u), torch.where(good, lengths, 0)
         g, u = balanced(g, u, lengths)

@@ -208,7 +208,7 @@ class _Clip:
     unit: float
 
     def coefficients(self, measured: Measured, w: Tensor | None) -> Tensor:
-        """c [n] in float64; on a card 0 for records that the pass has found not to be finite."""
+        """c [n] in float64; on a GPU 0 for records that the pass has found not to be finite."""
         c = self.clip / measured.norms
         c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
         if at_hand(c):
@@ -290,7 +290,7 @@ def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[flo
 
 @contextmanager
 def _all_digits(vector: Tensor) -> Generator[None]:
-    """Products in the type they are given in: a card may take float32 for numbers of 10 bits."""
+    """Products in the type they are given in: a GPU may take float32 for numbers of 10 bits."""
     if vector.device.type != "cuda":
         yield
         return

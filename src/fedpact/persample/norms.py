@@ -46,7 +46,7 @@ def square_sums(rows: Tensor) -> Tensor:
 
 
 def rough_squares(rows: Tensor) -> Tensor:
-    """The same in the rows' own type, unless on a card: too small where squares are lost to it."""
+    """The same in the rows' own type, unless on a GPU: too small where squares are lost to it."""
     flat = rows if rows.dim() == 2 else flattened(rows)
     if not at_hand(flat):
         # Float64 costs a reduction there little, and nobody may ask whether it was needed.
@@ -63,7 +63,7 @@ def rough_squares(rows: Tensor) -> Tensor:
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
-    found = joined(rough, 0).double()
+    found = _joined(rough, 0).double()
     if not at_hand(found) or not (found < SMALL).any():
         return found
     start = 0
@@ -85,7 +85,7 @@ def chosen(good: Tensor, rows: Tensor) -> Tensor:
     return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
-def joined(tensors: list[Tensor], dim: int) -> Tensor:
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     """torch.cat without the copy that it makes of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 

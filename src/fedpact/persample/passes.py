@@ -73,7 +73,7 @@ class Passes:
         self._model, self._loss = model, loss
         # A chain does not look at the loss; any other is traced with the model.
         self.chain = Chain.of(model) if loss in KNOWN else None
-        # A card gains nothing from numpy, and the passes are written for it.
+        # A GPU gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._ways: dict[object, _Way] = {}
         self._space = Space()

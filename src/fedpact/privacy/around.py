@@ -3,7 +3,7 @@
 A subclass overrides what it changes, so a new question to the oracle is forwarded in one place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -60,6 +60,11 @@ class OracleAround:
     def steps_left(self) -> float:
         """See Oracle."""
         return self._inner.steps_left
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """See Oracle."""
+        return self._inner.shares
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""

@@ -63,10 +63,10 @@ class BatchClippedKernel:
 
 
 class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
-    """See Batch. The mean gradient, clipped as a whole."""
+    """See batches.Batch. The mean gradient, clipped as a whole."""
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch. Raises PolicyRefused: a weighting, which is part of a per-record clip."""
+        """See batches.Batch. Raises PolicyRefused: a weighting, part of a per-record clip."""
         self.use("gradient")
         if not isinstance(weighting, Uniform):
             raise PolicyRefused(
@@ -84,7 +84,7 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch. Raises PolicyRefused: a batch's mean difference has no proof here."""
+        """See batches.Batch. Raises PolicyRefused: a batch's mean difference has no proof here."""
         del w, anchor, bound
         raise PolicyRefused(
             "a gradient difference was asked for under batch clipping, which has no sensitivity "

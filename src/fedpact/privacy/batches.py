@@ -4,7 +4,7 @@ See oracle for the channels. A batch draws nothing and charges nothing itself: i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.guarded import measured, summed
-from fedpact.privacy.terms import Terms
 
 
 def clip_for(clip: float, expected: float) -> float:
@@ -144,8 +143,36 @@ class Kernel(Protocol):
         ...
 
 
-AddNoise = Callable[[Tensor, float, float, str], Tensor]
-"""(total [k], σ_c, bound, channel) -> total plus N(0, σ_c² bound²) in every entry."""
+class NoiseTerms(Protocol):
+    """What a batch knows of its site's terms; see privacy.terms.Terms."""
+
+    @property
+    def clip(self) -> float:
+        """C."""
+        ...
+
+    @property
+    def sigmas(self) -> Mapping[str, float]:
+        """Channel -> the standard deviation of its noise, relative to its bound."""
+        ...
+
+    @property
+    def batch_size(self) -> float:
+        """The expected batch size q N."""
+        ...
+
+    @property
+    def noise_variance(self) -> float:
+        """See Batch."""
+        ...
+
+
+class AddNoise(Protocol):
+    """Draws.add_noise of one step: total [k] plus N(0, σ_c² bound²) in every entry."""
+
+    def __call__(self, total: Tensor, sigma: float, sensitivity: float, *, purpose: str) -> Tensor:
+        """Return it; purpose: the channel, so that each has noise of its own."""
+        ...
 
 
 K = TypeVar("K", bound=Kernel)
@@ -159,7 +186,7 @@ class NoisyBatch(Channels, Generic[K]):
         kernel: K,
         x: Tensor,
         y: Tensor,
-        terms: Terms,
+        terms: NoiseTerms,
         add_noise: AddNoise,
         channels: tuple[str, ...],
     ) -> None:
@@ -193,7 +220,7 @@ class NoisyBatch(Channels, Generic[K]):
         sigma = self._terms.sigmas[channel]
         if sigma == 0:
             return total
-        return self._add_noise(total, sigma, bound, channel)
+        return self._add_noise(total, sigma, bound, purpose=channel)
 
     def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [B] at w, and which of them are finite."""

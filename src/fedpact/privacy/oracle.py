@@ -25,9 +25,11 @@ private. The terms say which clipping it is.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -40,8 +42,10 @@ from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
+from fedpact.theory.shares import UNITS
 
 __all__ = [
     "UNIFORM",
@@ -80,6 +84,14 @@ class Oracle(Protocol):
         """How many batches the site's reservation still allows, public; inf in a plain run.
 
         To be asked for at the end of `local`, when this request's batches have been charged.
+        """
+        ...
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid.
+
+        Where it is not empty, this goes to the server in place of what `local` made of it.
         """
         ...
 
@@ -127,6 +139,7 @@ class PlainOracle:
 
     noise_variance = 0.0
     steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -231,6 +244,7 @@ class PrivateOracle:
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step = 0
+        self.shares: dict[str, Tensor] = {}
 
     @property
     def batch_size(self) -> float:
@@ -283,17 +297,29 @@ class PrivateOracle:
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
-        def add_noise(total: Tensor, sigma: float, bound: float, channel: str) -> Tensor:
-            return self._draws.add_noise(total, sigma, bound, step, channel)
-
         chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
-        if terms.mechanism == "batch_clipped":
-            kernel = cast(BatchClippedKernel, self._kernel)
-            x, y = self._records.at(chosen)
-            return BatchClippedBatch(kernel, x, y, terms, add_noise, channels)
-        # Its passes write over no record, and refuse a model that would. At q = 1 copies were most
-        # of a step.
-        x, y = self._records.at(chosen, lent=True)
-        kernel = cast(PerSampleKernel, self._kernel)
-        return PerSampleBatch(kernel, x, y, terms, add_noise, channels)
+        answering = mechanism_of(terms.mechanism).batch
+        # Per-sample passes write over no record, and refuse a model that would. At q = 1 copies
+        # were most of a step.
+        x, y = self._records.at(chosen, lent=answering is PerSampleBatch)
+        release = self._shared if terms.honest else self._draws.add_noise
+        add_noise = partial(release, step=step)
+        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
+
+    def _shared(
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
+    ) -> Tensor:
+        """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
+
+        Raises PolicyRefused: the request has one of this channel already. Sums of several would be
+        protected by each one's own share only.
+        """
+        if purpose in self.shares:
+            raise PolicyRefused(
+                f"a second release of {purpose!r} was asked for in one round: sites that share "
+                "noise out make one"
+            )
+        unit = sigma * bound / UNITS
+        self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
+        return (self.shares[purpose].double() * unit).to(total.device, total.dtype)

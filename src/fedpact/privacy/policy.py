@@ -6,9 +6,9 @@ once when a run is taken on, and for every task.
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.privacy.terms import Terms
@@ -21,11 +21,16 @@ _Share = Annotated[float, Field(gt=0, lt=1, strict=True)]
 class Policy(BaseModel):
     """What a site's owner allows. Nothing is allowed by leaving it out.
 
-    algorithms: names of algorithms. releases: channels (gradient, loss, below), and
-    "size" for a noisy count of records.
+    algorithms: names of algorithms. releases: names as in Terms.releases: channels (gradient,
+    difference, loss, below), "anchor gradient" for what opens a round, and "size" for a noisy count
+    of records. A name that nothing has allows nothing.
     epsilon_per_run, delta_per_run: the most that one run may reserve.
     epsilon_ever, delta_ever: the most that all runs on this data set may reserve together, by basic
-    composition. smallest_sigma: the least noise multiplier of any release.
+    composition. smallest_sigma: the least noise multiplier of any release, by itself.
+    honest: of how many sites, this one too, the owner believes that they add their shares of noise
+    and tell nobody; a run that needs more of them is refused, and without it each that needs any.
+    epsilon_alone_per_run, epsilon_alone_ever: the same bounds on the ε that needs none of them;
+    to be given with `honest`.
     All (ε, δ) are for one record, under add/remove of one record.
     """
 
@@ -37,6 +42,19 @@ class Policy(BaseModel):
     epsilon_ever: _Positive
     delta_ever: _Share
     smallest_sigma: _Positive
+    honest: Annotated[int, Field(ge=0, strict=True)] = 0
+    epsilon_alone_per_run: _Positive | None = None
+    epsilon_alone_ever: _Positive | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        given = {self.epsilon_alone_per_run is not None, self.epsilon_alone_ever is not None}
+        if given != {self.honest > 0}:
+            raise ValueError(
+                f"honest = {self.honest}, epsilon_alone_per_run = {self.epsilon_alone_per_run}, "
+                f"epsilon_alone_ever = {self.epsilon_alone_ever}: expected all three or none"
+            )
+        return self
 
     @staticmethod
     def parse(raw: Any) -> "Policy":
@@ -69,10 +87,17 @@ class Policy(BaseModel):
                 f"{', '.join(self.algorithms) or 'none'}"
             )
 
-    def check_run(self, algorithm: str, terms: Terms | None, reserved: tuple[float, float]) -> None:
+    def check_run(
+        self,
+        algorithm: str,
+        terms: Terms | None,
+        reserved: tuple[float, float],
+        reserved_alone: float | None = None,
+    ) -> None:
         """Raise PolicyRefused for terms that the policy does not allow.
 
-        terms: None is a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs.
+        terms: None is a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs;
+        reserved_alone: their Σ ε that needs no other site's noise, where it is more.
         """
         self.check_task(algorithm)
         if terms is None:
@@ -93,6 +118,22 @@ class Policy(BaseModel):
         epsilon, delta = reserved
         _at_most("epsilon", epsilon + terms.budget.epsilon, "epsilon_ever", self.epsilon_ever)
         _at_most("delta", delta + terms.budget.delta, "delta_ever", self.delta_ever)
+        self._check_alone(terms, epsilon if reserved_alone is None else reserved_alone)
+
+    def _check_alone(self, terms: Terms, reserved: float) -> None:
+        """Raise PolicyRefused for a run that needs more honest sites than the owner believes in."""
+        if terms.honest > self.honest:
+            raise PolicyRefused(
+                f"the run's ε = {terms.budget.epsilon:g} needs the noise of {terms.honest} honest "
+                f"sites (ε = {terms.epsilon_alone:.4g} without): the site's policy has honest = "
+                f"{self.honest}; an owner who relies on so many writes honest = {terms.honest}, "
+                "epsilon_alone_per_run and epsilon_alone_ever"
+            )
+        per_run, ever = self.epsilon_alone_per_run, self.epsilon_alone_ever
+        if per_run is not None and ever is not None:
+            alone = terms.epsilon_alone
+            _at_most("epsilon_alone", alone, "epsilon_alone_per_run", per_run)
+            _at_most("epsilon_alone", reserved + alone, "epsilon_alone_ever", ever)
 
 
 # Written as "not good", so that NaN is refused.

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedpact.messages import Numbers, Vectors
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 
 DEVIATIONS: Final = 9.0
@@ -162,7 +163,7 @@ def crowding(terms: Terms) -> float:
 
 def gradient(terms: Terms) -> Release:
     """Return a batch's released gradient; give `terms.opening` for the one that opens a round."""
-    most = 1.0 if terms.mechanism == "batch_clipped" else crowding(terms)
+    most = crowding(terms) if mechanism_of(terms.mechanism).summed else 1.0
     return Release(most * terms.clip, math.sqrt(terms.noise_variance))
 
 

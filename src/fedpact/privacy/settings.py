@@ -2,12 +2,12 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedpact.errors import PlanError
-from fedpact.privacy.terms import Mechanism
+from fedpact.privacy.mechanisms import MECHANISMS
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -46,12 +46,19 @@ def _accountant(name: str) -> str:
     return name
 
 
+def _mode(name: str) -> str:
+    if name != "none" and name not in MECHANISMS:
+        expected = ", ".join((*MECHANISMS, "none"))
+        raise ValueError(f"{name!r} is no mode of privacy: expected one of {expected}")
+    return name
+
+
 class Privacy(BaseModel):
     """What each site grants the run: (ε, δ) per record, under add/remove of one record.
 
     mode: "per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
     which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without any
-    protection, and the report says so.
+    protection, and the report says so. What else there may be is in MECHANISMS.
     epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
     sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
@@ -60,11 +67,16 @@ class Privacy(BaseModel):
     before training, which its budget pays for. A plain run has exact ones.
     size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation
     in records.
+    trust: "own", each site's noise is enough alone; or "sum": sites share the noise out, and only
+    sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the larger
+    one that needs none is stated beside it; see docs/noise-for-the-sum.md.
+    honest: h, of how many sites that are in a sum the noise has to be unknown; at most the
+    threshold less one, as a site knows its own.
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
     model_config = _FROZEN
-    mode: Mechanism | Literal["none"] = "per_sample"
+    mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)
@@ -72,9 +84,40 @@ class Privacy(BaseModel):
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
     sizes: Literal["public", "noisy"] = "public"
     size_noise: float = Field(default=10.0, gt=0)
+    trust: Literal["own", "sum"] = "own"
+    honest: int = Field(default=0, ge=0)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if (self.trust == "sum") != (self.honest > 0):
+            raise ValueError(
+                f'trust = "{self.trust}" with honest = {self.honest}: expected trust = "sum" with '
+                'honest >= 1, the number of sites whose noise is relied on, or trust = "own" '
+                "without it"
+            )
+        if self.honest and (self.mode != "per_sample" or self.sizes == "noisy"):
+            raise ValueError(
+                f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": only sums of '
+                'clipped records are shared, so mode = "per_sample" and sizes = "public"'
+            )
+        return self
+
+    def check_shared(self, threshold: int, sites: int) -> None:
+        """Raise PlanError unless of every sum of at least `threshold` sites `honest` are unknown.
+
+        At most c = t - h parties may tell what they know, the site that looks among them, and two
+        lists with t signatures each are ruled out by 2t > K + c.
+        """
+        if self.honest and not sites - threshold < self.honest < threshold:
+            raise PlanError(
+                f"privacy.honest = {self.honest} with {sites} sites and secure_aggregation."
+                f"threshold = {threshold}: expected more than {sites - threshold} and less than "
+                f"{threshold}; of a sum of {threshold} sites at least one, who looks at it, knows "
+                "a share, and a threshold is met twice where too many are dishonest"
+            )
 
     def check_sites(self, sites: tuple[str, ...]) -> None:
         """Raise PlanError where a list or a table does not fit these sites."""

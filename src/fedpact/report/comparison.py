@@ -75,6 +75,11 @@ def guarantees(comparison: Comparison) -> list[str]:
                 f"largest of any site and seed, for one {statement['unit']} of a site; adjacency: "
                 f"{statement['adjacency']}; accountant: {statement['accountant']}"
             )
+            if entry.honest:
+                text += (
+                    f"; if at least {entry.honest} sites of each sum are honest, and "
+                    f"{upper(_or_nan(entry.epsilon_alone))} if no other is"
+                )
         names = told.setdefault(text, [])
         if entry.name not in names:
             names.append(entry.name)
@@ -92,6 +97,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 "private": entry.private,
                 **{name: _pair(entry.spread(of)) for name, of in _MEASURES.items()},
                 "epsilon": entry.epsilon,
+                "epsilon_alone": entry.epsilon_alone,
                 "delta": entry.delta,
                 "runs": {str(outcome.seed): _run_document(outcome) for outcome in entry.outcomes},
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
@@ -158,6 +164,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
         **{name: of(outcome) for name, of in _MEASURES.items()},
         "fairness": outcome.fairness,
         "epsilon": outcome.epsilon,
+        "epsilon_alone": outcome.epsilon_alone,
         "delta": outcome.delta,
         "adjacency": run.privacy["adjacency"] if run.private else None,
         "accountant": run.privacy["accountant"] if run.private else None,
@@ -169,13 +176,14 @@ def _pair(spread: Spread | None) -> dict[str, Any] | None:
 
 
 def _epsilon(entry: Entry) -> str:
-    return number(None) if entry.private is None else _spent(entry.epsilon, entry.delta)
+    return number(None) if entry.private is None else _spent(entry)
 
 
-def _spent(epsilon: float | None, delta: float | None) -> str:
-    if epsilon is None:
+def _spent(of: Entry | Outcome) -> str:
+    if of.epsilon is None:
         return "NOT PRIVATE"
-    return f"{upper(epsilon)} at δ = {upper(_or_nan(delta))}"
+    alone = "" if of.epsilon_alone is None else f" (alone {upper(of.epsilon_alone)})"
+    return f"{upper(of.epsilon)}{alone} at δ = {upper(_or_nan(of.delta))}"
 
 
 def _or_nan(value: float | None) -> float:
@@ -267,7 +275,7 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
                     percent(outcome.accuracy),
                     *(written(m.form, outcome.metric(name)) for name, m in METRICS.items()),
                     percent(outcome.worst),
-                    _spent(outcome.epsilon, outcome.delta),
+                    _spent(outcome),
                 )
             found.append(row)
     return found

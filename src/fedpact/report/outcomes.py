@@ -63,6 +63,17 @@ class Outcome:
         return math.inf if any(map(math.isnan, spent)) else max(spent)
 
     @property
+    def epsilon_alone(self) -> float | None:
+        """The same without other sites' noise; None where no ε needs it."""
+        spent = [site.epsilon_alone for site in self.run.site_privacy.values() if site.honest]
+        return math.inf if any(map(math.isnan, spent)) else max(spent, default=None)
+
+    @property
+    def honest(self) -> int:
+        """Of how many sites of each sum ε needs the noise."""
+        return max((site.honest for site in self.run.site_privacy.values()), default=0)
+
+    @property
     def delta(self) -> float | None:
         """The largest δ of a site; None if not private."""
         return max((site.delta for site in self.run.site_privacy.values()), default=None)
@@ -124,6 +135,17 @@ class Entry:
         """The largest ε of all runs: a mean over seeds would bound nothing."""
         known = [o.epsilon for o in self.outcomes if o.epsilon is not None]
         return max(known, default=None)
+
+    @property
+    def epsilon_alone(self) -> float | None:
+        """The largest without other sites' noise; None where no run's ε needs it."""
+        known = [o.epsilon_alone for o in self.outcomes if o.epsilon_alone is not None]
+        return max(known, default=None)
+
+    @property
+    def honest(self) -> int:
+        """Of how many sites of each sum ε needs the noise."""
+        return max((o.honest for o in self.outcomes), default=0)
 
     @property
     def delta(self) -> float | None:

@@ -96,6 +96,7 @@ def headline(run: RunFolder) -> list[Card]:
     return [
         *_learning_cards(run),
         _epsilon_card(run),
+        *_alone_card(run),
         *_audit_card(run),
         Card(
             "rounds",
@@ -155,6 +156,17 @@ def _epsilon_card(run: RunFolder) -> Card:
         f"{run.privacy['accountant']}" + (f"; OVER BUDGET: {', '.join(over[:5])}" if over else ""),
         bad=bool(over),
     )
+
+
+def _alone_card(run: RunFolder) -> list[Card]:
+    """What holds of shared noise without the other sites'; nothing where it is each site's own."""
+    honest = run.privacy.get("honest", 0)
+    if not (run.private and honest):
+        return []
+    spent = [site.epsilon_alone for site in run.site_privacy.values()]
+    most = math.nan if any(map(math.isnan, spent)) else max(spent)
+    note = f"against everybody together; the ε beside it needs {honest} honest sites in each sum"
+    return [Card("ε alone", upper(most), note)]
 
 
 def _control_card(run: RunFolder) -> list[Card]:

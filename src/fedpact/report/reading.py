@@ -26,7 +26,8 @@ class SitePrivacy:
 
     epsilon_spent: of everything released so far, an upper bound at delta; NaN if not recorded.
     epsilon_allowed: of the budget. epsilon_reserved: of all `steps` that the run may take.
-    sigmas: channel -> noise over that channel's bound.
+    sigmas: channel -> noise over that channel's bound. honest: of how many sites of each sum these
+    ε need the noise, 0 for none; epsilon_alone: spent without it, the same where it needs none.
     """
 
     epsilon_spent: float
@@ -39,6 +40,8 @@ class SitePrivacy:
     sigma_joint: float
     steps: int
     sigmas: Mapping[str, float]
+    honest: int
+    epsilon_alone: float
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,8 @@ class RunFolder:
 
     @cached_property
     def _site_privacy(self) -> dict[str, SitePrivacy]:
-        spent: dict[str, float] = {}
-        # ε never falls: the largest number written anywhere is the safe one.
-        for part in (*(record.epsilon for record in self.records), self.summary.get("epsilon", {})):
-            for name, epsilon in part.items():
-                number = math.nan if epsilon is None else float(epsilon)
-                known = spent.get(name, -math.inf)
-                # NaN stays: an ε that was once unknown is not known to be small.
-                spent[name] = known if math.isnan(known) or known > number else number
+        spent = self._largest("epsilon")
+        alone = self._largest("epsilon_alone")
         return {
             name: SitePrivacy(
                 epsilon_spent=spent.get(name, math.nan),
@@ -129,9 +126,22 @@ class RunFolder:
                 sigma_joint=float(terms["sigma_joint"]),
                 steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
+                honest=int(terms.get("honest", 0)),
+                epsilon_alone=(alone if terms.get("honest") else spent).get(name, math.nan),
             )
             for name, terms in sorted(self.privacy["sites"].items())
         }
+
+    def _largest(self, name: str) -> dict[str, float]:
+        """Return each site's largest ε of a kind: it never falls, so that is the safe one."""
+        spent: dict[str, float] = {}
+        for part in (*(getattr(r, name) for r in self.records), self.summary.get(name, {})):
+            for site, epsilon in part.items():
+                number = math.nan if epsilon is None else float(epsilon)
+                known = spent.get(site, -math.inf)
+                # NaN stays: an ε that was once unknown is not known to be small.
+                spent[site] = known if math.isnan(known) or known > number else number
+        return spent
 
     @property
     def bytes(self) -> tuple[int, int]:

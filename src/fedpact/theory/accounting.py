@@ -148,10 +148,15 @@ def known(accountant: str) -> Accountant:
 def _epsilon(
     terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
 ) -> float:
+    bounds = _bounds(accountant, terms)
+    return min((bound.epsilon(terms, delta, conversion) for bound in bounds), default=math.inf)
+
+
+def _bounds(accountant: Accountant, terms: tuple[pld.Term, ...]) -> list["Bound"]:
+    """The accountant, or of what it is the smallest; none of them for far too many releases."""
     if any(count > _MOST for *_, count in terms):
-        return math.inf
-    parts = ACCOUNTANTS[accountant].parts or (accountant,)
-    return min(ACCOUNTANTS[part].epsilon(terms, delta, conversion) for part in parts)
+        return []
+    return [ACCOUNTANTS[part] for part in ACCOUNTANTS[accountant].parts or (accountant,)]
 
 
 def _pld_epsilon(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
@@ -190,10 +195,8 @@ def quick_epsilon(
     """
     check.fraction(delta=delta)
     terms = _terms(history)
-    if any(count > _MOST for *_, count in terms):
-        return math.inf
-    parts = ACCOUNTANTS[known(accountant)].parts or (accountant,)
-    return min(ACCOUNTANTS[part].quick(terms, delta, conversion) for part in parts)
+    bounds = _bounds(known(accountant), terms)
+    return min((bound.quick(terms, delta, conversion) for bound in bounds), default=math.inf)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _found(terms: Sequence[Term], delta: float) -> float:
     if not _on_a_grid(terms):
         # ε grows with q.
         return _at_full_rate(terms, delta)
-    usable = delta - rounding(sum(t for *_, t in terms))
+    usable = delta - fft_rounding(sum(t for *_, t in terms))
     if usable <= 0:
         return math.inf
     try:
@@ -137,7 +137,7 @@ def resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) ->
     Else theory.contour does. terms as `priced`.
     """
     count = sum(t for *_, t in terms)
-    if not _on_a_grid(terms) or rounding(count) > 0.01 * delta:
+    if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
         return False
     variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
     return grid_step(terms, fineness) <= math.sqrt(variance / count) / fineness
@@ -177,7 +177,7 @@ def _single(q: float, sigma: float, interval: float) -> _Distribution:
     )
 
 
-def rounding(count: int) -> float:
+def fft_rounding(count: int) -> float:
     """Return what the rounding of the FFTs may add to or take from δ.
 
     The relative error of a transform's `count`-th power is about count + log2(size) units in the

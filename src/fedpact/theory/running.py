@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpact.theory import pld, special
-from fedpact.theory.pld import Term, grid_step, loss_spread, priced, resolved, rounding
+from fedpact.theory.pld import Term, fft_rounding, grid_step, loss_spread, priced, resolved
 
 Array = NDArray[np.float64]
 
@@ -72,7 +72,7 @@ def _by_grid(
     count = sum(t for *_, t in most)
     outside = _OUTSIDE * delta
     # The transforms' errors grow with the count as in pld, in all numbers of a window together.
-    usable = delta - outside - 8 * rounding(count)
+    usable = delta - outside - 8 * fft_rounding(count)
     if usable <= 0:
         return [math.inf] * len(path)
     step = grid_step(most, fineness)

@@ -43,7 +43,7 @@ def fedproxvr(
     from the simulation's records.
     """
     from fedpact.cli.console import show
-    from fedpact.papers.fedproxvr import Candidate, document, print_document
+    from fedpact.papers.fedproxvr import Candidate, candidate_document, print_document
     from fedpact.papers.figure import check_name, draw
     from fedpact.papers.measure import from_run
     from fedpact.report.reading import read_run
@@ -62,7 +62,7 @@ def fedproxvr(
         numbers, measured = from_run(read_run(run), given)
         out = run / "fedproxvr.png" if out is None else out
     setting = Candidate(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
-    found = document(setting, measured)
+    found = candidate_document(setting, measured)
     if out is not None:
         draw(setting, out)
         found["figure"] = str(out)
@@ -112,7 +112,7 @@ def fedfdp(
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
     from fedpact.cli.console import show
-    from fedpact.papers.fedfdp import Question, answer, print_answer
+    from fedpact.papers.fedfdp import Question, answer_question, print_answer
     from fedpact.report.reading import read_run
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
@@ -125,5 +125,5 @@ def fedfdp(
         start=start,
         given={name: value for name, value in given.items() if value is not None},
     )
-    found = answer(question, read_run(run) if run else None)
+    found = answer_question(question, read_run(run) if run else None)
     show(found, as_json, lambda: print_answer(found))

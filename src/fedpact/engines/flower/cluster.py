@@ -84,7 +84,7 @@ class RayTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return tuple(sorted(self._places))
 
     def spent(self, site: str) -> History:
@@ -92,7 +92,7 @@ class RayTransport:
         return self._spent[site]
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport. Raises FedpactError: a site failed, or its actor ended."""
+        """See round.Transport. Raises FedpactError: a site failed, or its actor ended."""
         waiting = deque[Future[Reply | Refusal]]()
         for site in self.sites:
             if len(waiting) >= 2 * self._backend.num_workers:

@@ -77,7 +77,13 @@ class PromptGrid(HttpGrid):
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
             )
             found = inflate_object_from_contents(number, contents)
-            message = found if isinstance(found, Message) else None
+            # What it says inside is no more than its sender's word. Under which question it was
+            # filed at the SuperLink follows from that question's number, a hash with a signature
+            # in it, which only the site that was asked has been told.
+            if isinstance(found, Message) and found.metadata.reply_to_message_id == about:
+                message = found
+            else:
+                _log.warning("an answer says that it answers another question: left out")
         except Exception as error:  # what a stranger sent may be unreadable in any way
             # Who was asked does not answer, which is how it is treated.
             _log.warning("an answer never arrived in full: %s", error)

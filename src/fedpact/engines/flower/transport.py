@@ -4,12 +4,12 @@ A site is known by its public key, which Flower's SuperLink has verified, and it
 signature under that key. A site that is not there is not waited for; one that is there and does
 not answer is asked again until the round's time is over. After that it is not waited for any more
 until it has answered something, or was started again: a site that hangs costs one round's time, not
-every round's. Whoever did not answer, or was rejected, stands in the round's record as a refusal,
-and the round goes on with the others.
+every round's; one that answers after each round's end is asked more and more seldom. Whoever did
+not answer, or was rejected, stands in the round's record as a refusal, and the round goes on with
+the others.
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,18 +19,27 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.underway import Clock, Slow, UnderWay
-from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.flower.underway import Clock, Slow, UnderWay, advice, summary
+from fedpact.engines.parties.admission import REFUSALS, Admission
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
+from fedpact.engines.secure.ring import Form
+from fedpact.engines.secure.wire import reply_in
 from fedpact.errors import FedpactError, InputError
-from fedpact.messages import MOST_VECTORS, Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.messages import (
+    MOST_VECTORS,
+    Refusal,
+    Reply,
+    Step,
+    Task,
+    from_bytes,
+    to_bytes,
+)
 from fedpact.messages import Message as Answer
 
 _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
-_CODE = re.compile(r"[a-z ]{1,20}")
 
 
 class TooFewReplies(FedpactError):
@@ -65,11 +74,11 @@ class FlowerTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return self._federation.names
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport. Raises TooFewReplies."""
+        """See round.Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         form = self._form(any_task)
@@ -97,7 +106,7 @@ class FlowerTransport:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "
-                f"times {patience.round_seconds:g} s: {_summary(this)}. {_advice(this)}"
+                f"times {patience.round_seconds:g} s: {summary(this)}. {advice(this)}"
             )
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
@@ -164,10 +173,14 @@ class FlowerTransport:
                 arrived = list(self._grid.pull_messages(numbers)) if numbers else []
             for message in arrived:
                 self._take(this, message)
-            waited_for = any(site in present and site not in self._slow for site in this.open)
-            answered = len(this.answers) - len(this.refusals)
-            if not waited_for and answered >= this.least:
-                break
+            waited_for = any(
+                site in present and self._slow.is_waited_for(site, this.tasks[site].round)
+                for site in this.open
+            )
+            if not waited_for:
+                if len(this.answers) - len(this.refusals) >= this.least:
+                    break
+                self._slow.recall()
             if not arrived:
                 self._sleep()
         # On the disk before anything is made of the replies: a ledger that was seen stays seen.
@@ -193,7 +206,7 @@ class FlowerTransport:
                     found[name] = node.node_id
                     if self._since.get(name) != node.last_activated_at:
                         self._since[name] = node.last_activated_at
-                        self._slow.forget(name)
+                        self._slow.begin_anew(name)
                         if this is not None:
                             this.asked.pop(name, None)
             for name in sorted(set(found) ^ set(self._nodes)):
@@ -208,7 +221,7 @@ class FlowerTransport:
             if site not in present or (last and now - last < patience.resend_seconds):
                 continue
             # Flower may still hold an earlier question for it, which it would answer, and pay for.
-            if last is None and not self._slow.may_be_asked(site):
+            if last is None and not self._slow.may_be_asked(site, this.tasks[site].round):
                 continue
             block = to_bytes(this.tasks[site])
             seen = self._admission.standing.seen(site)
@@ -224,14 +237,19 @@ class FlowerTransport:
     def _take(self, this: UnderWay, message: Message) -> None:
         number = message.metadata.reply_to_message_id
         site = this.sent.pop(number, None)
-        self._slow.settle(number, answered=not message.has_error())
+        owed_by = self._slow.settle(number, answered=not message.has_error())
         if site is None or site in this.answers:
+            # Too late to count, or a second one; but what it was charged for is spent.
+            whose = site or owed_by
+            if whose is not None and not message.has_error():
+                self._look(this, whose, self._opened(whose, message))
             return
         if message.has_error():
             # Asked several times, it fails as often: said once is enough.
             this.sent = {number: other for number, other in this.sent.items() if other != site}
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return
+        self._slow.in_time(site)
         answer = self._checked(this, site, message)
         if isinstance(answer, str):
             self._reject(this, site, answer)
@@ -243,23 +261,44 @@ class FlowerTransport:
 
     def _checked(self, this: UnderWay, site: str, message: Message) -> Reply | Step | Refusal | str:
         """Return a site's answer, or what is wrong with it."""
-        task = this.tasks[site]
+        task, answer = this.tasks[site], self._opened(site, message)
+        if isinstance(answer, str):
+            return answer
+        if isinstance(answer, Refusal):
+            if (answer.run, answer.round, answer.site) != (task.run, task.round, site):
+                return "stale"
+            # Codes go into logs, reports and advice: a site has no others.
+            return answer if answer.code in REFUSALS else "unreadable"
+        wrong = this.check(site, answer)
+        if wrong == "stale" and isinstance(answer, Step):
+            self._look(this, site, answer)
+        if wrong is None and isinstance(answer, Reply | Step):
+            return answer
+        return wrong or "unreadable"
+
+    def _opened(self, site: str, message: Message) -> Answer | str:
+        """Return what a site has signed, or what is wrong with it."""
         try:
             block, signature = codec.unpack(message.content)
             if not seal.is_signed(self._keys[site], f"reply of {site}", block, signature):
                 return "key"
-            answer = from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
+            return from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
         except InputError:
             return "unreadable"
-        if isinstance(answer, Refusal):
-            about = answer.run, answer.round, answer.site
-            # The code goes into logs and reports: of a stranger's making, so short and plain.
-            known = _CODE.fullmatch(answer.code) and about == (task.run, task.round, site)
-            return answer if known else "stale"
-        wrong = this.check(site, answer)
-        if wrong is None and isinstance(answer, Reply | Step):
-            return answer
-        return wrong or "unreadable"
+
+    def _look(self, this: UnderWay, site: str, answer: Answer | str) -> None:
+        """Take notice of the ledger that a site's late answer shows, if it shows one."""
+        try:
+            reply = reply_in(answer) if isinstance(answer, Step) else answer
+        except InputError:
+            return  # another step's, which has no reply in it
+        about = self._federation.run, site
+        if not isinstance(reply, Reply) or (reply.run, reply.site) != about:
+            return
+        standing = self._admission.standing
+        fits = standing.look(site, reply.ledger_length, reply.ledger_head, late=True)
+        if not fits and site in this.open:
+            self._reject(this, site, "ledger")
 
     def _reject(self, this: UnderWay, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
@@ -268,29 +307,3 @@ class FlowerTransport:
 
 def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
     return Refusal(task.run, task.round, site, code)
-
-
-def _advice(this: UnderWay) -> str:
-    codes = {refusal.code for refusal in this.refusals.values()}
-    if "stale" in codes:
-        return (
-            "Who says stale has answered a later round than this one: if server/run was put back "
-            "to an older state, put the newer one back; without it, begin a new run"
-        )
-    if codes & {"ledger", "rejected: ledger"}:
-        return (
-            "Who says ledger lacks entries that this server has seen, and one whose ledger was "
-            "rejected is barred: find out with their owners whether a ledger was put back or a "
-            "site runs twice (docs/deployment.md), then resume the run"
-        )
-    return (
-        "What was sent is not lost: sites keep their replies; resume the run when they can be "
-        "reached"
-    )
-
-
-def _summary(this: UnderWay) -> str:
-    return ", ".join(
-        f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
-        for site, answer in sorted(this.answers.items())
-    )

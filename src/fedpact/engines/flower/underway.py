@@ -9,6 +9,10 @@ from fedpact.messages import Message as Answer
 from fedpact.messages import Refusal, Reply, Step, Task
 
 _log = logging.getLogger("fedpact.server")
+_LEDGER = (
+    "find out with their owners whether a ledger was put back or a site runs twice "
+    "(docs/deployment.md)"
+)
 
 
 class Clock:
@@ -63,11 +67,17 @@ class Slow:
 
     It outlives a round: whoever has such a question is not asked another one before Flower has
     dropped it, so that a site that wakes up does not spend its budget on rounds that are over.
+    Who misses rounds one after the other, answering after each or never, is asked less and less:
+    after n misses not for 2^(n-1) - 1 rounds, until it answers one in time. Its ledger is charged
+    for each question, so of R rounds that it misses it pays for about log2(R).
     """
 
     def __init__(self) -> None:
         self._until = dict[str, float]()
         self._owed = dict[str, str]()
+        # Of each site how many rounds it missed in a row, the last of them, and when it is asked.
+        self._missed = dict[str, tuple[int, int]]()
+        self._next = dict[str, int]()
 
     def __contains__(self, site: str) -> bool:
         return site in self._until
@@ -79,26 +89,94 @@ class Slow:
 
     def add(self, site: str, this: UnderWay, seconds: float) -> None:
         """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
-        if site not in self:
-            _log.warning("site %s: no answer in time: not waited for until it answers", site)
+        times, last = self._missed.get(site, (0, -1))
+        number = this.tasks[site].round
+        if number != last:
+            times += 1
+            self._missed[site] = times, number
+            if times > 1:
+                self._next[site] = number + 2 ** (times - 1)
+            again = "" if times == 1 else f", nor asked before round {self._next[site]}"
+            _log.warning(
+                "site %s: no answer in time: not waited for until it answers%s", site, again
+            )
         self._until[site] = this.asked[site] + seconds
         self._owed |= {number: site for number, other in this.sent.items() if other == site}
 
-    def may_be_asked(self, site: str) -> bool:
-        """Whether Flower has dropped what the site was asked and has not answered."""
-        return time.monotonic() >= self._until.get(site, 0.0)
+    def may_be_asked(self, site: str, number: int) -> bool:
+        """Whether, in this round, Flower has dropped what the site has not answered."""
+        return time.monotonic() >= self._until.get(site, 0.0) and not self._pauses(site, number)
 
-    def settle(self, number: str | None, answered: bool) -> None:
+    def is_waited_for(self, site: str, number: int) -> bool:
+        """Whether a round is held up by the site, if it is there."""
+        return site not in self and not self._pauses(site, number)
+
+    def settle(self, number: str | None, answered: bool) -> str | None:
         """Take note of what came for a question; a site that has answered is not slow any more.
 
-        answered: by the site; else Flower has dropped the question.
+        answered: by the site; else Flower has dropped the question. Returns who owed it.
         """
         site = self._owed.pop(number or "", None)
         if site is not None and answered:
             _log.info("site %s answers again", site)
-            self.forget(site)
+            self._forget(site)
+        return site
 
-    def forget(self, site: str) -> None:
-        """The site has answered, or begun anew."""
+    def in_time(self, site: str) -> None:
+        """The site has answered a question of the round under way."""
+        self._missed.pop(site, None)
+        self._next.pop(site, None)
+
+    def begin_anew(self, site: str) -> None:
+        """The site was started again: it knows nothing of what it was asked, and is asked now."""
+        self._forget(site)
+        self._next.pop(site, None)
+
+    def recall(self) -> None:
+        """Ask all of them again: there are too few others."""
+        self._next.clear()
+
+    def _pauses(self, site: str, number: int) -> bool:
+        return number < self._next.get(site, 0)
+
+    def _forget(self, site: str) -> None:
         self._until.pop(site, None)
         self._owed = {number: other for number, other in self._owed.items() if other != site}
+
+
+def advice(this: UnderWay) -> str:
+    """Return what to do where too few sites have replied.
+
+    What sites say is told as their word: any of them may say what it likes.
+    """
+    said = dict[str, list[str]]()
+    for site, refusal in this.refusals.items():
+        said.setdefault(refusal.code, []).append(site)
+    told = list[str]()
+    if "stale" in said:
+        told.append(
+            f"By the word of {', '.join(said['stale'])} a later round than this one was answered: "
+            "if server/run was put back to an older state, put the newer one back; without it, "
+            "begin a new run"
+        )
+    if "ledger" in said:
+        told.append(
+            f"By the word of {', '.join(said['ledger'])} their ledgers lack entries that this "
+            f"server has seen: {_LEDGER}"
+        )
+    if "rejected: ledger" in said:
+        who = ", ".join(said["rejected: ledger"])
+        told.append(f"{who} showed a ledger that is not the one seen, and is barred: {_LEDGER}")
+    told.append(
+        "What was sent is not lost: sites keep their replies; resume the run when they can be "
+        "reached"
+    )
+    return ". ".join(told)
+
+
+def summary(this: UnderWay) -> str:
+    """Return what came of each site."""
+    return ", ".join(
+        f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
+        for site, answer in sorted(this.answers.items())
+    )

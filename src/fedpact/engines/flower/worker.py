@@ -18,7 +18,7 @@ from fedpact.messages import Refusal, to_bytes
 
 _log = logging.getLogger("fedpact.site")
 _POLL_SECONDS = 0.1
-# A SuperNode takes a few seconds to start. One that has lost its server may hang when it ends.
+# A SuperNode takes a few seconds to start.
 _SILENT_SECONDS = 20.0
 
 

@@ -16,13 +16,13 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.parties.standing import Standing
+from fedpact.engines.secure.ring import Form
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy
@@ -36,18 +36,10 @@ from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
 
-
-@dataclass(frozen=True)
-class Form:
-    """What a reply has to be made of: vectors in shapes and types, and the names of numbers."""
-
-    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
-    numbers: frozenset[str]
-
-    @staticmethod
-    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
-        """Return the form of these vectors and numbers."""
-        return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
+_OF_A_QUESTION = ("error", "policy", "run", "budget", "ledger", "task", "stale", "unsigned")
+_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
+REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
+"""The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
 def expected_form(workshop: Workshop, task: Task) -> Form:
@@ -83,13 +75,16 @@ class Admission:
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
-        if (reply.run, reply.round) != (task.run, task.round):
+        if reply.run != task.run:
             return "stale"
         if reply.site != site:
             return "another's"
         # Before all else that may be wrong: what was released for this reply is spent.
-        if not self.standing.look(site, reply.ledger_length, reply.ledger_head):
+        late = reply.round != task.round
+        if not self.standing.look(site, reply.ledger_length, reply.ledger_head, late=late):
             return "ledger"
+        if late:
+            return "stale"
         if reply.weight != self._terms[site].size:
             return "weight"
         if Form.of(reply.vectors, reply.numbers) != form:

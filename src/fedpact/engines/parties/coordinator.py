@@ -20,7 +20,7 @@ from fedpact.engines.parties.standing import Standing
 from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.statement import Side, statement
+from fedpact.engines.statement import Side, statement, with_epsilon
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
 from fedpact.features.cache import beside
@@ -32,6 +32,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
+from fedpact.theory.accounting import History
 
 _COVERS = [
     "Everything a site sends during training: it passes the site's oracle, which clips and adds "
@@ -121,7 +122,9 @@ class Coordinator:
         folder, plan = self.folder, self.plan.model_dump(mode="json")
         if (folder.path / "plan.json").exists():
             run = folder.read_json("environment.json")["run"]
-            if (folder.read_json("plan.json"), run) != (plan, self.federation.run):
+            # Of an earlier version it may lack tables that had no other meaning.
+            kept = Plan.parse(folder.read_json("plan.json")).model_dump(mode="json")
+            if (kept, run) != (plan, self.federation.run):
                 raise PlanError(
                     f"{folder.path} holds run {run!r} of its own plan, and this is run "
                     f"{self.federation.run!r}: name a new run in federation.toml at every party "
@@ -162,8 +165,8 @@ class _Evaluator:
         # Each new attempt is charged as a round is; τ is fixed where there are any.
         extra = Attempts(self._attempts).extra
         steps, rounds = self._steps + extra * self._each, record.round + extra
-        spent = {name: _spent(terms, steps, rounds) for name, terms in self._terms.items()}
-        record = dataclasses.replace(record, epsilon=spent)
+        spent = {name: _history(terms, steps, rounds) for name, terms in self._terms.items()}
+        record = with_epsilon(record, self._terms, spent)
         if self._test is None:
             return record
         self._model.load(at.state.vectors["w"])
@@ -171,10 +174,9 @@ class _Evaluator:
         return dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
 
 
-def _spent(terms: Terms, steps: int, rounds: int) -> float:
+def _history(terms: Terms, steps: int, rounds: int) -> History:
     # A round has at most one opening.
-    history = terms.history(min(terms.steps, steps), min(terms.openings, rounds))
-    return terms.epsilon_after(history)
+    return terms.history(min(terms.steps, steps), min(terms.openings, rounds))
 
 
 def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:

@@ -5,10 +5,11 @@
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
-    ledger.jsonl.seen   an entry that it had: one without it does not open (engines.parties.witness)
+    ledger.jsonl.seen   entries that it had: one that lacks any does not open (parties.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
-    opened.json         of which sites it has helped to open a sum last, under secure aggregation
+    opened.json         of which sites it has helped to open a sum last, under secure aggregation;
+                        made at the first opening, and missed after the first charge
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
 which follow from its own copies of the plan and the federation. Before it charges, its ledger holds
@@ -229,9 +230,13 @@ class Site:
 
     def spent(self) -> str:
         """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
+        alone = ""
+        if self._terms.honest:
+            spent = self._terms.epsilon_alone_after(self.ledger.spent(self.run))
+            alone = f" with {self._terms.honest} honest sites, ε <= {spent!r} with none,"
         return (
-            f"spent ε <= {self.epsilon()!r} at δ = {self._terms.budget.delta!r}, {ADJACENCY}, "
-            f"accountant {self.plan.privacy.accountant}"
+            f"spent ε <= {self.epsilon()!r}{alone} at δ = {self._terms.budget.delta!r}, "
+            f"{ADJACENCY}, accountant {self.plan.privacy.accountant}"
         )
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
@@ -241,13 +246,16 @@ class Site:
         """Reserve the run, if the policy allows it."""
         self._check_policy()
         terms = self._terms
-        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps))
+        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps), terms.shared)
+        if self._masker is not None:
+            self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self._directory / "policy.toml")
-        policy.check_run(self.plan.algorithm, self._terms, self.ledger.total(without=self.run))
+        others = self.ledger.total(without=self.run), self.ledger.total_alone(without=self.run)
+        policy.check_run(self.plan.algorithm, self._terms, *others)
 
     def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
         test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None

@@ -40,17 +40,21 @@ class Standing:
         """Whether the site is not let in. Read anew, as a person may lift it at any time."""
         return site in _document(self._barred)
 
-    def look(self, site: str, length: int, head: str) -> bool:
+    def look(self, site: str, length: int, head: str, *, late: bool = False) -> bool:
         """Take notice of the ledger that a site's reply shows; bar it if that one is not longer.
 
-        Returns whether it is, or is the one that was seen. Whether it goes on from that one only
-        the site can tell, and does.
+        late: it answers an earlier question. Whoever relays messages can keep such a reply, and
+        repeat it, so a shorter ledger in it tells nothing; another one of the same length does.
+        Returns whether nothing is wrong with it: it is longer, or is the one that was seen. Whether
+        it goes on from that one only the site can tell, and does.
         """
         seen = self.seen(site)
         if (length, head) == seen:
             return True
         if is_place(length, head) and length > seen[0]:
             self._seen[site] = length, head
+            return True
+        if late and is_place(length, head) and length < seen[0]:
             return True
         why = f"showed a ledger of {length} entries after one of {seen[0]} up to {seen[1]}"
         _write(self._barred, {**_document(self._barred), site: why})

@@ -1,7 +1,7 @@
 """What a site knows of its ledger outside of it, so that one that was put back is found out.
 
-    LEDGER.seen         beside the ledger: an entry, by its number and hash, that it once had, and
-                        who says so: this site, when it opened, or a server that had a reply with it
+    LEDGER.seen         beside the ledger: entries, by number and hash, that it once had, and who
+                        says so: this site, when it opened, or a server that had a reply with it
     reply.bin           the reply names the entries it was paid with (engines.parties.stored)
     the server's word   every question says what the server has seen last of this site's ledger
 
@@ -57,28 +57,31 @@ def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:
 
 
 class Witness:
-    """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable."""
+    """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable.
+
+    Each has its own word in it, the latest entry that it has named: what one says, whether it is
+    mistaken or speaks of old times, takes nothing back of what another has said.
+    """
 
     def __init__(self, ledger: Path) -> None:
         self._ledger, self.path = ledger, ledger.with_name(ledger.name + ".seen")
-        self._length, self._head, self._who = 0, "", ""
-        if self.path.exists():
-            self._read()
+        self._words = self._read() if self.path.exists() else dict[str, tuple[int, str]]()
 
     def check(self, ledger: Ledger, reply: tuple[int, str] = (0, "")) -> None:
-        """Raise LedgerError for a ledger that lacks the entry seen, or the one of a stored reply.
+        """Raise LedgerError for a ledger that lacks an entry seen, or the one of a stored reply.
 
         reply: length and head of the ledger that it was made with.
         """
-        if not ledger.holds(self._length, self._head):
-            raise LedgerError(
-                f"ledger {self._ledger} has {ledger.length} entries and lacks number "
-                f"{self._length}, {self._head[:16]}..., which it had by the word of {self._who} "
-                f"({self.path}): it was put back to an older state, or this is a copy of a site "
-                "that runs elsewhere. Put back the ledger as it was after the last release. If "
-                "there is none left, treat the records' budget as spent; if that word is known to "
-                f"be wrong, remove {self.path}"
-            )
+        for who, (length, head) in sorted(self._words.items()):
+            if not ledger.holds(length, head):
+                raise LedgerError(
+                    f"ledger {self._ledger} has {ledger.length} entries and lacks number "
+                    f"{length}, {head[:16]}..., which it had by the word of {who} "
+                    f"({self.path}): it was put back to an older state, or this is a copy of a "
+                    "site that runs elsewhere. Put back the ledger as it was after the last "
+                    "release. If there is none left, treat the records' budget as spent; if that "
+                    f"word is known to be wrong, remove it, and no other, from {self.path}"
+                )
         if not ledger.holds(*reply):
             raise LedgerError(
                 f"ledger {self._ledger} has {ledger.length} entries and lacks number {reply[0]}, "
@@ -88,21 +91,29 @@ class Witness:
             )
 
     def keep(self, length: int, head: str, who: str) -> None:
-        """Remember that the ledger had this entry, by the word of `who`."""
-        if (length, head) != (self._length, self._head):
-            write_whole(self.path, json.dumps([length, head, who]).encode() + b"\n")
-            self._length, self._head, self._who = length, head, who
+        """Remember that the ledger had this entry, by the word of `who`, who named none later."""
+        if length > self._words.get(who, (0, ""))[0]:
+            self._write({**self._words, who: (length, head)})
 
-    def _read(self) -> None:
+    def _write(self, words: dict[str, tuple[int, str]]) -> None:
+        write_whole(self.path, json.dumps(words, indent=2).encode() + b"\n")
+        self._words = words
+
+    def _read(self) -> dict[str, tuple[int, str]]:
         try:
-            length, head, who = json.loads(self.path.read_bytes().decode("ascii"))
-            good = type(length) is int and is_place(length, head) and isinstance(who, str)
-        except (OSError, ValueError, TypeError):
-            length, head, who, good = 0, "", "", False
+            found = json.loads(self.path.read_bytes().decode("ascii"))
+            if isinstance(found, list):
+                # As earlier versions wrote it: one word, whosever was the last.
+                length, head, who = found
+                found = {who: [length, head]}
+            words = {str(who): (length, str(head)) for who, (length, head) in found.items()}
+            good = all(type(n) is int and is_place(n, head) for n, head in words.values())
+        except (OSError, ValueError, TypeError, AttributeError):
+            words, good = dict[str, tuple[int, str]](), False
         if not good:
             raise LedgerError(
-                f"{self.path} is unreadable: expected [number, hash, who] of an entry that "
+                f"{self.path} is unreadable: expected who -> [number, hash] of entries that "
                 f"{self._ledger} had; put it back from a backup, or remove it if you are sure that "
                 "the ledger is as it was after its last release"
             )
-        self._length, self._head, self._who = length, head, who
+        return words

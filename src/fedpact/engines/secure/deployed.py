@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fedpact.engines.flower import seal
-from fedpact.engines.parties.admission import Admission, Form
+from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.secure.ring import MASKED, RANGE, Layout, Weighing
+from fedpact.engines.secure.ring import RANGE, Coding, Form, Layout
+from fedpact.engines.secure.shared import check_shares, coding_of
 from fedpact.engines.secure.site import Masker, Opened
 from fedpact.messages import Reply, State, Task
+from fedpact.params import FlatModel
 from fedpact.plan import Plan
 
 
@@ -29,12 +29,15 @@ def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) ->
     check_secure(plan, len(federation.sites))
     if not plan.secure_aggregation.threshold:
         return None
+    if plan.privacy.honest:
+        dimension = FlatModel(federation.workshop(plan, directory).module()).size
+        check_shares(plan, federation.terms(plan), dimension)
     return Masker(
         name,
         seal.read_private_key(directory / "site.key"),
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
         plan.secure_aggregation.threshold,
-        _weighing(federation, plan),
+        _coding(federation, plan),
         Opened(directory / "opened.json"),
     )
 
@@ -51,7 +54,7 @@ def secured(
 
     attempts: the file of exchange.Attempts. form: of a plain reply to a task.
     """
-    weighing, public = _weighing(federation, plan), plan.method.summed.public
+    coding = _coding(federation, plan)
     layouts = dict[int, Layout]()
 
     def layout(task: Task) -> Layout:
@@ -60,13 +63,11 @@ def secured(
             layouts.clear()
             found = form(task)
             admission.check(found, task)
-            numbers = tuple(sorted(found.numbers - set(public)))
-            layouts[task.round] = Layout(dict(sorted(found.vectors.items())), numbers)
+            layouts[task.round] = coding.layout(found)
         return layouts[task.round]
 
     def fault(site: str, task: Task, reply: Reply) -> str | None:
-        masked = {MASKED: (torch.Size([layout(task).length]), torch.int64)}
-        return admission.fault(site, task, reply, Form(masked, frozenset(public)))
+        return admission.fault(site, task, reply, coding.form(layout(task)))
 
     def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
         vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
@@ -76,7 +77,7 @@ def secured(
     server = Server(
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
         threshold,
-        weighing,
+        coding,
         max(threshold, patience.least_replies),
         patience.retries,
         layout,
@@ -86,6 +87,6 @@ def secured(
     return Secured(carrier, server, Attempts(attempts))
 
 
-def _weighing(federation: Federation, plan: Plan) -> Weighing:
-    total = sum(member.size for member in federation.sites.values())
-    return Weighing(total, plan.method.summed)
+def _coding(federation: Federation, plan: Plan) -> Coding:
+    sizes = {name: float(member.size) for name, member in federation.sites.items()}
+    return coding_of(plan, sizes, federation.terms(plan) if plan.privacy.honest else {})

@@ -1,4 +1,4 @@
-"""The transport that `round.py` sees under secure aggregation: four steps in place of one exchange.
+"""The transport that `round.py` sees under secure aggregation: five steps in place of one exchange.
 
 `Secured` drives a session over a carrier, which knows how questions reach the sites and answers
 come back. For each site in the sum it hands on a reply with the site's own weight, ledger and
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.keys import SecretsDoNotFit
-from fedpact.engines.secure.ring import Layout, Weighing, decode, rounding
+from fedpact.engines.secure.ring import Coding, Layout
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import understood, write_whole
@@ -68,7 +68,7 @@ class Server:
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
     threshold: int
-    weighing: Weighing
+    coding: Coding
     least: int
     retries: int
     layout: Callable[[Task], Layout]
@@ -104,24 +104,29 @@ class Attempts:
 
 
 class Secured:
-    """See round.Transport, and the module."""
+    """See round.Transport, and the module.
+
+    A site that has dealt shares from which its secret cannot be had makes a sum fail that all are
+    charged for. It is left out from then on, until the server is started again.
+    """
 
     def __init__(self, carrier: Carrier, server: Server, attempts: Attempts) -> None:
         self._carrier, self._server, self._attempts = carrier, server, attempts
         self._down = self._up = 0
+        self._out = set[str]()
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See Transport."""
+        """See round.Transport."""
         return self._carrier.sites
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """See Transport: all steps of the last exchange, those of sessions given up too."""
+        """See round.Transport: all steps of the last exchange, those of sessions given up too."""
         return self._down, self._up
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Transport. Raises BelowThreshold: too few sites, however often it was tried."""
+        """See round.Transport. Raises BelowThreshold: too few sites, however often it was tried."""
         self._down = self._up = 0
         first, refused = next(iter(tasks.values())), dict[str, Refusal]()
         replies = self._tried(tasks, refused)
@@ -141,6 +146,9 @@ class Secured:
             except (BelowThreshold, SecretsDoNotFit) as error:
                 if _is_spent(refused, len(self.sites), self._server.least):
                     return {}
+                if isinstance(error, SecretsDoNotFit) and error.by:
+                    _log.warning("site %s is left out until the server is started again", error.by)
+                    self._out.add(error.by)
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)
@@ -149,7 +157,10 @@ class Secured:
     def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
         """Carry one session out and return what stands for each site in its sum."""
         server, task = self._server, next(iter(tasks.values()))
-        session = Session.of(task.run, task.round, server.keys, server.threshold, server.weighing)
+        for site in sorted(self._out):
+            refused[site] = Refusal(task.run, task.round, site, "rejected: shares")
+        public = {site: key for site, key in server.keys.items() if site not in self._out}
+        session = Session.of(task.run, task.round, public, server.threshold, server.coding)
 
         def masked(site: str, answer: Step) -> str | None:
             reply = wire.reply_in(answer)
@@ -161,21 +172,23 @@ class Secured:
         self._step(session.ask_keys(), _taking(session.take_keys), refused)
         self._step(session.ask_shares(), _taking(session.take_shares), refused)
         self._step(session.ask_masked(tasks), masked, refused)
-        asks = session.ask_unmask()
+        asks = session.ask_consistency()
         if len(asks) < server.least:
             raise BelowThreshold(
                 f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
                 f"{server.least}: nothing is opened"
             )
         self._attempts.begin(task.round, task.attempt)
-        # Who is in the sum stays in it, whether or not it opens shares.
-        self._step(asks, _taking(session.take_unmask), {})
-        share, count = session.share(), len(server.keys)
-        vectors, numbers = decode(session.total(), share, count, server.layout(task))
-        self._check(task, sorted(session.replies), State(vectors, numbers), rounding(share, count))
+        # Who is in the sum stays in it, whether or not it signs and opens shares.
+        self._step(asks, _taking(session.take_consistency), {})
+        self._step(session.ask_unmask(), _taking(session.take_unmask), {})
+        mean, error = server.coding.mean(
+            task, session.replies, session.total(), server.layout(task)
+        )
+        self._check(task, sorted(session.replies), mean, error)
         return {
             reply.site: dataclasses.replace(
-                reply, vectors=vectors, numbers={**numbers, **reply.numbers}
+                reply, vectors=mean.vectors, numbers={**mean.numbers, **reply.numbers}
             )
             for _, reply in sorted(session.replies.items())
         }

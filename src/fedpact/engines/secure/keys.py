@@ -8,7 +8,7 @@ derivation names the session and the two sites that it is for.
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
@@ -32,7 +32,14 @@ _SECRET: Final = 32
 
 
 class SecretsDoNotFit(FedpactError):
-    """A key, a share or a signature of a session is not what its maker said: exchanged, or bad."""
+    """A key, a share or a signature of a session is not what its maker said: exchanged, or bad.
+
+    by: the site whose doing it is, "" where that cannot be known.
+    """
+
+    def __init__(self, told: str, by: str = "") -> None:
+        super().__init__(told)
+        self.by = by
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,29 @@ class Advert:
     def _signed(self, place: Place) -> bytes:
         parts = (self.mask, self.seal, self.commitment)
         return place.about("keys", *(part.hex() for part in parts))
+
+
+def signed_list(
+    key: ec.EllipticCurvePrivateKey, site: str, survivors: Iterable[str], attempt: int, place: Place
+) -> bytes:
+    """Return a site's signature of a list of who is in the sum: it opens no sum over another."""
+    return seal.sign(key, _purpose(site), _list(survivors, attempt, place))
+
+
+def has_signed(
+    key: ec.EllipticCurvePublicKey,
+    site: str,
+    survivors: Iterable[str],
+    attempt: int,
+    place: Place,
+    signature: bytes,
+) -> bool:
+    """Whether the owner of this long-term key made a signature as `signed_list` does."""
+    return seal.is_signed(key, _purpose(site), _list(survivors, attempt, place), signature)
+
+
+def _list(survivors: Iterable[str], attempt: int, place: Place) -> bytes:
+    return place.about("survivors", str(attempt), *sorted(survivors))
 
 
 class Secrets:
@@ -123,10 +153,13 @@ def is_committed(advert: Advert, seed: bytes) -> bool:
     return hashlib.sha256(seed).digest() == advert.commitment
 
 
-def stream(seed: bytes, length: int) -> Words:
-    """Return PRG(seed): uint64 [length], AES-256 in counter mode. A seed is used for one stream."""
+def stream(seed: bytes, like: Words) -> Words:
+    """Return PRG(seed): as many words, of as many bits, as `like` has. A seed is for one stream.
+
+    AES-256 in counter mode.
+    """
     encryptor = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
-    return np.frombuffer(encryptor.update(bytes(8 * length)), dtype="<u8")
+    return np.frombuffer(encryptor.update(bytes(like.nbytes)), dtype=like.dtype.newbyteorder("<"))
 
 
 def shares(secret: bytes, threshold: int, sites: int) -> list[bytes]:

@@ -7,9 +7,9 @@
 own rounding, 2^-51 max|x|.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fedpact.algorithms import Summed
 from fedpact.errors import DataError, InputError
-from fedpact.messages import Numbers, Reply
+from fedpact.messages import Numbers, Reply, State, Task
 
-Words = NDArray[np.uint64]
+Words = NDArray[np.uint64 | np.uint32]
+"""Numbers modulo 2^64, or where fewer bits will do modulo 2^32."""
 
 RANGE: Final = 2.0**20
 """R: what lies beyond ±R is clamped before it is sent."""
@@ -54,12 +55,6 @@ class Layout:
     vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
     numbers: tuple[str, ...]
 
-    @staticmethod
-    def of(vectors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> "Layout":
-        """Return the layout of these, each in the order of names."""
-        shapes = {name: (v.shape, v.dtype) for name, v in sorted(vectors.items())}
-        return Layout(shapes, tuple(sorted(numbers)))
-
     @property
     def length(self) -> int:
         """L, the number of words."""
@@ -67,11 +62,65 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a reply has to be made of: vectors in shapes and types, and the names of numbers."""
+
+    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    numbers: frozenset[str]
+
+    @staticmethod
+    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
+        """Return the form of these vectors and numbers."""
+        return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
+
+
+class Coding(Protocol):
+    """How replies become words that can be summed, and what their sum says."""
+
+    def encode(self, reply: Reply) -> Words:
+        """Return a plain reply's words [L]. Raises DataError: it has no place in a sum."""
+        ...
+
+    def check(self, reply: Reply) -> None:
+        """Raise InputError for a masked reply whose public numbers no honest site sends."""
+        ...
+
+    def masked(self, reply: Reply, words: Words) -> Reply:
+        """Return a reply with masked words [L] in place of all that is not public."""
+        ...
+
+    def words(self, masked: Reply) -> Words:
+        """Return the words [L] of what `masked` made."""
+        ...
+
+    def layout(self, form: Form) -> Layout:
+        """Return what the words of a plain reply of this form are."""
+        ...
+
+    def form(self, layout: Layout) -> Form:
+        """Return the form of a masked reply."""
+        ...
+
+    def mean(
+        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+    ) -> tuple[State, float]:
+        """Return what stands for the reply of each site in a sum, and how far it may be off.
+
+        replies: those in the sum, masked. total: Σ e_i. Off: in each coordinate of the mean.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class Weighing:
-    """How replies count in the sum. total: Σ N_i of all sites, declared. summed: see Summed."""
+    """See Coding: the weighted mean of vectors and numbers, each reply's weight its own.
+
+    total: Σ N_i of all sites, declared. summed: see Summed. sites: n, of all who could send.
+    """
 
     total: float
     summed: Summed
+    sites: int
 
     def weight(self, reply: Reply) -> float:
         """Return ω_i. Raises InputError: not a number in (0, Σ N]."""
@@ -96,17 +145,40 @@ class Weighing:
         """Return those of a reply's numbers that are summed."""
         return {name: value for name, value in numbers.items() if name not in self.summed.public}
 
-    def layout(self, reply: Reply) -> Layout:
-        """Return the layout of what is masked of a plain reply."""
-        return Layout.of(reply.vectors, self.private(reply.numbers))
+    def encode(self, reply: Reply) -> Words:
+        """See Coding."""
+        return encode(reply.vectors, self.private(reply.numbers), self.share(reply), self.sites)
+
+    def check(self, reply: Reply) -> None:
+        """See Coding."""
+        self.weight(reply)
+
+    def layout(self, form: Form) -> Layout:
+        """See Coding."""
+        numbers = tuple(sorted(form.numbers - set(self.summed.public)))
+        return Layout(dict(sorted(form.vectors.items())), numbers)
+
+    def form(self, layout: Layout) -> Form:
+        """See Coding."""
+        masked = {MASKED: (torch.Size([layout.length]), torch.int64)}
+        return Form(masked, frozenset(self.summed.public))
+
+    def mean(
+        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+    ) -> tuple[State, float]:
+        """See Coding."""
+        del task
+        share = sum(self.share(reply) for _, reply in sorted(replies.items()))
+        state = State(*decode(total, share, self.sites, layout))
+        return state, rounding(share, self.sites)
 
     def masked(self, reply: Reply, words: Words) -> Reply:
-        """Return a reply with masked words [L] in place of all that is not public."""
+        """See Coding."""
         vector = torch.from_numpy(words.view(np.int64))
         return replace(reply, vectors={MASKED: vector}, numbers=self.public(reply.numbers))
 
     def words(self, masked: Reply) -> Words:
-        """Return the words [L] of what `masked` made."""
+        """See Coding."""
         return masked.vectors[MASKED].numpy().view(np.uint64)
 
 

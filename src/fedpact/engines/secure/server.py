@@ -4,9 +4,11 @@ It keeps a running sum, and never two masked vectors. What does not fit is the s
 step is asked of those who have answered the one before. With fewer than t of them nothing goes on.
 """
 
+import logging
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, islice
 from typing import Final
 
 import numpy as np
@@ -14,13 +16,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, SecretsDoNotFit
-from fedpact.engines.secure.ring import Weighing, Words
+from fedpact.engines.secure.ring import Coding, Words
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Reply, Step, Task, to_bytes
 
 _LONGEST_SHARE: Final = 1024
 """In bytes: several times what a sealed share has. What a site sends is relayed to all others."""
+
+_MOST_TRIES: Final = 100
+"""At putting a secret together; more where each single site is to be tried without. 6 s of 20."""
+
+_log = logging.getLogger("fedpact.server")
 
 
 class BelowThreshold(FedpactError):
@@ -39,12 +46,15 @@ class Session:
     place: Place
     keys: Mapping[str, ec.EllipticCurvePublicKey]
     threshold: int
-    weighing: Weighing
+    coding: Coding
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
+    signatures: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    attempt: int = 0
     opened: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     _total: Words | None = None
+    _wrong: set[str] = field(default_factory=set[str])
 
     @staticmethod
     def of(
@@ -52,10 +62,10 @@ class Session:
         number: int,
         public: Mapping[str, ec.EllipticCurvePublicKey],
         threshold: int,
-        weighing: Weighing,
+        coding: Coding,
     ) -> "Session":
         """Return a session of a round, under a name that no other has."""
-        return Session(Place(run, number, secrets.token_hex(8)), public, threshold, weighing)
+        return Session(Place(run, number, secrets.token_hex(8)), public, threshold, coding)
 
     def ask_keys(self) -> dict[str, Step]:
         """Ask all sites."""
@@ -88,6 +98,7 @@ class Session:
     def ask_masked(self, tasks: Mapping[str, Task]) -> dict[str, Step]:
         """Hand the shares of U2 out, with the tasks."""
         asks = dict[str, Step]()
+        self.attempt = next(iter(tasks.values())).attempt
         for site in self._enough(self.sealed, "sealed shares"):
             own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
             blocks = {"task": to_bytes(tasks[site]), **wire.under("share/", own)}
@@ -96,21 +107,36 @@ class Session:
 
     def take_masked(self, site: str, reply: Reply) -> None:
         """Add a checked masked reply to the sum. Raises InputError: it cannot be added."""
-        words = self.weighing.words(reply)
-        self.weighing.weight(reply)
+        words = self.coding.words(reply)
+        self.coding.check(reply)
         if self._total is None:
             self._total = np.zeros_like(words)
         if self._total.shape != words.shape:
             raise InputError(f"{site} sent {len(words)} words: expected {len(self._total)}")
         np.add(self._total, words, out=self._total)
         # The sum is all that is kept of it.
-        self.replies[site] = self.weighing.masked(reply, np.zeros(0, dtype=np.uint64))
+        self.replies[site] = replace(reply, vectors={})
 
-    def ask_unmask(self) -> dict[str, Step]:
+    def ask_consistency(self) -> dict[str, Step]:
         """Tell U3, the sites in the sum, who they are."""
         survivors = self._enough(self.replies, "sent masked vectors")
         block = {"survivors": wire.from_names(survivors)}
-        return {site: wire.step(self.place, site, "unmask", block) for site in survivors}
+        return {site: wire.step(self.place, site, "consistency", block) for site in survivors}
+
+    def take_consistency(self, site: str, answer: Step) -> None:
+        """Take a site's signature of that list."""
+        signature = wire.block(answer, "signature")
+        if not keys.has_signed(
+            self.keys[site], site, self.replies, self.attempt, self.place, signature
+        ):
+            raise SecretsDoNotFit(f"{site} has not signed the list that it was told")
+        self.signatures[site] = signature
+
+    def ask_unmask(self) -> dict[str, Step]:
+        """Show U4, those who have signed, that at least t of them have signed the same list."""
+        signed = self._enough(self.signatures, "signed who is in the sum")
+        blocks = wire.under("signature/", {site: self.signatures[site] for site in signed})
+        return {site: wire.step(self.place, site, "unmask", blocks) for site in signed}
 
     def take_unmask(self, site: str, answer: Step) -> None:
         """Take what a site opened: of each site in the sum a share of b, of the others one of m."""
@@ -134,26 +160,54 @@ class Session:
             raise InputError("nothing was summed: expected masked replies before shares")
         total = self._total.copy()
         for site in self.replies:
-            seed = self._secret("seed/" + site)
-            if not keys.is_committed(self.adverts[site], seed):
-                raise SecretsDoNotFit(f"the opened shares of {site} are not of its seed")
-            np.subtract(total, keys.stream(seed, len(total)), out=total)
+            seed = self._secret("seed/" + site, site, keys.is_committed)
+            np.subtract(total, keys.stream(seed, total), out=total)
         for missing in set(self.sealed) - set(self.replies):
-            mask_key = self._secret("mask/" + missing)
-            if not keys.is_of_advert(self.adverts[missing], mask_key):
-                raise SecretsDoNotFit(f"the opened shares of {missing} are not of its key")
+            mask_key = self._secret("mask/" + missing, missing, keys.is_of_advert)
             for site in self.replies:
                 # What the missing one would have added for the other takes that one's mask off.
                 public = self.adverts[site].mask
                 add_pair(total, mask_key, public, (missing, site), self.place)
         return total
 
-    def share(self) -> float:
-        """Return Σ p_i over U3."""
-        return sum(self.weighing.share(reply) for _, reply in sorted(self.replies.items()))
+    def _secret(self, name: str, owner: str, fits: Callable[[Advert, bytes], bool]) -> bytes:
+        """Return a site's secret from any t of its opened shares. Raises SecretsDoNotFit: none.
 
-    def _secret(self, name: str) -> bytes:
-        return keys.combined([opened[name] for _, opened in sorted(self.opened.items())])
+        fits: whether it is what the site has told everybody about; so wrong shares do no harm while
+        there are t right ones. With more than t shares, one site that opens wrong ones is found by
+        leaving each out in turn, and if that does not do it, the secret's owner has dealt them.
+        """
+        given = sorted(self.opened)
+        most = max(_MOST_TRIES, 1 + len(given))
+        for out in islice(self._left_out(given), most):
+            those = [site for site in given if site not in out][: self.threshold]
+            try:
+                secret = keys.combined([self.opened[site][name] for site in those])
+            except SecretsDoNotFit:
+                continue
+            if fits(self.adverts[owner], secret):
+                self._tell(owner, out)
+                return secret
+        blamed = owner if len(given) > self.threshold else ""
+        raise SecretsDoNotFit(f"the opened shares of {owner} are not of what it told", blamed)
+
+    def _left_out(self, given: list[str]) -> Iterator[tuple[str, ...]]:
+        """Yield sets of sites to do without: who was wrong before in this session comes first."""
+        spare = len(given) - self.threshold
+        if 0 < len(self._wrong) <= spare:
+            yield tuple(sorted(self._wrong))
+        yield from chain.from_iterable(combinations(given, k) for k in range(spare + 1))
+
+    def _tell(self, owner: str, out: tuple[str, ...]) -> None:
+        for site in sorted({*out} - self._wrong):
+            _log.warning(
+                "round %d: %s has opened a wrong share of %s, or that one has dealt it; the others "
+                "suffice",
+                self.place.round,
+                site,
+                owner,
+            )
+        self._wrong |= {*out}
 
     def _enough(self, found: Mapping[str, object], what: str) -> list[str]:
         if len(found) < self.threshold:

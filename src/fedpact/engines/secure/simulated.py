@@ -9,34 +9,41 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts, Secured, Server, Take
-from fedpact.engines.secure.ring import Layout, Weighing
+from fedpact.engines.secure.ring import Coding, Form, Layout
+from fedpact.engines.secure.shared import coding_of
 from fedpact.engines.secure.site import Masker, Opened
 from fedpact.errors import InputError
 from fedpact.messages import Refusal, Reply, Step, Task
 from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
 from fedpact.round import Transport
 
 
-def secured(inner: Transport, plan: Plan, sizes: Mapping[str, float]) -> Secured:
-    """Return a transport that hands on what sums show of `inner`'s replies. sizes: N_i of each."""
+def secured(
+    inner: Transport, plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
+) -> Secured:
+    """Return a transport that hands on what sums show of `inner`'s replies.
+
+    sizes: N_i of each site. terms: of each, in a private run.
+    """
     threshold = plan.secure_aggregation.threshold
-    weighing = Weighing(sum(sizes.values()), plan.method.summed)
+    coding = coding_of(plan, sizes, terms)
     own = {site: ec.generate_private_key(ec.SECP384R1()) for site in inner.sites}
     public = {site: key.public_key() for site, key in own.items()}
     maskers = {
-        site: Masker(site, key, public, threshold, weighing, Opened(None))
+        site: Masker(site, key, public, threshold, coding, Opened(None))
         for site, key in own.items()
     }
-    carrier = _Hall(inner, maskers, weighing)
-    server = Server(public, threshold, weighing, threshold, 0, carrier.layout)
+    carrier = _Hall(inner, maskers, coding)
+    server = Server(public, threshold, coding, threshold, 0, carrier.layout)
     return Secured(carrier, server, Attempts(None))
 
 
 class _Hall:
     """See exchange.Carrier: all sites are here, and train as `inner` has them."""
 
-    def __init__(self, inner: Transport, maskers: Mapping[str, Masker], weighing: Weighing) -> None:
-        self._inner, self._maskers, self._weighing = inner, maskers, weighing
+    def __init__(self, inner: Transport, maskers: Mapping[str, Masker], coding: Coding) -> None:
+        self._inner, self._maskers, self._coding = inner, maskers, coding
         self._layout: Layout | None = None
 
     @property
@@ -50,7 +57,7 @@ class _Hall:
         return self._layout
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """See Carrier. Nobody is waited for."""
+        """See exchange.Carrier. Nobody is waited for."""
         del least
         refused = dict[str, Refusal]()
         for site, question, train in self._visits(asks):
@@ -74,7 +81,7 @@ class _Hall:
         tasks = {site: wire.task_in(question) for site, question in asks.items()}
         for answer in self._inner.exchange(tasks):
             if isinstance(answer, Reply):
-                self._layout = self._weighing.layout(answer)
+                self._layout = self._coding.layout(Form.of(answer.vectors, answer.numbers))
 
             def trained(_: Task, answer: Reply | Refusal = answer) -> Reply | Refusal:
                 return answer

@@ -8,7 +8,7 @@ each question of a session is answered once, the same question with the same ans
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import keys, wire
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
-from fedpact.engines.secure.ring import Weighing, Words, encode
-from fedpact.errors import DataError
-from fedpact.files import understood, write_whole
+from fedpact.engines.secure.ring import Coding, Words
+from fedpact.errors import DataError, FedpactError
+from fedpact.files import make_room, understood, write_whole
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
 _log = logging.getLogger("fedpact.site")
@@ -37,7 +37,7 @@ _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
 class Opened:
-    """Of which sites this one has opened a sum last, and of which round and attempt; durable.
+    """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
 
     path: None in a simulation, which keeps it in memory.
     """
@@ -50,8 +50,38 @@ class Opened:
                 run, number, attempt, names = json.loads(path.read_bytes())
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
+    def begin(self, run: str, charged: bool) -> None:
+        """Take part in a run. charged: it was charged for before.
+
+        From its first charge on there is a file that names the run. Raises DataError: there is
+        none, so that nobody knows which of its sums were opened.
+        """
+        found = None if self._last is None else self._last[0]
+        if found == run:
+            return
+        if charged:
+            there = "is missing" if found is None else f"is of run {found!r}"
+            raise DataError(f"{self._path} {there}, and this site has released in {run!r}: {_LOST}")
+        self._keep((run, 0, 0, ()))
+
+    def make_room(self, task: Task, sites: Iterable[str]) -> None:
+        """Take room on the disk for a sum of a task over any of these sites, kept until `allows`.
+
+        Raises FedpactError: there is none.
+        """
+        if self._path is None:
+            return
+        asked = task.run, task.round, task.attempt, sorted(sites)
+        try:
+            make_room(len(json.dumps(asked).encode()), self._path)
+        except OSError as error:
+            raise FedpactError(
+                f"round {task.round} needs room on the disk for {self._path} ({error.strerror}): "
+                "nothing is charged; make room, and the site takes part again"
+            ) from error
+
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
-        """Whether a sum over these sites may be opened, and remember that it was.
+        """Whether a sum over these sites may be opened, and remember that this one agreed to it.
 
         Of a round and attempt that is one list only; and none of an earlier one.
         """
@@ -61,10 +91,13 @@ class Opened:
         if again and last != asked:
             return False
         if last != asked:
-            if self._path is not None:
-                write_whole(self._path, json.dumps(asked).encode())
-            self._last = asked
+            self._keep(asked)
         return True
+
+    def _keep(self, last: _Opened) -> None:
+        if self._path is not None:
+            write_whole(self._path, json.dumps(last).encode())
+        self._last = last
 
 
 @dataclass
@@ -76,6 +109,7 @@ class _Session:
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     held: dict[str, bytes] = field(default_factory=dict[str, bytes])
     task: Task | None = None
+    survivors: tuple[str, ...] = ()
     answered: dict[str, tuple[bytes, Step | Refusal]] = field(
         default_factory=dict[str, tuple[bytes, Step | Refusal]]
     )
@@ -99,12 +133,16 @@ class Masker:
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[str, ec.EllipticCurvePublicKey],
         threshold: int,
-        weighing: Weighing,
+        coding: Coding,
         opened: Opened,
     ) -> None:
         self._name, self._key, self._peers = name, key, dict(peers)
-        self._threshold, self._weighing, self._opened = threshold, weighing, opened
+        self._threshold, self._coding, self._opened = threshold, coding, opened
         self._session: _Session | None = None
+
+    def begin(self, run: str, charged: bool) -> None:
+        """See Opened.begin."""
+        self._opened.begin(run, charged)
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
         """Return the answer to a question of a session; a Refusal that says why there is none.
@@ -144,6 +182,8 @@ class Masker:
             return self._shares(session, question)
         if question.step == "masked":
             return self._masked(session, question, train)
+        if question.step == "consistency":
+            return self._consistency(session, question)
         return self._unmask(session, question)
 
     def _shares(self, session: _Session, question: Step) -> Step | Refusal:
@@ -186,37 +226,51 @@ class Masker:
         task, place = wire.task_in(question), session.place
         if (task.run, task.round) != (place.run, place.round):
             return self._refusal(place, "session")
+        # Where what was opened cannot be written down, nothing is opened, and the charge in vain.
+        self._opened.make_room(task, session.held)
         reply = train(task)
         if isinstance(reply, Refusal):
             return reply
         session.task = task
-        masked = self._weighing.masked(reply, self._encoded(reply) + self._mask(session, reply))
+        words = self._coding.encode(reply)
+        masked = self._coding.masked(reply, words + self._mask(session, words))
         return self._step(session, question, {"reply": to_bytes(masked)})
 
-    def _encoded(self, reply: Reply) -> Words:
-        numbers = self._weighing.private(reply.numbers)
-        share = self._weighing.share(reply)
-        return encode(reply.vectors, numbers, share, len(self._peers))
-
-    def _mask(self, session: _Session, reply: Reply) -> Words:
-        """PRG(b) ± PRG(k) of each who shares a mask with us, uint64 [L]."""
-        length = self._weighing.layout(reply).length
-        mask = keys.stream(session.secrets.seed, length).copy()
+    def _mask(self, session: _Session, words: Words) -> Words:
+        """PRG(b) ± PRG(k) of each who shares a mask with us, as many words as there are."""
+        mask = keys.stream(session.secrets.seed, words).copy()
         for peer in session.held:
             if peer != self._name:
                 public = session.adverts[peer].mask
                 add_pair(mask, session.secrets.mask_key, public, (self._name, peer), session.place)
         return mask
 
-    def _unmask(self, session: _Session, question: Step) -> Step | Refusal:
-        """Open, of each site, one of its two shares."""
+    def _consistency(self, session: _Session, question: Step) -> Step | Refusal:
+        """Sign who is in the sum: that is on the disk first, and no other list is signed."""
         survivors = wire.to_names(wire.block(question, "survivors"))
         if len(survivors) < self._threshold:
             return self._refusal(session.place, "few")
         if self._name not in survivors or not set(survivors) <= set(session.held):
             return self._refusal(session.place, "session")
-        if session.task is None or not self._opened.allows(session.task, survivors):
+        task = session.task
+        if task is None or not self._opened.allows(task, survivors):
             return self._refusal(session.place, "opened")
+        session.survivors = survivors
+        signature = keys.signed_list(self._key, self._name, survivors, task.attempt, session.place)
+        return self._step(session, question, {"signature": signature})
+
+    def _unmask(self, session: _Session, question: Step) -> Step | Refusal:
+        """Open, of each site, one of its two shares, if t sites have signed this one's list."""
+        survivors, signatures = session.survivors, wire.blocks(question, "signature/")
+        if len(signatures) < self._threshold:
+            return self._refusal(session.place, "few")
+        attempt = session.task.attempt if session.task else 0
+        for peer, signature in signatures.items():
+            key = self._peers[peer] if peer in survivors else None
+            if not (
+                key and keys.has_signed(key, peer, survivors, attempt, session.place, signature)
+            ):
+                raise SecretsDoNotFit(f"{peer} has not signed that {', '.join(survivors)} are in")
         told = dict[str, bytes]()
         for peer, both in session.held.items():
             of_mask, of_seed = both[: len(both) // 2], both[len(both) // 2 :]
@@ -241,6 +295,6 @@ def add_pair(
     mask_key: m of one of them; public: M of the other.
     """
     own, peer = pair
-    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), len(total))
+    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), total)
     operation = np.add if own < peer else np.subtract
     operation(total, stream, out=total)

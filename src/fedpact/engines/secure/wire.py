@@ -10,7 +10,7 @@ from fedpact.engines.secure.keys import Advert, Place
 from fedpact.errors import InputError
 from fedpact.messages import Reply, Step, Task, from_bytes
 
-STEPS = ("keys", "shares", "masked", "unmask")
+STEPS = ("keys", "shares", "masked", "consistency", "unmask")
 """The questions of a session, in their order."""
 
 _FIELDS = ("mask", "seal", "commitment", "signature")

@@ -15,52 +15,41 @@ from torch import Tensor
 _aten = cast(Any, torch.ops.aten)
 
 
-def _lstm(
-    x: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    gates = F.linear(x, w_ih, b_ih) + F.linear(hx[0], w_hh, b_hh)
-    i, f, g, o = gates.chunk(4, 1)
-    cell = torch.sigmoid(f) * hx[1] + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(cell), cell
+# What a step makes of the linear layers of x and of h, and of the state that h is from.
+_Step = Callable[[Tensor, Tensor, Any], Any]
 
 
-def _gru(
-    x: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    of_x, of_h = F.linear(x, w_ih, b_ih).chunk(3, 1), F.linear(hx, w_hh, b_hh).chunk(3, 1)
-    reset, update = torch.sigmoid(of_x[0] + of_h[0]), torch.sigmoid(of_x[1] + of_h[1])
-    new = torch.tanh(of_x[2] + reset * of_h[2])
-    return (1 - update) * new + update * hx
-
-
-def _plain(curve: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def _cell(step: _Step, of_state: Callable[[Any], Tensor] = lambda h: h) -> Callable[..., Any]:
     def cell(
         x: Tensor,
-        hx: Tensor,
+        hx: Any,
         w_ih: Tensor,
         w_hh: Tensor,
         b_ih: Tensor | None = None,
         b_hh: Tensor | None = None,
-    ) -> Tensor:
-        return curve(F.linear(x, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
+    ) -> Any:
+        return step(F.linear(x, w_ih, b_ih), F.linear(of_state(hx), w_hh, b_hh), hx)
 
     return cell
 
 
+def _lstm(of_x: Tensor, of_h: Tensor, hx: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (of_x + of_h).chunk(4, 1)
+    cell = torch.sigmoid(f) * hx[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru(of_x: Tensor, of_h: Tensor, hx: Tensor) -> Tensor:
+    x, h = of_x.chunk(3, 1), of_h.chunk(3, 1)
+    reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
+    new = torch.tanh(x[2] + reset * h[2])
+    return (1 - update) * new + update * hx
+
+
 CELLS: dict[Any, Callable[..., Any]] = {
-    _aten.lstm_cell.default: _lstm,
-    _aten.gru_cell.default: _gru,
-    _aten.rnn_tanh_cell.default: _plain(torch.tanh),
-    _aten.rnn_relu_cell.default: _plain(torch.relu),
+    _aten.lstm_cell.default: _cell(_lstm, lambda hx: hx[0]),
+    _aten.gru_cell.default: _cell(_gru),
+    _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
+    _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
 }
 """By torch's operation."""

@@ -58,7 +58,7 @@ def swapped(node: Node, at: At) -> State:
     return where._replace(dim={a: b, b: a}.get(where.dim, where.dim))
 
 
-def moved(node: Node, at: At) -> State:
+def reordered(node: Node, at: At) -> State:
     """Dimensions moved to other places."""
     where, count = records_in(node, at)
     source, target = (dims_of(node.args[i], count) for i in (1, 2))
@@ -200,12 +200,12 @@ def indexed(node: Node, at: At) -> State:
     raise Mixed(f"operation {node.target} reads along the batch")
 
 
-def padded(node: Node, at: At) -> State:
+def with_padding(node: Node, at: At) -> State:
     """Padded along the last dimensions."""
     return before(len(cast(Sequence[int], node.args[1])) // 2)(node, at)
 
 
-def written(node: Node, at: At) -> State:
+def overwritten(node: Node, at: At) -> State:
     """x with other numbers along a dimension, at places that are the same for each record."""
     where, count = records_in(node, at)
     (dim,) = dims_of(option(node, 2, "dim", 0), count)
@@ -219,7 +219,7 @@ def written(node: Node, at: At) -> State:
     return where
 
 
-def summed(node: Node, at: At) -> State:
+def contracted(node: Node, at: At) -> State:
     """einsum whose operands have the batch under one letter, which the result keeps."""
     equation = cast(str, node.args[0]).replace(" ", "")
     operands, arrow, result = equation.partition("->")

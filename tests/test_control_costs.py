@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedpact.costs import Costs
+from fedpact.control.costs import Costs
 
 
 def costs(rounds):

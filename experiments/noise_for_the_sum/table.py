@@ -1,0 +1,122 @@
+"""Whose noise protects: each site's own, shares of a sum's, one curator's with all records.
+
+    FEDPACT_DATA=DIR python experiments/noise_for_the_sum/table.py MODEL [SEEDS]
+
+MODEL: logistic or cnn. Fashion-MNIST, ten sites, ε = 1 and 2 at δ = 1e-5, two labels a site and
+Dirichlet(0.3). η is chosen for each noise and ε on the sites' held-out records, with a seed of its
+own (one step from a common w does not depend on which site holds a record, so for both partitions
+at once); the test set is looked at for the runs that are reported, after their last round. Results
+are stored as they come (results-MODEL.json), and what is stored is not run again.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import fedpact
+
+HERE = Path(__file__).parent
+SUM = {f"sum, h = {h}": (h, h + 1) for h in (7, 9)}  # honest sites, threshold
+NOISES = ("own", *SUM, "curator")
+PARTITIONS = {
+    "two labels": ["partition.kind=shards", "partition.shards_per_site=2"],
+    "dirichlet(0.3)": ["partition.kind=dirichlet", "partition.beta=0.3"],
+}
+MODELS = {
+    "logistic": ["model=logistic", "rounds=60", "sampling_rate=0.5"],
+    "cnn": ["model=cnn", "rounds=150", "sampling_rate=0.05"],
+}
+RATES = {"logistic": (1.0, 2.0, 4.0, 8.0, 16.0), "cnn": (2.0, 4.0, 8.0, 16.0)}
+CHOICE_SEED = 100
+
+
+def plan(
+    model: str, noise: str, epsilon: float, partition: str, rate: float, seed: int
+) -> fedpact.Plan:
+    """Return one run's plan."""
+    own = [f"privacy.epsilon={epsilon}", f"settings.learning_rate={rate}", f"seed={seed}"]
+    if noise in SUM:
+        honest, threshold = SUM[noise]
+        own += ["privacy.trust=sum", f"privacy.honest={honest}"]
+        own += [f"secure_aggregation.threshold={threshold}"]
+    place = PARTITIONS[partition]
+    if noise == "curator":
+        # One site with all records: there is nothing to partition.
+        own = [*own, 'partition={kind = "iid", held_out = 0.1}']
+        place = ["sites=1"]
+    return fedpact.Plan.read(HERE / "fashion_mnist.toml", [*MODELS[model], *place, *own])
+
+
+def outcome(chosen: fedpact.Plan) -> dict[str, Any]:
+    """Carry a run out and return what is stored of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = fedpact.run(chosen, Path(folder) / "run")
+        last = result.records[-1]
+        scores = last.scores.values()
+        held = sum(s.accuracy * s.records for s in scores) / sum(s.records for s in scores)
+        return {
+            "test": last.accuracy,
+            "held_out": held,
+            "psi": last.metrics.get("psi"),
+            "worst": min(s.accuracy for s in scores),
+            "epsilon": max(last.epsilon.values()),
+            "epsilon_alone": max(last.epsilon_alone.values(), default=None),
+            "bytes_up": result.summary["bytes_up"],
+            "seconds": result.summary["seconds"],
+        }
+
+
+class Results:
+    """Outcomes by name, on the disk as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found = json.loads(path.read_text()) if path.exists() else {}
+
+    def of(self, name: str, chosen: fedpact.Plan) -> dict[str, Any]:
+        """Return a run's outcome: the stored one, or that of carrying it out."""
+        if name not in self.found:
+            self.found[name] = outcome(chosen)
+            self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+            print(name, {k: self.found[name][k] for k in ("held_out", "epsilon")}, flush=True)
+        return self.found[name]
+
+
+def main(model: str, seeds: int) -> None:
+    """Choose η, carry out the table's runs, and print it."""
+    results = Results(HERE / f"results-{model}.json")
+    for epsilon in (1.0, 2.0):
+        for noise in NOISES:
+            tried = {
+                rate: results.of(
+                    f"choice {noise} {epsilon} {rate}",
+                    plan(model, noise, epsilon, "two labels", rate, CHOICE_SEED),
+                )["held_out"]
+                for rate in RATES[model]
+            }
+            rate = max(tried, key=lambda one: tried[one])
+            for partition in PARTITIONS:
+                runs = [
+                    results.of(
+                        f"{noise} {epsilon} {partition} {seed}",
+                        plan(model, noise, epsilon, partition, rate, seed),
+                    )
+                    for seed in range(seeds)
+                ]
+                test = [100 * run["test"] for run in runs]
+                spread = statistics.stdev(test) if seeds > 1 else 0.0
+                alone = runs[0]["epsilon_alone"]
+                beside = "" if alone is None else f" (alone {alone:.3g})"
+                mean = statistics.fmean(test)
+                print(
+                    f"| {partition} | {epsilon:g}{beside} | {noise} | {rate:g} | "
+                    f"{mean:.2f} ± {spread:.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3)

@@ -1,0 +1,235 @@
+"""Shares of noise and what they stand on, summed: whole numbers modulo 2^b, packed into b bits.
+
+Where sites share noise out, a site sends its noisy sum e_i as the oracle rounded it: whole numbers
+on one grid. Nothing is rounded again, so the opened sum is that of the shares, whose law is in
+theory.shares. Its mean is S unit / Σ q_i N_i, and each record counts alike. With it the algorithm's
+own local part is carried out once, at the server: what comes out is what every site in the sum
+would have sent. b is as small as |Σ e_i| allows, which follows from public terms (`bits`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpact.algorithms import Summed
+from fedpact.engines.secure.ring import MASKED, Coding, Form, Layout, Weighing, Words
+from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
+from fedpact.messages import Local, Reply, State, Task
+from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
+from fedpact.plan import Plan
+from fedpact.privacy.batches import Batch, most_records
+from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.terms import Terms
+from fedpact.theory.shares import UNITS, check_added_delta
+
+_LEAST: Final = 16
+_MOST: Final = 32
+_CHANNEL: Final = "gradient"
+_AT_A_TIME: Final = 2**16
+
+Step = Callable[[Task, Oracle, State], Local]
+"""An algorithm's local part."""
+
+
+def bits(terms: Mapping[str, Terms]) -> int:
+    """Return b, from 16 to 32: the sum of all sites' shares wraps less than once in 10^31 rounds.
+
+    A site's sum is at most M C long, M the most records that it is reckoned with; the shares' noise
+    is at most 12 of its deviations, and rounding half a unit each. What wraps costs utility, never
+    privacy. Raises PlanError: 32 bits do not hold it.
+    """
+    longest = sum(most_records(t.batch_size) * t.clip / t.unit for t in terms.values())
+    reach = 1.001 * longest + 12 * UNITS * math.sqrt(len(terms)) + len(terms)
+    needed = math.ceil(math.log2(2 * reach + 1))
+    if needed > _MOST:
+        raise PlanError(
+            f"a sum of {len(terms)} sites has up to {reach:.3g} units of its grid, which takes "
+            f"{needed} bits: expected at most {_MOST}; use smaller batches or more noise"
+        )
+    return max(_LEAST, needed)
+
+
+def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None:
+    """Raise InputError of some kind unless shared noise holds what the plan says of it.
+
+    dimension: d. Nothing is checked where each site's noise is its own.
+    """
+    if plan.privacy.honest:
+        bits(terms)
+        for one in terms.values():
+            sums = float(dimension) * one.steps
+            check_added_delta(one.budget.epsilon, len(terms), sums)
+
+
+def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
+    """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
+    if plan.privacy.honest:
+        return SharedSum(terms, plan.method.summed, plan.method.local)
+    return Weighing(sum(sizes.values()), plan.method.summed, len(sizes))
+
+
+@dataclass(frozen=True)
+class SharedSum:
+    """See ring.Coding. terms: of all sites. step: the algorithm's local part."""
+
+    terms: Mapping[str, Terms]
+    summed: Summed
+    step: Step
+
+    @property
+    def _bits(self) -> int:
+        return bits(self.terms)
+
+    def encode(self, reply: Reply) -> Words:
+        """See Coding. Raises DataError: no whole numbers of a share."""
+        share = reply.vectors.get(_CHANNEL)
+        if share is None or share.dtype != torch.int64 or len(reply.vectors) != 1:
+            raise DataError(f"a reply of {reply.site} has {[*reply.vectors]}: expected a share")
+        return share.numpy().astype(np.uint32)
+
+    def check(self, reply: Reply) -> None:
+        """See Coding. The divisor is the site's declared q N."""
+        if reply.site not in self.terms:
+            raise InputError(f"{reply.site} is no site of this run")
+
+    def masked(self, reply: Reply, words: Words) -> Reply:
+        """See Coding."""
+        vector = torch.from_numpy(pack(words, self._bits))
+        public = {n: v for n, v in reply.numbers.items() if n in self.summed.public}
+        return replace(reply, vectors={MASKED: vector}, numbers=public)
+
+    def words(self, masked: Reply) -> Words:
+        """See Coding."""
+        return unpack(masked.vectors[MASKED].numpy(), self._bits)
+
+    def layout(self, form: Form) -> Layout:
+        """See Coding."""
+        # The model, or its gradient: both are [d].
+        shape, _ = next(iter(form.vectors.values()))
+        return Layout({_CHANNEL: (shape, torch.int64)}, ())
+
+    def form(self, layout: Layout) -> Form:
+        """See Coding."""
+        size = torch.Size([-(-layout.length * self._bits // 8)])
+        return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
+
+    def mean(
+        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+    ) -> tuple[State, float]:
+        """See Coding."""
+        width, some = self._bits, next(iter(self.terms.values()))
+        if len(total) != layout.length:
+            raise InputError(f"a sum of {len(total)} words: expected {layout.length}")
+        whole = centred(total, width)
+        records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
+        gradient = torch.from_numpy(whole * (some.unit / records))
+        w = next(iter(task.vectors.values()))
+        told = self.step(task, _OfSum(gradient.to(w.dtype), records), State())
+        numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
+        return State(told.vectors, numbers), some.unit * len(replies) / records
+
+
+class _OfSum:
+    """An oracle whose one batch is all sites' together: its gradient [d] is what they opened."""
+
+    noise_variance = 0.0
+    steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(self, gradient: Tensor, batch_size: float) -> None:
+        self._gradient, self.batch_size = gradient, batch_size
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """See Oracle."""
+        if (count, channels) != (1, (_CHANNEL,)):
+            raise PolicyRefused(f"{count} batches with {channels}: a sum has one gradient")
+        yield _SumBatch(self._gradient.clone())
+
+    def opening(self, *channels: str) -> Batch:
+        """See Oracle."""
+        raise PolicyRefused(f"an opening with {channels}: a sum has one gradient")
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """See Oracle."""
+        del w
+        raise PolicyRefused("exact numbers were asked for: a sum has one noisy gradient")
+
+
+class _SumBatch:
+    """See Batch."""
+
+    noise_variance = 0.0
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """See Batch: at the task's w, where all sites have taken it."""
+        del w
+        if not isinstance(weighting, Uniform):
+            raise PolicyRefused("records were to be weighted anew: a sum is what it is")
+        return self._gradient
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """See Batch."""
+        del w, anchor, bound
+        raise PolicyRefused("a difference was asked for: a sum has one gradient")
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        del w, bound
+        raise PolicyRefused("a loss was asked for: a sum has one gradient")
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """See Batch."""
+        del w, bound
+        raise PolicyRefused("a count was asked for: a sum has one gradient")
+
+
+def centred(words: Words, width: int) -> NDArray[np.float64]:
+    """Return words modulo 2^b as numbers from -2^(b-1) on, below 2^(b-1).
+
+    >>> centred(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
+    [1.0, -1.0, -32768.0, 0.0]
+    """
+    low = words.astype(np.int64) & (2**width - 1)
+    return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
+
+
+def pack(words: Words, width: int) -> NDArray[np.uint8]:
+    """Return the low `width` bits of each word, from 1 to 32, one behind the other.
+
+    >>> pack(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
+    [1, 0, 2, 0, 3, 0]
+    """
+    low = words.astype("<u4")
+    packed: list[NDArray[np.uint8]] = []
+    # Whole bytes at each cut, as their number is a multiple of 8.
+    for start in range(0, len(low), _AT_A_TIME):
+        some = low[start : start + _AT_A_TIME].view(np.uint8).reshape(-1, 4)
+        each = np.unpackbits(some, axis=1, count=width, bitorder="little")
+        packed.append(np.packbits(each.reshape(-1), bitorder="little"))
+    return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
+
+
+def unpack(packed: NDArray[np.uint8], width: int) -> Words:
+    """Return the words of which `pack` made this, modulo 2^width; width at least 8."""
+    count = 8 * len(packed) // width
+    found = np.zeros(count, dtype=np.uint32)
+    step = _AT_A_TIME * width // 8
+    for start in range(0, len(packed), step):
+        each = np.unpackbits(packed[start : start + step], bitorder="little")
+        some = len(each) // width
+        rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
+        whole = np.zeros((some, 4), np.uint8)
+        whole[:, : rows.shape[1]] = rows
+        at = start // step * _AT_A_TIME
+        found[at : at + some] = whole.view("<u4").reshape(-1)
+    return found

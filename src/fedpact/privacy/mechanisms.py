@@ -1,0 +1,105 @@
+"""The noise mechanisms: one entry of MECHANISMS each, which says what is clipped and what it costs.
+
+Every mechanism adds Gaussian noise of deviation σ_c times its channel's bound (C for the gradient),
+as this is what accountants bound and ledgers hold. What differs is what one record moves, which
+its entry has to state, and prove in the docstring of its batch. Whatever is incomplete is an error
+when this file is imported; docs/extending.md adds a mechanism.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from fedpact.errors import FedpactError, InputError, PlanError
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
+from fedpact.privacy.batches import PerSampleBatch
+
+__all__ = ["MECHANISMS", "Mechanism", "check_mechanisms", "mechanism_of", "sensitivity"]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How a batch's releases are clipped, and how far one record moves them. All is needed.
+
+    told: on a page, in full. kernel: what computes with the model; of a class that is not
+    PerSampleKernel's, it takes what sums the model's gradients as `plain`. batch: answers, by a
+    method for each channel. sensitivities: channel -> how far one record, added or removed, moves
+    what is released before noise, > 0, in units of the channel's bound. summed: whether a gradient
+    is the sum of what each record adds, clipped by itself, over the expected batch size; so records
+    can have weights. Else it is one vector of the batch's, at most C long.
+    """
+
+    told: str
+    kernel: type[PerSampleKernel] | type[BatchClippedKernel]
+    batch: type[PerSampleBatch] | type[BatchClippedBatch]
+    sensitivities: Mapping[str, float]
+    summed: bool
+
+
+MECHANISMS: Final[dict[str, Mechanism]] = {
+    "per_sample": Mechanism(
+        told="Each record's part of a sum is clipped to its bound (a gradient to C), the sum over "
+        "a Poisson batch gets Gaussian noise and is divided by the expected batch size. One record "
+        "moves a sum by at most its bound.",
+        kernel=PerSampleKernel,
+        batch=PerSampleBatch,
+        sensitivities={"gradient": 1.0, "difference": 1.0, "loss": 1.0, "below": 1.0},
+        summed=True,
+    ),
+    "batch_clipped": Mechanism(
+        told="The mean gradient of a Poisson batch is clipped to C as a whole and gets Gaussian "
+        "noise. One record can turn it round: it moves by at most 2C, so σ counts half.",
+        kernel=BatchClippedKernel,
+        batch=BatchClippedBatch,
+        sensitivities={"gradient": 2.0, "loss": 1.0, "below": 1.0},
+        summed=False,
+    ),
+}
+"""privacy.mode -> what it is; "none", which protects nothing, is no mechanism."""
+
+
+def mechanism_of(name: str) -> Mechanism:
+    """Return an entry of MECHANISMS. Raises InputError: another name."""
+    if name not in MECHANISMS:
+        raise InputError(f"mechanism is {name!r}: expected one of {', '.join(MECHANISMS)}")
+    return MECHANISMS[name]
+
+
+def sensitivity(mechanism: str, channel: str) -> float:
+    """Return how far one record, added or removed, moves a channel's release before noise.
+
+    In units of the channel's bound (C for the gradient), to which its sigma is relative too; so
+    sigma over this is its noise multiplier. Raises PlanError: a channel without a known one.
+    InputError: no mechanism of that name.
+    """
+    known = mechanism_of(mechanism).sensitivities
+    if channel not in known:
+        raise PlanError(
+            f"channel {channel!r} has no known sensitivity under privacy.mode = {mechanism!r}: "
+            f"expected one of {', '.join(known)}; use another mode"
+        )
+    return known[channel]
+
+
+def check_mechanisms(mechanisms: Mapping[str, Mechanism]) -> None:
+    """Raise FedpactError: an entry that leaves open what a run, a page or an accountant needs."""
+    for name, entry in mechanisms.items():
+        odd = [c for c, s in entry.sensitivities.items() if not (0 < s < math.inf)]
+        unanswered = [c for c in entry.sensitivities if not callable(getattr(entry.batch, c, None))]
+        if (
+            not (name.isidentifier() and name != "none" and entry.told.strip())
+            or "gradient" not in entry.sensitivities
+            or odd
+            or unanswered
+        ):
+            raise FedpactError(
+                f"mechanism {name!r} is incomplete: expected a name that is not 'none', what a "
+                "page tells of it, and for the channel 'gradient', and each other one that its "
+                f"batch answers, a sensitivity > 0; it has {dict(entry.sensitivities)}, and its "
+                f"batch has no method for {unanswered}"
+            )
+
+
+check_mechanisms(MECHANISMS)

@@ -1,0 +1,84 @@
+"""Noise for a sum: what rounded Gaussian shares of several sites are worth together.
+
+Each site adds a share of noise to its part of a sum, on a grid, and only the sum is opened:
+
+    e_i = floor(a_i + ν z_i + 1/2),   z_i ~ N(0, I_d),   a_i in units of the grid
+
+With h shares that nobody else knows, Σ e_i is as good as a Gaussian of deviation ν sqrt(h): for
+α = 1.28 exp(-π² ν²/2) and every integer n
+
+    |P(Σ e_i = n) - Q(n)| <= (1 + α)^h - 1 + α,   Q the law of floor(a + ν sqrt(h) Z + Σ U + 1/2)
+
+with Z normal and h - 1 numbers U, uniform on [-1/2, 1/2]: post-processing of a Gaussian mechanism,
+wherever the a_i lie and however coarse the grid. docs/noise-for-the-sum.md has the proof. What the
+two laws differ by is added to δ: `added_delta`, which UNITS keeps below ADDED_DELTA.
+"""
+
+import math
+from typing import Final
+
+from fedpact.check import count as at_least_one
+from fedpact.check import positive
+from fedpact.errors import InputError
+from fedpact.theory.accounting import History, SampledGaussian
+
+UNITS: Final = 4.0
+"""ν, a share's deviation in units of the grid: rounding adds 1/(12 ν²) = 0.5 % to its variance."""
+
+ADDED_DELTA: Final = 1e-15
+"""What is taken off a budget's δ for the difference of the laws."""
+
+_TAIL: Final = 40.0
+"""Beyond so many deviations a normal law has less than 1e-340."""
+
+
+def distance(units: float, shares: int) -> float:
+    """Return how far the probability of a value may be off: (1 + α)^h - 1 + α.
+
+    units: ν >= 1/2 of each share. shares: h >= 1. Raises InputError.
+    """
+    if not units >= 0.5:
+        raise InputError(f"units is {units!r}: expected a number >= 0.5, in units of the grid")
+    alpha = 1.28 * math.exp(-0.5 * (math.pi * units) ** 2)
+    return math.expm1(at_least_one(shares=shares) * math.log1p(alpha)) + alpha
+
+
+def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -> float:
+    """Return by how much δ grows at this ε where sums of so many coordinates are opened in all.
+
+    coordinates: d times the number of sums. It is (1 + e^ε) times the laws' distance in total
+    variation, over all values but those in the tails. Raises InputError.
+    """
+    values = 2 * _TAIL * units * math.sqrt(shares) + 2 * shares + 2
+    total = positive(coordinates=coordinates) * values * distance(units, shares) / 2
+    # Beyond ε = 700 no sum is short enough, and floats end.
+    return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
+
+
+def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
+    """Raise InputError where the shares' laws would cost more than ADDED_DELTA."""
+    cost = added_delta(epsilon, UNITS, shares, coordinates)
+    if not cost <= ADDED_DELTA:
+        raise InputError(
+            f'trust = "sum" over {coordinates:g} coordinates of {shares} shares at ε = '
+            f"{epsilon:g} costs δ = {cost:.3g}: expected at most {ADDED_DELTA:g}; lower ε, or "
+            "train fewer rounds"
+        )
+
+
+def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
+    """Return what is left of an event if no other share is noise: a site's own of h of them.
+
+    event: with the noise of h = `honest` shares, >= 1.
+    """
+    # Rounded down: less noise costs more.
+    return SampledGaussian(event.q, event.sigma / math.sqrt(honest) * (1 - 2.0**-50))
+
+
+def all_alone(events: History, honest: int) -> History:
+    """Return `alone` of each event, with its number."""
+    found = dict[SampledGaussian, int]()
+    for event, number in events.items():
+        own = alone(event, honest)
+        found[own] = found.get(own, 0) + number
+    return found

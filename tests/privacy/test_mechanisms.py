@@ -1,0 +1,126 @@
+"""Every noise mechanism of the table is held to what it states, and an incomplete one is found."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedpact.draws.seeded import SeededDraws
+from fedpact.errors import FedpactError, InputError, PlanError
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy import reach
+from fedpact.privacy.mechanisms import MECHANISMS, check_mechanisms, sensitivity
+from fedpact.privacy.oracle import PrivateOracle, Records, Terms
+from fedpact.theory.accounting import Budget
+
+CLIP = 0.7
+BOUND = 1.5
+FEATURES = 2
+
+
+def half_square(output: Tensor, y: Tensor) -> Tensor:
+    return (output[:, 0] - y).square() / 2
+
+
+def terms(name: str) -> Terms:
+    # Expected batches of one record: nothing is divided, so a release is its sum.
+    sigmas = dict.fromkeys(MECHANISMS[name].sensitivities, 0.0)
+    return Terms("a", 1.0, 1.0, CLIP, sigmas, 10, Budget(2.0, 1e-5), "best", name)
+
+
+@cache
+def kernel(name: str) -> Any:
+    model = FlatModel(nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64))
+    return MECHANISMS[name].kernel(model, half_square)
+
+
+def released(name: str, held: Records, channel: str) -> Tensor:
+    """A channel's release without noise, over all records."""
+    oracle = PrivateOracle(held, kernel(name), terms(name), SeededDraws(0), lambda *_: None)
+    batch: Any = next(oracle.batches(1, channel))
+    w = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    arguments = {"gradient": (), "difference": (2 * w, BOUND)}.get(channel, (BOUND,))
+    return torch.as_tensor(getattr(batch, channel)(w, *arguments), dtype=torch.float64)
+
+
+def bound_of(channel: str) -> float:
+    return {"gradient": CLIP, "below": 0.5}.get(channel, BOUND)
+
+
+STATED = [(name, channel) for name, m in MECHANISMS.items() for channel in m.sensitivities]
+
+
+@pytest.mark.parametrize(("name", "channel"), STATED)
+def test_one_record_moves_a_release_by_what_is_stated(name, channel):
+    """Small, large and broken records, beside none to five others."""
+    generator = torch.Generator().manual_seed(0)
+    farthest = 0.0
+    for trial in range(60):
+        x = torch.randn(1 + trial % 6, FEATURES, generator=generator).double()
+        x *= 10.0 ** ((trial % 9) - 4)
+        x[-1] *= 10.0 ** (trial % 5)
+        if trial % 11 == 0:
+            x[-1] = torch.inf
+        y = torch.randn(len(x), generator=generator).double()
+        more, less = (released(name, Records(x[:n], y[:n]), channel) for n in (len(x), len(x) - 1))
+        farthest = max(farthest, float((more - less).norm()))
+    stated = sensitivity(name, channel) * bound_of(channel)
+    assert 0 < farthest <= stated * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_gradient_is_no_longer_than_the_server_expects(name):
+    """What is no sum is at most C long, of however many records; reach reckons with it."""
+    for count in (1, 2, 9):
+        x, y = torch.full((count, FEATURES), 50.0).double(), torch.zeros(count).double()
+        length = float(released(name, Records(x, y), "gradient").norm())
+        assert length <= (count if MECHANISMS[name].summed else 1) * CLIP * (1 + 1e-9)
+    assert reach.gradient(terms(name)).clipped >= CLIP
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_plan_a_page_and_an_accountant_take_it_by_name(name):
+    agreed = Plan.parse({"privacy": {"mode": name}}).terms({"a": 500.0})["a"]
+    assert agreed.mechanism == name
+    sigma = agreed.sigmas["gradient"]
+    assert agreed.multipliers["gradient"] == sigma / sensitivity(name, "gradient")
+
+
+def test_an_unknown_name_or_channel_is_refused_everywhere():
+    with pytest.raises(PlanError, match="'per_smaple' is no mode of privacy"):
+        Plan.parse({"privacy": {"mode": "per_smaple"}})
+    with pytest.raises(InputError, match="mechanism is 'per_smaple'"):
+        dataclasses.replace(terms("per_sample"), mechanism="per_smaple")
+    for name in MECHANISMS:
+        with pytest.raises(PlanError, match="'size' has no known sensitivity"):
+            sensitivity(name, "size")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"told": " "},
+        {"sensitivities": {}},
+        {"sensitivities": {"loss": 1.0}},
+        {"sensitivities": {"gradient": 0.0}},
+        {"sensitivities": {"gradient": float("nan")}},
+        {"sensitivities": {"gradient": float("inf")}},
+        {"sensitivities": {"gradient": 1.0, "median": 1.0}},
+    ],
+    ids=str,
+)
+def test_an_incomplete_mechanism_is_an_error(broken):
+    entry = dataclasses.replace(MECHANISMS["per_sample"], **broken)
+    with pytest.raises(FedpactError, match="mechanism 'new' is incomplete"):
+        check_mechanisms({**MECHANISMS, "new": entry})
+
+
+def test_none_is_the_name_of_no_mechanism_and_all_is_asked_for():
+    with pytest.raises(FedpactError, match="'none'"):
+        check_mechanisms({"none": MECHANISMS["per_sample"]})
+    for field in dataclasses.fields(MECHANISMS["per_sample"]):
+        assert field.default is dataclasses.MISSING

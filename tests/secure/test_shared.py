@@ -1,0 +1,343 @@
+"""Noise for the sum: shares on one grid, summed modulo 2^b, and nothing else of a site is seen.
+
+References are Gaussian laws by scipy and sums of whole numbers; docs/noise-for-the-sum.md.
+"""
+
+import importlib.util
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+
+from fedpact import algorithms
+from fedpact.algorithms import Summed
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import SeededDraws
+from fedpact.engines.secure import shared
+from fedpact.engines.secure.ring import MASKED, Form
+from fedpact.engines.simulation import simulate
+from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
+from fedpact.ledger.receipt import receipt
+from fedpact.messages import Reply, State, Task
+from fedpact.plan import Plan
+from fedpact.theory.shares import UNITS
+
+SUM = {
+    "sites": 5,
+    "rounds": 4,
+    "sampling_rate": 0.2,
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 3},
+    "run": {"workers": 1},
+}
+
+
+def plan_of(**tables):
+    return Plan.parse({**SUM, **tables})
+
+
+def terms_of(plan, count=5, size=200.0):
+    return plan.terms({f"site-{i:02d}": size + i for i in range(count)})
+
+
+@pytest.mark.parametrize("width", range(8, 33))
+def test_packed_words_come_back(width):
+    generator = np.random.default_rng(width)
+    for length in (1, 7, 8, 650, 2**16 + 3):
+        words = generator.integers(0, 2**64, length, dtype=np.uint64, endpoint=False)
+        packed = shared.pack(words, width)
+        assert len(packed) == -(-length * width // 8)
+        back = shared.unpack(packed, width)[:length]
+        assert (back == words & np.uint64(2**width - 1)).all()
+
+
+def test_signs_come_back():
+    for width in (16, 19, 32):
+        whole = np.array([0, 1, -1, 2 ** (width - 1) - 1, -(2 ** (width - 1))])
+        assert shared.centred(whole.astype(np.uint64), width).tolist() == whole.tolist()
+
+
+@pytest.fixture
+def session(party):
+    """A federation of five with t = 4, and a share of each."""
+    mine = party(5, 4)
+    terms = terms_of(plan_of())
+    coding = shared.SharedSum(terms, Summed(), plan_of().method.local)
+    generator = torch.Generator().manual_seed(1)
+    for site, masker in mine.maskers.items():
+        masker._coding = coding
+        whole = torch.randint(-300, 300, (mine.length,), generator=generator)
+        mine.replies[site] = Reply("run", 1, site, terms[site].size, {"gradient": whole}, {})
+    mine.coding = coding
+    return mine
+
+
+@pytest.mark.parametrize("gone", [None, "site-01", "site-04"])
+def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
+    """With one of two local parts that fedavg's clients have: w - η Σ e unit / Σ q N."""
+    tried = session.session()
+    tried.coding = session.coding
+    masked = session.up_to(tried, "unmask", {gone: "masked"} if gone else {})
+    there = [site for site in session.sites if site != gone]
+    total = sum(session.replies[site].vectors["gradient"] for site in there)
+    width = shared.bits(session.coding.terms)
+    assert shared.centred(tried.total(), width).tolist() == total.tolist()
+    layout = session.coding.layout(Form.of(session.task.vectors, ()))
+    form = session.coding.form(layout)
+    for reply in masked.values():
+        assert [*reply.vectors] == [MASKED]
+        assert reply.vectors[MASKED].shape == form.vectors[MASKED][0]
+        assert reply.numbers == {}
+    mean, _ = session.coding.mean(session.task, tried.replies, tried.total(), layout)
+    terms = session.coding.terms
+    records = sum(terms[site].rate * terms[site].size for site in there)
+    step = 0.5 * total.double() * terms["site-00"].unit / records
+    assert torch.allclose(mean.vectors["w"], session.task.vectors["w"] - step, rtol=1e-12)
+
+
+def test_a_masked_share_is_spread_evenly(session):
+    """Of 40 words the low 16 bits; an unmasked one has 11 of them equal to its sign."""
+    tried = session.session()
+    tried.coding = session.coding
+    masked = session.up_to(tried, "masked")
+    words = np.concatenate([session.coding.words(m) for m in masked.values()])
+    # 200 words: each of the top bits is set in half of them, but once in 10^9 (8.5 deviations).
+    for bit in range(8, 16):
+        share = float(((words >> np.uint64(bit)) & np.uint64(1)).mean())
+        assert abs(share - 0.5) < 8.5 * 0.5 / math.sqrt(len(words))
+
+
+def test_what_is_no_share_is_not_sent(session):
+    for vectors in ({"gradient": torch.zeros(3)}, {"w": torch.zeros(3).long()}, {}):
+        with pytest.raises(DataError, match="expected a share"):
+            session.coding.encode(Reply("run", 1, "site-00", 1.0, vectors, {}))
+    with pytest.raises(InputError, match="no site of this run"):
+        session.coding.check(Reply("run", 1, "stranger", 1.0, {}, {}))
+
+
+class Fixed:
+    """Draws of one kind, of `count` sites and as many requests as asked for."""
+
+    def __init__(self, kind, site):
+        self._kind, self._site, self._own = kind, site, SecureDraws()
+
+    def share(self, total, unit, units, request):
+        draws = self._own if self._kind == "secure" else SeededDraws(3, self._site, request)
+        return draws.share(total, unit, units, 0, "gradient")
+
+
+COORDINATES, REQUESTS = 2000, 10
+# Of a right law beyond it once in 10^9.
+CELLS = np.arange(-4, 5)
+
+
+def surprise(values, exact):
+    """χ² over the values of CELLS, and whatever is beyond."""
+    counts = np.array([(values == n).sum() for n in CELLS], dtype=float)
+    counts = np.append(counts, len(values) - counts.sum())
+    expected = np.append(exact, 1 - exact.sum()) * len(values)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def law(place, units, honest):
+    """The probabilities of floor(a + ν sqrt(h) Z + U_1 + ... + U_h) at CELLS, by Fourier."""
+    t = np.linspace(-30, 30, 60001)
+    wave = np.exp(-((units * t) ** 2) * honest / 2) * np.sinc(t / (2 * np.pi)) ** honest
+    return np.array([np.trapezoid(wave * np.cos(t * (place - n)), t) / (2 * np.pi) for n in CELLS])
+
+
+@pytest.mark.parametrize("kind", ["secure", "seeded"])
+@pytest.mark.parametrize("units", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("honest", [3, 7])
+def test_opened_sums_have_the_law_that_is_accounted_for(kind, units, honest):
+    """A right one is turned down once in 10^9; half the noise, one seed for two sites, no noise of
+    one of three are found in each of the cases that follow."""
+    limit = float(chi2.ppf(1 - 1e-9, len(CELLS)))
+    places = np.linspace(-0.4, 0.7, honest)
+    sites = [Fixed(kind, f"site-{i}") for i in range(honest)]
+
+    def opened(sites, units=units):
+        return np.concatenate(
+            [
+                sum(
+                    site.share(torch.full((COORDINATES,), place * 0.25), 0.25, units, request)
+                    for site, place in zip(sites, places, strict=True)
+                ).numpy()
+                for request in range(REQUESTS)
+            ]
+        )
+
+    exact = law(places.sum(), units, honest)
+    assert surprise(opened(sites), exact) < limit
+    assert surprise(opened(sites, units / 2), exact) > limit
+    if kind == "seeded":
+        assert surprise(opened([sites[0]] * honest), exact) > limit
+
+
+@pytest.mark.parametrize("survivors", [4, 5, 6, 7])
+def test_the_opened_sums_variance_for_each_number_of_survivors(survivors):
+    """ν² + 1/12 of each: every site draws a share of its own. Off by 6.1 deviations once in 10^9;
+    a share more or less is off by 20."""
+    count = 20000
+    total = sum(
+        Fixed("seeded", f"s{i}").share(torch.zeros(count), 1.0, UNITS, 0) for i in range(survivors)
+    )
+    expected = survivors * (UNITS**2 + 1 / 12)
+    found = float(total.double().square().mean())
+    assert abs(found / expected - 1) < 6.1 * math.sqrt(2 / count)
+
+
+def test_the_ring_holds_the_largest_sum_and_no_bit_more():
+    terms = terms_of(plan_of())
+    width = shared.bits(terms)
+    most = sum(1.001 * shared.most_records(t.batch_size) * t.clip / t.unit for t in terms.values())
+    assert 16 <= width <= 32
+    assert most + 12 * UNITS * math.sqrt(5) < 2 ** (width - 1)
+    large = terms_of(plan_of(sampling_rate=1.0), size=3e5)
+    assert shared.bits(large) > width
+    most = sum(shared.most_records(t.batch_size) * t.clip / t.unit for t in large.values())
+    assert most > 2 ** (shared.bits(large) - 2)
+    with pytest.raises(PlanError, match="expected at most 32"):
+        shared.bits(terms_of(plan_of(sampling_rate=1.0, rounds=1), size=1e9))
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({"secure_aggregation": {"threshold": 0}}, "sees sums only"),
+        ({"settings": {"local_steps": 2}}, "own noisy ones"),
+        ({"algorithm": "fedprox", "settings": {"local_steps": 1}}, "steps and memory"),
+        ({"algorithm": "scaffold", "settings": {"local_steps": 1}}, "steps and memory"),
+        ({"algorithm": "fedfdp"}, "steps and memory"),
+        ({"fairness": {"weight": 0.1}}, "loss bound"),
+        ({"privacy": {"trust": "sum"}}, "honest >= 1"),
+        ({"privacy": {"honest": 2}}, 'trust = "own"'),
+        ({"privacy": {"trust": "sum", "honest": 3, "sizes": "noisy"}}, "sizes"),
+        ({"privacy": {"trust": "sum", "honest": 3, "mode": "batch_clipped"}}, "per_sample"),
+        ({"privacy": {"trust": "sum", "honest": 3, "sigma": [1.0] * 5}}, "one for all"),
+        ({"robust": {"rule": "median"}}, "robust"),
+        ({"compression": {"kind": "topk"}}, "compression"),
+    ],
+)
+def test_what_shared_noise_does_not_go_with_is_refused_with_the_reason(tables, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.parse({**SUM, **tables})
+
+
+@pytest.mark.parametrize(("threshold", "honest"), [(4, 4), (4, 1), (3, 2), (5, 5)])
+def test_more_honest_sites_than_a_sum_is_sure_to_have_are_refused(threshold, honest):
+    plan = plan_of(
+        secure_aggregation={"threshold": threshold}, privacy={"trust": "sum", "honest": honest}
+    )
+    with pytest.raises(PlanError, match=f"privacy.honest = {honest} with 5 sites"):
+        terms_of(plan)
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_the_step_of_the_mean_is_the_mean_of_the_steps(name):
+    """What an algorithm says by `needs_own_noise`: its local part is one gradient at the task's w
+    that enters what it sends linearly, and it remembers nothing."""
+    settings = algorithms.load(name).Settings()
+    method = Plan.parse({"algorithm": name, "privacy": {"mode": "none"}}).method
+    if method.needs_own_noise:
+        assert "needs_own_noise" not in vars(type(settings)) or settings.needs_own_noise
+        return
+    state = method.init(torch.randn(6, dtype=torch.float64))
+    told = method.task(state)
+    task = Task("run", 1, name, told.vectors, told.numbers)
+    gradients = torch.randn(3, 6, dtype=torch.float64)
+    made = [method.local(task, shared._OfSum(g, 1.0), State()) for g in gradients]
+    one = method.local(task, shared._OfSum(gradients.mean(0), 1.0), State())
+    assert not one.memory.vectors
+    assert not one.memory.numbers
+    for vector, found in one.vectors.items():
+        mean = torch.stack([each.vectors[vector] for each in made]).mean(0)
+        assert torch.allclose(found, mean, rtol=1e-12)
+
+
+def test_a_sum_answers_one_gradient_and_nothing_else():
+    oracle = shared._OfSum(torch.zeros(3), 10.0)
+    w = torch.zeros(3)
+    for asked in (
+        lambda: next(oracle.batches(2, "gradient")),
+        lambda: next(oracle.batches(1, "gradient", "loss")),
+        lambda: oracle.opening("gradient"),
+        lambda: oracle.unprotected(w),
+        lambda: next(oracle.batches(1, "gradient")).loss(w, 1.0),
+        lambda: next(oracle.batches(1, "gradient")).below(w, 1.0),
+        lambda: next(oracle.batches(1, "gradient")).difference(w, w, 1.0),
+    ):
+        with pytest.raises(PolicyRefused):
+            asked()
+
+
+def weights(result):
+    return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+
+
+def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
+    """Its noise is that of h shares where all K come: sqrt(K/h) of what is accounted for."""
+    plan = plan_of(algorithm="ldp_fedsgd", settings={"learning_rate": 1e-9})
+    result = simulate(plan, tmp_path / "run")
+    said = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    own = said["sites"]["site-00"]
+    assert own["sigmas"]["gradient"] * math.sqrt(3) == pytest.approx(own["sigma_joint"], rel=1e-12)
+    assert said["honest"] == own["honest"] == 3
+    assert own["epsilon_alone"] > 1.5 * own["epsilon"]
+    assert "3 other sites add their share" in " ".join(said["covers"])
+    last = result.records[-1]
+    assert max(last.epsilon.values()) <= 2.0
+    assert max(last.epsilon_alone.values()) <= own["epsilon_alone"] * (1 + 1e-9)
+    spent = receipt(tmp_path / "run" / "sites" / "site-00" / "ledger.jsonl")
+    run = next(iter(spent["runs"].values()))
+    assert run["honest"] == 3
+    assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
+    assert run["epsilon_alone_spent"] <= run["epsilon_alone_reserved"] == own["epsilon_alone"]
+    assert run["epsilon_alone_spent"] > run["epsilon_spent"]
+    assert spent["epsilon_alone_reserved"] == run["epsilon_alone_reserved"]
+    # On the wire a coordinate of a masked reply has 16 bits in place of 64.
+    plain = simulate(Plan.parse({**SUM, "privacy": {}}), tmp_path / "plain")
+    assert result.summary["bytes_up"] < 0.6 * plain.summary["bytes_up"]
+
+
+def test_threads_ray_and_stacked_sites_sum_the_same_shares(tmp_path):
+    """To rounding: seated sites share a product, so a sum near a half may round otherwise."""
+    whole = simulate(plan_of(), tmp_path / "one")
+    assert torch.equal(
+        weights(whole), weights(simulate(plan_of(run={"workers": 2}), tmp_path / "two"))
+    )
+    if importlib.util.find_spec("greenlet"):
+        seated = simulate(plan_of(run={"workers": 1, "stacked": 5}), tmp_path / "stacked")
+        assert float((weights(whole) - weights(seated)).abs().max()) < 0.05
+
+
+def test_a_policy_allows_the_assumption_only_if_its_owner_wrote_it(tmp_path):
+    base = """
+algorithms = ["fedavg"]
+releases = ["gradient"]
+epsilon_per_run = 2.0
+delta_per_run = 1e-5
+epsilon_ever = 2.0
+delta_ever = 1e-5
+smallest_sigma = 0.1
+"""
+    allowed = "honest = {}\nepsilon_alone_per_run = {}\nepsilon_alone_ever = {}\n"
+    path = tmp_path / "policy.toml"
+    plan = plan_of(policy=str(path))
+    for text, why in (
+        ("", "honest = 3"),
+        (allowed.format(2, 99.0, 99.0), "site's policy has honest = 2"),
+        (allowed.format(3, 2.5, 99.0), "epsilon_alone_per_run = 2.5"),
+        (allowed.format(3, 99.0, 2.5), "epsilon_alone_ever = 2.5"),
+        ("honest = 3\n", "all three or none"),
+    ):
+        path.write_text(base + text)
+        with pytest.raises((PolicyRefused, PlanError), match=why):
+            simulate(plan, tmp_path / "refused")
+    path.write_text(base + allowed.format(4, 99.0, 99.0))
+    assert simulate(plan, tmp_path / "run").summary["status"] == "finished"
