@@ -29,7 +29,7 @@ MODELS = {
     "logistic": ["model=logistic", "rounds=60", "sampling_rate=0.5"],
     "cnn": ["model=cnn", "rounds=150", "sampling_rate=0.05"],
 }
-RATES = {"logistic": (1.0, 2.0, 4.0, 8.0, 16.0), "cnn": (2.0, 4.0, 8.0, 16.0)}
+RATES = {"logistic": (1.0, 2.0, 4.0, 8.0), "cnn": (2.0, 4.0, 8.0, 16.0)}
 CHOICE_SEED = 100
 
 

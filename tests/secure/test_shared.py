@@ -23,8 +23,11 @@ from fedpact.engines.secure.ring import MASKED, Form
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
+from fedpact.ledger.remaining import remaining
 from fedpact.messages import Reply, State, Task
 from fedpact.plan import Plan
+from fedpact.report.page import write_report
+from fedpact.theory.accounting import Budget
 from fedpact.theory.shares import UNITS
 
 SUM = {
@@ -300,6 +303,14 @@ def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
     assert run["epsilon_alone_spent"] <= run["epsilon_alone_reserved"] == own["epsilon_alone"]
     assert run["epsilon_alone_spent"] > run["epsilon_spent"]
     assert spent["epsilon_alone_reserved"] == run["epsilon_alone_reserved"]
+    page = write_report(tmp_path / "run").read_text()
+    assert page.count("ε alone") >= 3
+    assert "3 sites in each opened sum" in page
+    with pytest.raises(InputError, match="noise of 3 sites together"):
+        path = tmp_path / "run" / "sites" / "site-00" / "ledger.jsonl"
+        remaining(path, Budget(8.0, 1e-4), joint=True)
+    left = remaining(path, Budget(8.0, 1e-4))
+    assert (left.honest, left.budget.epsilon) == (3, 6.0)
     # On the wire a coordinate of a masked reply has 16 bits in place of 64.
     plain = simulate(Plan.parse({**SUM, "privacy": {}}), tmp_path / "plain")
     assert result.summary["bytes_up"] < 0.6 * plain.summary["bytes_up"]

@@ -107,6 +107,7 @@ def _described(left: Remaining, joint: bool) -> dict[str, Any]:
         "runs": left.runs,
         "epsilon_reserved": left.epsilon_reserved,
         "delta_reserved": left.delta_reserved,
+        "honest": left.honest,
         "combined": "joint" if joint else "apart",
     }
 
@@ -171,9 +172,11 @@ def _covers(left: Remaining | None, joint: bool) -> str:
             f"the new run and every event that {site} reserved, as one sequence, if nothing of the "
             f"new run follows from what they released: {new}"
         )
+    rests = f", if {left.honest} sites of each sum are honest" if left.honest else ""
     return (
         f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
-        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}), it stays in the budget of them all"
+        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays in the budget of "
+        "them all"
     )
 
 

@@ -25,7 +25,8 @@ from fedpact.theory.accounting import ADJACENCY, Budget, History, SampledGaussia
 class Remaining:
     """What is left. budget: of the new run, together with `spent`, the events that share it.
 
-    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them.
+    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. honest: of how
+    many sites of each sum they need the noise, 0 for none.
     """
 
     site: str
@@ -34,18 +35,25 @@ class Remaining:
     delta_reserved: float
     budget: Budget
     spent: History
+    honest: int = 0
 
 
 def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     """Return what a ledger leaves of the budget `whole`, which all runs on its records share.
 
     Raises LedgerError: no ledger, or an altered one. BudgetExhausted: nothing is left. InputError:
-    joint, with a run whose events were chosen as it went.
+    joint, with a run whose events were chosen as it went, or whose noise was shared.
     """
     told = receipt(path)
     runs = told["runs"].values()
     epsilon = math.fsum(run["epsilon_reserved"] for run in runs)
     delta = math.fsum(run["delta"] for run in runs)
+    honest = max((run["honest"] for run in runs), default=0)
+    if joint and honest:
+        raise InputError(
+            f"--joint with ledger {path}: an earlier run has the noise of {honest} sites together, "
+            "and one sequence of its events and others' would rest on them; leave --joint out"
+        )
     if not math.isfinite(epsilon):
         raise BudgetExhausted(
             f"ledger {path} has a run that let exact numbers out: no ε bounds what is known of its "
@@ -60,7 +68,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
             f"{ADJACENCY}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for one more; "
             "raise the budget's ε and δ, both, or ask for --joint where all events were fixed"
         )
-    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {})
+    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, honest)
 
 
 def _rest(whole: float, spent: float) -> float:

@@ -115,6 +115,12 @@ def _caption(run: RunFolder, groups: Mapping[tuple[float, float], object], share
             f"The sites have {len(groups)} different budgets, so each is drawn as a share of its "
             "own. "
         )
+    if privacy.get("honest"):
+        alone = max(site.epsilon_alone for site in run.site_privacy.values())
+        guarantee += (
+            f"They need the noise of {privacy['honest']} honest sites in each sum; ε alone, "
+            f"against everybody together, is at most {upper(alone)}. "
+        )
     return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
 
 

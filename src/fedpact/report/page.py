@@ -79,6 +79,7 @@ def render(run: RunFolder) -> str:
         rates=rates(run),
         fair=_fair(run),
         sites=_site_rows(run),
+        honest=run.privacy.get("honest", 0) if run.private else 0,
         accountant=_accountant(run),
         budgets=_budgets(run),
         refusals=_refusals(run),
@@ -225,10 +226,12 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
         scores = ("–",) * 3
         if score:
             scores = (percent(score.accuracy), number(score.loss), number(score.records))
-        terms = ("–",) * 9
+        shared = bool(run.private and run.privacy.get("honest"))
+        terms = ("–",) * (9 + shared)
         if privacy:
             bounds = (
                 privacy.epsilon_spent,
+                *((privacy.epsilon_alone,) if shared else ()),
                 privacy.epsilon_allowed,
                 privacy.epsilon_reserved,
                 privacy.delta,
