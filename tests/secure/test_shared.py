@@ -306,8 +306,8 @@ def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
     page = write_report(tmp_path / "run").read_text()
     assert page.count("ε alone") >= 3
     assert "3 sites in each opened sum" in page
+    path = tmp_path / "run" / "sites" / "site-00" / "ledger.jsonl"
     with pytest.raises(InputError, match="noise of 3 sites together"):
-        path = tmp_path / "run" / "sites" / "site-00" / "ledger.jsonl"
         remaining(path, Budget(8.0, 1e-4), joint=True)
     left = remaining(path, Budget(8.0, 1e-4))
     assert (left.honest, left.budget.epsilon) == (3, 6.0)
