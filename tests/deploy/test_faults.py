@@ -5,6 +5,7 @@ slower and not wrong. When a party is killed is drawn by chance: what is asserte
 """
 
 import json
+import math
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from contextlib import suppress
 
 import dp_accounting
 import pytest
+from tests.deploy.grid import allow
 from tests.waiting import wait_for
 
 from fedpact.deploy import local
@@ -65,17 +67,25 @@ class Federation:
         assert all(map(self.runs, NAMES))
 
 
-def check_ledgers(directory, rounds, spare):
-    """Nobody is over budget, as our own reader has it and as another accountant counts anew."""
+def check_ledgers(directory, rounds, each):
+    """Nobody is over budget, as our own reader has it and as another accountant counts anew.
+
+    rounds: with those set aside. each: joint events of a round.
+    """
     for name in NAMES:
         path = directory / "sites" / name / "ledger.jsonl"
         run = next(iter(receipt(path)["runs"].values()))
         assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
         (event,) = run["events"]
-        assert event["spent"] <= event["reserved"] == 2 * (rounds + spare)
+        assert event["spent"] <= event["reserved"] == each * rounds
         events = charged(path)
         assert sum(events.values()) == event["spent"]
         assert recounted(events, run["delta"]) <= 2.0 * (1 + 1e-9)
+        if run["honest"]:
+            own = {(q, s / math.sqrt(run["honest"])): count for (q, s), count in events.items()}
+            alone = run["epsilon_alone_reserved"]
+            assert run["epsilon_alone_spent"] <= alone
+            assert recounted(own, run["delta"]) <= alone * (1 + 1e-9)
 
 
 def charged(path):
@@ -110,6 +120,9 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
     """
     budget = {"spare_rounds": spare}
     make(directory, {"patience": PATIENCE}, rounds=rounds, budget=budget, **plan)
+    if plan.get("privacy", {}).get("honest"):
+        allow(directory)
+    each = plan.get("settings", {}).get("local_steps", 2)
     seed = int.from_bytes(os.urandom(4))
     print("seed", seed)
     choose = random.Random(seed)
@@ -124,7 +137,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
         # Once more, after the end: the server finds that there is nothing left to do.
         federation.kill("server")
         federation.finish(rounds)
-        check_ledgers(directory, rounds, spare)
+        check_ledgers(directory, rounds + spare, each)
     finally:
         local.stop(directory)
         for path in directory.rglob("log.txt"):
@@ -145,3 +158,14 @@ def test_parties_are_killed_sixty_times_under_secure_aggregation(make, tmp_path)
     """A server that dies after it asked for a sum charges that round anew."""
     secure = {"secure_aggregation": {"threshold": 2}}
     survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **secure)
+
+
+@pytest.mark.slow
+def test_parties_are_killed_sixty_times_where_noise_is_shared(make, tmp_path):
+    """Both ε are counted anew, that of h = 2 shares and that of one alone."""
+    shared = {
+        "secure_aggregation": {"threshold": 3},
+        "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
+        "settings": {"local_steps": 1},
+    }
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **shared)
