@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.errors import DataError
-from fedpact.text import lower, upper
+from fedpact.text import guarded, lower, upper
 
 _WORDS = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
@@ -60,6 +60,8 @@ class Audit:
     adjacency: str
     accountant: str
     checks: tuple[AuditRow, ...]
+    honest: int = 0
+    epsilon_alone: float | None = None
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> "Audit | None":
@@ -74,6 +76,8 @@ class Audit:
                 adjacency=str(document["adjacency"]),
                 accountant=str(document["accountant"]),
                 checks=tuple(_check(raw) for raw in document["checks"]),
+                honest=int(document.get("honest", 0)),
+                epsilon_alone=document.get("epsilon_alone"),
             )
             # Taken here, so that a damaged file is found before anything is drawn.
             _ = [check.cells for check in audit.checks]
@@ -87,8 +91,9 @@ class Audit:
     @property
     def claim(self) -> str:
         """(ε, δ) as it was claimed, with adjacency and accountant."""
+        epsilon = guarded(self.epsilon, self.epsilon_alone, self.honest)
         return (
-            f"(ε, δ) = ({upper(self.epsilon)}, {upper(self.delta)}) of site {self.site} for one "
+            f"(ε, δ) = ({epsilon}, {upper(self.delta)}) of site {self.site} for one "
             f"record, {self.adjacency}; accountant {self.accountant}"
         )
 
