@@ -64,9 +64,9 @@ def terms_of(batch: int, rate: float = 1.0, sigma: float = SIGMA) -> Terms:
 class AtHand(Records):
     """A batch that lies there, as every peer's does; a run has to gather it first."""
 
-    def at(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
         """See Records. All of them."""
-        del chosen
+        del chosen, lent
         return self.x, self.y
 
 

@@ -1,5 +1,7 @@
 """The client shell: whose memory an algorithm sees, and how a refusal leaves the site."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def client(tmp_path, monkeypatch):
         monkeypatch.setattr(algorithms, "load", lambda name: algorithm)
         memory = tmp_path / "site" / "memory.safetensors"
         method = Method("counting", BaseSettings())
-        return Client("a", 10.0, method, lambda t, m, b: None, None, memory)
+        return Client("a", 10.0, method, lambda t, m, b: SimpleNamespace(shares={}), None, memory)
 
     return make
 

@@ -5,6 +5,7 @@ Sites refuse, return, and lose replies on the way. A site's memory is seen where
 
 import json
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Site:
     a: float
     b: Tensor
     seen: list[State] = field(default_factory=list)
+    shares = MappingProxyType({})
 
     def oracle(self, task, memory, bench):
         self.seen.append(memory)

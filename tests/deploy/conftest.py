@@ -56,6 +56,11 @@ def site_dir(deployment):
 def in_memory(monkeypatch):
     """Rounds in memory are over before the next look at who is there would be due."""
     monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def identity():
+    """Flower's messages ask for one, whichever test comes first."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 

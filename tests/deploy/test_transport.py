@@ -358,7 +358,7 @@ def test_all_lies_of_form_are_told_apart_one_by_one(federation):
     coordinator = Coordinator.of(run.directory / "server")
     admission, _ = coordinator.admission()
     task = from_bytes(nodes[0].heard[0])
-    form = expected_form(coordinator.federation.workshop(coordinator.plan), task)
+    form = expected_form(coordinator.workshop(), task)
     good = _reply(nodes[0], task)
     assert admission.fault("site-00", task, Reply(**good), form) is None
     for vectors in (

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from fedpact.errors import BudgetExhausted, InputError, LedgerError, PolicyRefused
+from fedpact.ledger import chain
 from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
@@ -540,8 +542,13 @@ def test_lines_taken_out_moved_or_repeated_are_noticed(path: Path) -> None:
             opened(path)
 
 
-def test_a_line_of_another_ledger_or_in_other_words_is_noticed(path: Path) -> None:
+def test_a_line_of_another_ledger_or_in_other_words_is_noticed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = written(path, 2, 1, 3)
+    # A minute later, so that no line of the other is one of this ledger's.
+    later = time.time() + 60
+    monkeypatch.setattr(chain.time, "time", lambda: later)
     other = written(path.with_name("other.jsonl"), 2, 1, 3)
     lines, others = content.splitlines(keepends=True), other.splitlines(keepends=True)
     # The same JSON with another blank, and a line that is sound in itself.
