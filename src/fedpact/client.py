@@ -5,13 +5,12 @@ turns a refusal into a code. What an algorithm remembers is pending until a late
 reply of that round was included; if it was not, it is dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
 from fedpact.files import understood, write_whole
@@ -80,7 +79,7 @@ class Client(Generic[Bench]):
                 _moved(self._device, task), oracle, _moved(self._device, memory)
             )
             if oracle.shares:
-                local = self._shared(local, oracle.shares)
+                local = self._shared(local, oracle)
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
@@ -97,7 +96,7 @@ class Client(Generic[Bench]):
             ledger_length=self.ledger.length if self.ledger else 0,
         )
 
-    def _shared(self, local: Local, shares: Mapping[str, Tensor]) -> Local:
+    def _shared(self, local: Local, oracle: Oracle) -> Local:
         """Return what may be summed: the shares as they were rounded, and public numbers.
 
         What `local` made of them is rounded again, and a sum of that would be none of the shares'.
@@ -108,7 +107,13 @@ class Client(Generic[Bench]):
                 f"{[*local.memory.numbers]}: nothing may follow from a share of noise alone"
             )
         public = {n: v for n, v in local.numbers.items() if n in self._method.summed.public}
-        return Local(dict(shares), public)
+        known = {oracle.batch_size, oracle.noise_variance}
+        if not known.issuperset(public.values()):
+            raise PolicyRefused(
+                f"algorithm {self._method.name!r} sends {public} beside its share of noise: "
+                "expected the batch's expected size and its noise's variance, and nothing else"
+            )
+        return Local(dict(oracle.shares), public)
 
 
 def _moved(device: torch.device, held: Held) -> Held:

@@ -576,6 +576,38 @@ def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(federat
         assert repr(last.epsilon_alone[node.site.name]) in node.site.spent()
 
 
+def test_a_site_that_lost_its_reply_makes_no_second_share_of_one_attempt(federation, monkeypatch):
+    """Its owner has moved reply.bin away and the server forgets what was opened: two sums of one
+    attempt would differ by that site's own shares."""
+    made, opened = shared_words(monkeypatch), []
+    run, nodes = federation(
+        settings={"local_steps": 1}, rounds=1, budget={"spare_rounds": 3}, **SHARED
+    )
+    mean, commit = SharedSum.mean, Folder.commit
+
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt))
+        return mean(coding, task, replies, total, layout)
+
+    def die(folder, checkpoint, record):
+        if record.round == 1:
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(Folder, "commit", commit)
+    (nodes[0].directory / "reply.bin").unlink()
+    (run.directory / "server" / "run" / "attempts.json").unlink()
+    nodes[0].site.ledger.close()
+    nodes[0].site = Site(nodes[0].directory)
+    run()
+    assert opened == [(1, 0), (1, 1)]
+    assert sorted(made) == [(site, 1, attempt) for site in NAMES for attempt in (0, 1)]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step):
     """A site is started again at each step of a session, and its answer is lost at the next: what

@@ -232,6 +232,29 @@ def test_a_plan_with_unknown_or_unfitting_features_is_refused(chosen, word):
         Plan.parse({"features": chosen})
 
 
+@pytest.mark.parametrize(
+    ("name", "word"), [("counting", "own weights or buffers"), ("remembering", "after others")]
+)
+def test_a_module_with_state_of_its_own_is_refused(tmp_path, name, word):
+    """One record would be in the features of the next."""
+    chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
+    with pytest.raises(ModelError, match=word):
+        Extractor(chosen, (2, 3), 0, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["counting_some", "noisy"])
+def test_no_record_is_in_anothers_features_whatever_a_module_does_at_it(tmp_path, name):
+    """Its own are left out where it changes the module; random numbers are every record's alike."""
+    chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
+    x = torch.rand(5, 2, 3)
+    x[1] = 200.0
+    whole = Extractor(chosen, (2, 3), 0, tmp_path)(x)
+    others = torch.tensor([0, 2, 3, 4])
+    without = Extractor(chosen, (2, 3), 0, tmp_path)(x[others])
+    assert torch.equal(whole.x[others], without.x)
+    assert whole.good.tolist() == [True, name == "noisy", True, True, True]
+
+
 def test_a_plain_run_needs_no_word_on_what_its_backbone_was_trained_on():
     plan = Plan.parse({"features": {"kind": f"{OWN}:linear"}, "privacy": {"mode": "none"}})
     assert not plan.private

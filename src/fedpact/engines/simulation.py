@@ -36,6 +36,7 @@ from fedpact.messages import RoundRecord
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
+from fedpact.privacy.policy import reserved
 from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History
@@ -207,7 +208,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
             continue
         stack.enter_context(ledger)
         if site.policy:
-            others = ledger.total(without=site.run), ledger.total_alone(without=site.run)
+            others = reserved(ledger, site.run, site.policy)
             site.policy.check_run(site.plan.algorithm, terms, *others)
         ledger.reserve(site.run, terms.budget, terms.history(terms.steps), terms.shared)
         charge_size(ledger, site.run, terms)

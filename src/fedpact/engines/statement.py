@@ -179,7 +179,7 @@ def described(terms: Terms) -> dict[str, Any]:
         "honest": terms.honest,
         "epsilon_alone": terms.epsilon_alone if terms.honest else None,
         # "best" is the smallest of several: which it was.
-        "epsilon_by": bound_by(history, delta, terms.accountant).upper(),
+        "epsilon_by": bound_by(history, terms.delta, terms.accountant).upper(),
     }
 
 

@@ -1,8 +1,10 @@
 """Features of somebody's own: factory(shape) -> a frozen nn.Module, given one record at a time.
 
-A module is given each record alone, as a batch of one, so it keeps records apart whatever is in it.
-Its weights are those that the factory leaves, or those of a file of safetensors or of torch, whose
-SHA-256 the plan names.
+A module is given each record alone, as a batch of one, with the random state of every other; one
+that changes its own weights or buffers at a record is put back, and that record left out. What a
+module keeps elsewhere, as in an attribute of Python's, is tried on made-up records in two orders: a
+factory is code that its users answer for. Its weights are those that the factory leaves, or those
+of a file of safetensors or of torch, whose SHA-256 the plan names.
 """
 
 import hashlib
@@ -48,17 +50,62 @@ class Backbone:
             raise ModelError(f"{self._name} returned {type(module).__name__}: expected {_FORM}")
         if settings.weights is not None:
             self._fill(module, at / settings.weights, settings.sha256)
-        self._module = module.eval().requires_grad_(False)
+        self._module, self._seed = module.eval().requires_grad_(False), seed
+        self._state = [*module.parameters(), *module.buffers()]
+        self._kept = [t.detach().clone() for t in self._state]
+        self._try(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a record's features [p] as float32, of x [1, *shape]."""
-        found = self._module(x.clone())
+        """Return a record's features [p] as float32, of x [1, *shape].
+
+        Raises ModelError: another form, or a module that changes itself; and whatever it raises.
+        """
+        before = [t._version for t in self._state]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                found = self._module(x.clone())
+        finally:
+            changed = before != [t._version for t in self._state]
+            if changed:
+                self._put_back()
+        if changed:
+            raise ModelError(
+                f"{self._name} changes its own weights or buffers at a record, which the next one "
+                "would tell of: expected a module that leaves them as they are"
+            )
         if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
             what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ModelError(
                 f"{self._name} answers a batch of one record with {what}: expected [1, ...]"
             )
         return found.detach().reshape(-1).float()
+
+    def _put_back(self) -> None:
+        for t, kept in zip(self._state, self._kept, strict=True):
+            t.copy_(kept)
+
+    def _try(self, shape: tuple[int, ...]) -> None:
+        """Raise ModelError where made-up records are answered otherwise in another order."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.rand(1, *shape, generator=generator)
+        made = [torch.zeros(1, *shape), torch.ones(1, *shape), drawn]
+        with torch.no_grad():
+            once = [self._answer(x) for x in made]
+            again = [self._answer(x) for x in reversed(made)][::-1]
+        if once != again:
+            raise ModelError(
+                f"{self._name} answers a record otherwise after others: expected a module without "
+                "state of its own and without random numbers but torch's"
+            )
+
+    def _answer(self, x: Tensor) -> bytes:
+        try:
+            return self(x).numpy().tobytes()
+        except ModelError:
+            raise
+        except Exception as error:  # whatever a module raises at what is no record of its own
+            return repr(type(error)).encode()
 
     def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
         try:

@@ -61,6 +61,7 @@ class Ledger:
         self._reserved: dict[str, Reservation] = {}
         self._requests: dict[_Request, int] = {}
         self._rounds: dict[str, int] = {}
+        self._attempts: set[tuple[str, int, int]] = set()
         self._exposed: set[str] = set()
         self._chain = HashChain(path)
         try:
@@ -125,10 +126,11 @@ class Ledger:
                     )
             self._append({"run": run, **promise.entry})
 
-    def _is_promised(self, run: str, promise: Reservation) -> bool:
+    def _is_promised(self, run: str, promise: FixedSequence) -> bool:
         if run not in self._reserved:
             return False
-        if self._reserved[run].entry != promise.entry:
+        before = self._reserved[run]
+        if not isinstance(before, FixedSequence) or before.terms != promise.terms:
             raise PolicyRefused(
                 f"run {run!r} has a reservation with other terms in {self.path}: a run's "
                 "mechanisms are fixed at its start; use a new run name"
@@ -179,7 +181,7 @@ class Ledger:
             }
             # A simulation's charge protects nobody, so it does not wait for the disk.
             self._chain.append(body, wait=not self.hypothetical)
-            self._charged(key, new, round_number)
+            self._charged(key, new, round_number, attempt)
 
     def _own_share(self, run: str, event: SampledGaussian) -> Entry:
         """Return the second event that a charge of shared noise is: the site's own share of it."""
@@ -211,29 +213,30 @@ class Ledger:
         with self._lock:
             return self._rounds.get(run, -1)
 
+    def is_charged(self, run: str, round_number: int, attempt: int) -> bool:
+        """Whether something was charged for this attempt at a run's round."""
+        with self._lock:
+            return (run, round_number, attempt) in self._attempts
+
     @property
     def runs(self) -> tuple[str, ...]:
         """The runs that have a reservation."""
         with self._lock:
             return tuple(self._reserved)
 
-    def total(self, without: str | None = None) -> tuple[float, float]:
+    def total(self, without: str | None = None, honest: float = math.inf) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
         What every run together can cost, add/remove one record; (0, 0) where none is reserved, and
         an infinite ε once a run has let exact numbers out. without: a run that does not count.
+        honest: how many sites' noise counts; a run that needs more counts with the ε that needs
+        none.
         """
-        with self._lock:
-            budgets = [each.budget for run, each in self._reserved.items() if run != without]
-            lost = math.inf if self._exposed - {without} else 0.0
-        return lost + math.fsum(b.epsilon for b in budgets), math.fsum(b.delta for b in budgets)
-
-    def total_alone(self, without: str | None = None) -> float:
-        """Return the Σ ε of `total` if no other site's share of noise counts."""
         with self._lock:
             each = [one for run, one in self._reserved.items() if run != without]
             lost = math.inf if self._exposed - {without} else 0.0
-        return lost + math.fsum(one.epsilon_alone for one in each)
+        spent = [one.epsilon if one.honest <= honest else one.epsilon_alone for one in each]
+        return lost + math.fsum(spent), math.fsum(one.budget.delta for one in each)
 
     def _restore(self) -> None:
         entries = self._chain.entries
@@ -278,11 +281,12 @@ class Ledger:
     def _append(self, body: Entry) -> None:
         self._apply(self._chain.append(body))
 
-    def _charged(self, key: _Request, count: int, round_number: int) -> None:
+    def _charged(self, key: _Request, count: int, round_number: int, attempt: int) -> None:
         run, _, _, event = key
         self._reserved[run].charge(event, count)
         self._requests[key] = self._requests.get(key, 0) + count
         self._rounds[run] = max(self._rounds.get(run, -1), round_number)
+        self._attempts.add((run, round_number, attempt))
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
@@ -291,7 +295,7 @@ class Ledger:
             case "charge":
                 event = SampledGaussian(entry["q"], entry["sigma"])
                 key = (entry["run"], entry["request"], tuple(entry["purpose"]), event)
-                self._charged(key, entry["count"], entry["round"])
+                self._charged(key, entry["count"], entry["round"], entry.get("attempt", 0))
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count

@@ -51,6 +51,16 @@ class FixedSequence:
         self._largest = 0
 
     @property
+    def epsilon(self) -> float:
+        """The promised ε."""
+        return self.budget.epsilon
+
+    @property
+    def honest(self) -> int:
+        """Of how many sites it needs the noise, 0 for none."""
+        return 0 if self.shared is None else self.shared.honest
+
+    @property
     def epsilon_alone(self) -> float:
         """The promised ε that needs no other site's noise."""
         return self.budget.epsilon if self.shared is None else self.shared.epsilon_alone
@@ -61,6 +71,11 @@ class FixedSequence:
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
         shared = {} if self.shared is None else asdict(self.shared)
         return {"kind": "reserve", **_budget(self.budget), **shared, "events": events}
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What makes it this promise: all of it but the ε alone, which follows from the rest."""
+        return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
 
     def costs(self) -> list[tuple[float, float]]:
         """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
@@ -108,7 +123,8 @@ class Filtered:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.spent = Counter[SampledGaussian]()
-        self.epsilon_alone = budget.epsilon
+        self.epsilon = self.epsilon_alone = budget.epsilon
+        self.honest = 0
 
     @property
     def entry(self) -> dict[str, Any]:

@@ -65,8 +65,10 @@ class Method:
     @property
     def needs_own_noise(self) -> str:
         """Why noise that sites share out would not protect it; empty where it would."""
-        # Not what it inherits: a file that takes another's settings says it for itself.
-        if "needs_own_noise" in vars(type(self.settings)):
+        # Not what it inherits or borrows: a file that takes another's settings says it for itself.
+        kind = type(self.settings)
+        own = kind.__module__ == getattr(self._algorithm, "__name__", "")
+        if own and "needs_own_noise" in vars(kind):
             return self.settings.needs_own_noise
         return BaseSettings().needs_own_noise
 
@@ -147,6 +149,11 @@ class Around(Method):
     def summed(self) -> Summed:
         """See Method."""
         return self.inner.summed
+
+    @property
+    def needs_own_noise(self) -> str:
+        """See Method."""
+        return self.inner.needs_own_noise
 
     def steps(self, state: State | None = None) -> int:
         """See Method."""

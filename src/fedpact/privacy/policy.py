@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedpact.errors import PlanError, PolicyRefused
+from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.terms import Terms
 
 # Strict: a word, true or "1" is not the number that its owner meant.
@@ -134,6 +135,15 @@ class Policy(BaseModel):
             alone = terms.epsilon_alone
             _at_most("epsilon_alone", alone, "epsilon_alone_per_run", per_run)
             _at_most("epsilon_alone", reserved + alone, "epsilon_alone_ever", ever)
+
+
+def reserved(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:
+    """Return (Σ ε, Σ δ) of a ledger's other runs as a policy counts them, and Σ ε of none honest.
+
+    What rests on more honest sites than the policy believes in counts as if there were none.
+    """
+    counted = ledger.total(without=run, honest=policy.honest)
+    return counted, ledger.total(without=run, honest=0)[0]
 
 
 # Written as "not good", so that NaN is refused.

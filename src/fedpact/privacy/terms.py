@@ -224,7 +224,9 @@ class Terms:
 
     def epsilon_alone_after(self, spent: History) -> float:
         """Return the same if no other site's share is noise: what holds against everybody."""
-        return self._running_alone(shares.all_alone(spent, self.honest or 1))
+        if not self.honest:
+            return self.epsilon_after(spent)
+        return self._running_alone(shares.all_alone(spent, self.honest))
 
     @property
     def shared(self) -> Shared | None:
@@ -237,8 +239,6 @@ class Terms:
 
     @cached_property
     def _running_alone(self) -> RunningEpsilon:
-        if not self.honest:
-            return self._running
         own = shares.all_alone(self.history(self.steps), self.honest)
         return RunningEpsilon(own, self.budget.delta, self.accountant)
 

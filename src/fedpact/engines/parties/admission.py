@@ -36,7 +36,17 @@ from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
 
-_OF_A_QUESTION = ("error", "policy", "run", "budget", "ledger", "task", "stale", "unsigned")
+_OF_A_QUESTION = (
+    "error",
+    "policy",
+    "run",
+    "budget",
+    "ledger",
+    "task",
+    "stale",
+    "attempt",
+    "unsigned",
+)
 _OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
 REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
 """The codes with which sites refuse: any question, or a step of secure aggregation."""

@@ -20,6 +20,7 @@ from fedpact.engines.parties.standing import Standing
 from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.statement import Side, statement, with_epsilon
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
@@ -72,7 +73,10 @@ class Coordinator:
         federation = Federation.read(directory / "federation.toml")
         plan = read_plan(directory / "plan.json")
         check_secure(plan, len(federation.sites))
-        return Coordinator(directory, federation, plan, federation.terms(plan))
+        found = Coordinator(directory, federation, plan, federation.terms(plan))
+        if plan.privacy.honest:
+            check_shares(plan, found.terms, FlatModel(found.module()).size)
+        return found
 
     @property
     def folder(self) -> Folder:

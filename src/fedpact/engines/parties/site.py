@@ -53,7 +53,7 @@ from fedpact.messages import (
 )
 from fedpact.params import FlatModel
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
-from fedpact.privacy.policy import Policy
+from fedpact.privacy.policy import Policy, reserved
 from fedpact.theory.accounting import ADJACENCY
 
 _log = logging.getLogger("fedpact.site")
@@ -197,6 +197,9 @@ class Site:
             return stored
         if self._last.is_newer_than(task):
             return self._refusal(task, "stale")
+        if self._terms.honest and self.ledger.is_charged(self.run, task.round, task.attempt):
+            # Two sums of one attempt would differ by this site's shares alone.
+            return self._refusal(task, "attempt")
         pending = self._directory / "pending-memory.safetensors"
         before = self.ledger.length
         try:
@@ -254,7 +257,7 @@ class Site:
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self._directory / "policy.toml")
-        others = self.ledger.total(without=self.run), self.ledger.total_alone(without=self.run)
+        others = reserved(self.ledger, self.run, policy)
         policy.check_run(self.plan.algorithm, self._terms, *others)
 
     def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:

@@ -70,6 +70,9 @@ def secured(
         return admission.fault(site, task, reply, coding.form(layout(task)))
 
     def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
+        if plan.privacy.honest:
+            # Nothing was clamped on the way.
+            return admission.mean_fault(task, sites, mean, error)
         vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
         return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
 

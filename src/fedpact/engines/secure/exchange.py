@@ -149,6 +149,9 @@ class Secured:
                 if isinstance(error, SecretsDoNotFit) and error.by:
                     _log.warning("site %s is left out until the server is started again", error.by)
                     self._out.add(error.by)
+                if any(refusal.code == "attempt" for refusal in refused.values()):
+                    # A site has lost its reply to this attempt, and makes no second one.
+                    self._attempts.begin(number, attempt)
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)

@@ -31,6 +31,7 @@ from fedpact.theory.shares import UNITS, check_added_delta
 
 _LEAST: Final = 16
 _MOST: Final = 32
+_LONGEST: Final = 2.0**22
 _CHANNEL: Final = "gradient"
 _AT_A_TIME: Final = 2**16
 
@@ -45,8 +46,14 @@ def bits(terms: Mapping[str, Terms]) -> int:
     is at most 12 of its deviations, and rounding half a unit each. What wraps costs utility, never
     privacy. Raises PlanError: 32 bits do not hold it.
     """
-    longest = sum(most_records(t.batch_size) * t.clip / t.unit for t in terms.values())
-    reach = 1.001 * longest + 12 * UNITS * math.sqrt(len(terms)) + len(terms)
+    each = [most_records(t.batch_size) * t.clip / t.unit for t in terms.values()]
+    if max(each) > _LONGEST:
+        raise PlanError(
+            f"a site's sum has up to {max(each):.3g} units of its grid: expected at most "
+            f"{_LONGEST:.3g}, as far as floating point is shown to round it like a real number; "
+            "use smaller batches or more noise"
+        )
+    reach = 1.001 * sum(each) + 12 * UNITS * math.sqrt(len(terms)) + len(terms)
     needed = math.ceil(math.log2(2 * reach + 1))
     if needed > _MOST:
         raise PlanError(
