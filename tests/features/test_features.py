@@ -242,6 +242,15 @@ def test_a_module_with_state_of_its_own_is_refused(tmp_path, name, word):
         Extractor(chosen, (2, 3), 0, tmp_path)
 
 
+def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatch):
+    """As of a module that its file imports: that file's own digest stays what it was."""
+    chosen = FeatureSettings(kind=f"{OWN}:scaled", trained_on="nothing")
+    before = Extractor(chosen, (2, 3), 0, tmp_path).key
+    assert Extractor(chosen, (2, 3), 0, tmp_path).key == before
+    monkeypatch.setattr(backbones_of_users, "SCALE", 2.0)
+    assert Extractor(chosen, (2, 3), 0, tmp_path).key != before
+
+
 @pytest.mark.parametrize("name", ["counting_some", "noisy"])
 def test_no_record_is_in_anothers_features_whatever_a_module_does_at_it(tmp_path, name):
     """Its own are left out where it changes the module; random numbers are every record's alike."""

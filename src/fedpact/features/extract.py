@@ -91,6 +91,7 @@ class Extractor:
             self._shape,
             self._seed,
             source_of(self._settings.kind) if self._settings.factory else "",
+            self._backbone.fingerprint if self._settings.factory else "",
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
