@@ -149,7 +149,8 @@ class Secured:
                 if isinstance(error, SecretsDoNotFit) and error.by:
                     _log.warning("site %s is left out until the server is started again", error.by)
                     self._out.add(error.by)
-                if any(refusal.code == "attempt" for refusal in refused.values()):
+                lost = any(refusal.code == "attempt" for refusal in refused.values())
+                if lost and self._attempts.next(number) == attempt:
                     # A site has lost its reply to this attempt, and makes no second one.
                     self._attempts.begin(number, attempt)
                 if not left:

@@ -10,6 +10,7 @@ would have sent. b is as small as |Σ e_i| allows, which follows from public ter
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
@@ -90,7 +91,7 @@ class SharedSum:
     summed: Summed
     step: Step
 
-    @property
+    @cached_property
     def _bits(self) -> int:
         return bits(self.terms)
 
