@@ -41,6 +41,7 @@ def everything(site_dir: Path) -> list[object]:
     for name in (*names, "pending-memory.safetensors"):
         (site_dir / name).unlink(missing_ok=True)
     found: list[object] = []
+    numbers = False
     with Site(site_dir) as site:
         method = site.plan.method
         w = method.init(site._bench.private.model.vector.clone())
@@ -53,11 +54,15 @@ def everything(site_dir: Path) -> list[object]:
             block, _ = answer(site, to_bytes(task))
             message = from_bytes(block)
             found.append(form(message))
-            if not (isinstance(message, Refusal) or message.numbers):
-                found.append(len(block))
+            # A released number is written in as many digits as its noise gives it, and lengths are
+            # rounded up to 8: they follow from what is released, and are not compared.
+            if not isinstance(message, Refusal):
+                numbers = bool(message.numbers)
+                found += [] if numbers else [len(block)]
     ledger = [json.loads(line) for line in (site_dir / "ledger.jsonl").read_text().splitlines()]
     found += [sorted(entry) for entry in ledger]
-    found.append((site_dir / "reply.bin").stat().st_size)
+    if not numbers:
+        found.append((site_dir / "reply.bin").stat().st_size)
     return found
 
 
