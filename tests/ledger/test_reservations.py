@@ -14,6 +14,7 @@ from fedpact.errors import BudgetExhausted, InputError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.remaining import remaining
+from fedpact.ledger.reservations import Beside
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 BUDGET = Budget(2.0, 1e-5)
@@ -91,3 +92,28 @@ def test_it_leaves_what_was_not_reserved_and_is_no_fixed_sequence(path: Path) ->
     assert (left.epsilon, left.delta) == (1.0, pytest.approx(3e-5))
     with pytest.raises(InputError, match=r"'free'.*no fixed sequence"):
         remaining(path, Budget(5.0, 5e-5), joint=True)
+
+
+def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) -> None:
+    """A record is one of those trained on or one of those held out, and bears one of both."""
+    path, beside = tmp_path / "ledger.jsonl", Beside("run", "split")
+    with Ledger(path, "a", hypothetical=True) as ledger:
+        ledger.reserve("run", Budget(2.0, 1e-5), {EVENT: 1})
+        ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=beside)
+        ledger.reserve("other", Budget(1.0, 1e-5), {EVENT: 1})
+        assert ledger.total() == (4.0, 2e-5)
+        assert ledger.total(without="run") == (1.0, 1e-5)
+        # Told apart in another way, a record could have been both.
+        again = Beside("run", "another split")
+        with pytest.raises(PolicyRefused, match="other terms"):
+            ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=again)
+    with Ledger(path, "a", hypothetical=True) as ledger:
+        ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=beside)
+        assert ledger.total() == (4.0, 2e-5)
+    found = receipt(path)
+    assert (found["epsilon_reserved"], found["delta_reserved"]) == (4.0, 2e-5)
+    assert {name: run["beside"] for name, run in found["runs"].items()} == {
+        "run": None,
+        "run/evaluation": "run",
+        "other": None,
+    }

@@ -3,7 +3,8 @@
 One file per site, for all runs on the same data; `chain` keeps it. Kinds of entries:
 
     open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
-    reserve   a run may make these events; all of them together cost at most (ε, δ)
+    reserve   a run may make these events; all of them together cost at most (ε, δ). One beside a
+              run is of other records of the site, and has a name of its own: "RUN/evaluation"
     filter    of an earlier version: a run reserved (ε, δ) for events chosen as it went; see
               reservations
     charge    `count` joint events of one kind, for one request, about to be released
@@ -31,12 +32,14 @@ from fedpact.check import count as at_least_one
 from fedpact.errors import LedgerError, PolicyRefused
 from fedpact.ledger.chain import Entry, HashChain, read_entries
 from fedpact.ledger.reservations import (
+    Beside,
     Filtered,
     FixedSequence,
     Reservation,
     Shared,
     from_entry,
     not_reserved,
+    over_runs,
 )
 from fedpact.theory import shares
 from fedpact.theory.accounting import Budget, History, SampledGaussian
@@ -104,16 +107,22 @@ class Ledger:
             return self._chain.holds(length, head)
 
     def reserve(
-        self, run: str, budget: Budget, events: History, shared: Shared | None = None
+        self,
+        run: str,
+        budget: Budget,
+        events: History,
+        shared: Shared | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
         shared: where the events have the noise of several sites' shares; None where it is its own.
+        beside: where they are of other records than another run's.
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms.
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        promise = FixedSequence(budget, asked, shared)
+        promise = FixedSequence(budget, asked, shared, beside)
         with self._lock:
             if self._is_promised(run, promise):
                 return
@@ -227,16 +236,23 @@ class Ledger:
     def total(self, without: str | None = None, honest: float = math.inf) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
-        What every run together can cost, add/remove one record; (0, 0) where none is reserved, and
-        an infinite ε once a run has let exact numbers out. without: a run that does not count.
-        honest: how many sites' noise counts; a run that needs more counts with the ε that needs
-        none.
+        What every run together can cost a record, add/remove one; (0, 0) where none is reserved,
+        and an infinite ε once a run has let exact numbers out. without: a run that does not count,
+        nor what stands beside it. honest: how many sites' noise counts; a run that needs more
+        counts with the ε that needs none.
         """
         with self._lock:
-            each = [one for run, one in self._reserved.items() if run != without]
+            each = [
+                (one.beside.beside if one.beside else r, one) for r, one in self._reserved.items()
+            ]
             lost = math.inf if self._exposed - {without} else 0.0
-        spent = [one.epsilon if one.honest <= honest else one.epsilon_alone for one in each]
-        return lost + math.fsum(spent), math.fsum(one.budget.delta for one in each)
+        counted = [
+            (run, one.epsilon if one.honest <= honest else one.epsilon_alone, one.budget.delta)
+            for run, one in each
+            if run != without
+        ]
+        epsilon, delta = over_runs(counted)
+        return lost + epsilon, delta
 
     def _restore(self) -> None:
         entries = self._chain.entries

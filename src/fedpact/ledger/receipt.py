@@ -11,7 +11,7 @@ from typing import Any
 
 from fedpact.errors import LedgerError
 from fedpact.ledger.chain import Entry, read_all
-from fedpact.ledger.reservations import FILTER, FIXED
+from fedpact.ledger.reservations import FILTER, FIXED, over_runs
 from fedpact.theory import shares
 from fedpact.theory.accounting import ADJACENCY, SampledGaussian, epsilon
 
@@ -32,6 +32,7 @@ def receipt(path: Path) -> dict[str, Any]:
         for run in runs.values():
             run["epsilon_spent"] = run["epsilon_reserved"]
             run["epsilon_alone_spent"] = run["epsilon_alone_reserved"]
+    whole, delta = _together(runs, "epsilon_reserved")
     return {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
@@ -39,13 +40,19 @@ def receipt(path: Path) -> dict[str, Any]:
         "accountant": "best of PLD and RDP",
         "covers": "every release of the runs it names",
         "runs": runs,
-        "epsilon_reserved": sum(run["epsilon_reserved"] for run in runs.values()),
-        "epsilon_alone_reserved": sum(run["epsilon_alone_reserved"] for run in runs.values()),
-        "delta_reserved": sum(run["delta"] for run in runs.values()),
+        # Of a run and what stands beside it, which is of other records, the larger.
+        "epsilon_reserved": whole,
+        "epsilon_alone_reserved": _together(runs, "epsilon_alone_reserved")[0],
+        "delta_reserved": delta,
         "entries": len(entries),
         "unreadable_last_line": torn,
         "head": entries[-1]["hash"],
     }
+
+
+def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, float]:
+    """Return (Σ ε, Σ δ) over all runs, ε of that name."""
+    return over_runs((r["beside"] or name, r[epsilon], r["delta"]) for name, r in runs.items())
 
 
 def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
@@ -69,6 +76,8 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     return {
         "accounting": accounting,
+        # The run whose records these are not; None: of the records that are trained on.
+        "beside": reservation.get("beside"),
         "epsilon_reserved": budget,
         "delta": delta,
         "epsilon_spent": cost,

@@ -9,10 +9,14 @@ Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stand
 Where noise is shared (theory.shares), an event has the noise of h sites' shares, and (ε, δ) holds
 if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
 of each event: it holds against everybody. Every charge is one of both.
+
+A promise may stand beside a run's: of other records of the same site, as those held out of training
+(`Beside`). A record is one of either, so of the two the larger counts, and not their sum.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -40,13 +44,29 @@ class Shared:
     epsilon_alone: float
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Of which records a promise is: of others than those of run `beside`.
+
+    split: what tells them apart, as a digest. It decides by each record alone, and as it is part of
+    the promise, it is the same as long as the run lasts.
+    """
+
+    beside: str
+    split: str
+
+
 class FixedSequence:
     """Events that may be used in any order, each up to its number in `allowed`."""
 
     def __init__(
-        self, budget: Budget, allowed: Counter[SampledGaussian], shared: Shared | None = None
+        self,
+        budget: Budget,
+        allowed: Counter[SampledGaussian],
+        shared: Shared | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        self.budget, self.allowed, self.shared = budget, allowed, shared
+        self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
@@ -69,8 +89,10 @@ class FixedSequence:
     def entry(self) -> dict[str, Any]:
         """What the ledger's chain holds of it."""
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
-        shared = {} if self.shared is None else asdict(self.shared)
-        return {"kind": "reserve", **_budget(self.budget), **shared, "events": events}
+        found = {"kind": "reserve", **_budget(self.budget)}
+        for more in (self.shared, self.beside):
+            found |= {} if more is None else asdict(more)
+        return {**found, "events": events}
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -124,7 +146,7 @@ class Filtered:
         self.budget = budget
         self.spent = Counter[SampledGaussian]()
         self.epsilon = self.epsilon_alone = budget.epsilon
-        self.honest = 0
+        self.honest, self.beside = 0, None
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -154,7 +176,20 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
         return Filtered(budget)
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
-    return FixedSequence(budget, events, shared)
+    beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
+    return FixedSequence(budget, events, shared, beside)
+
+
+def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
+    """Return (Σ ε, Σ δ) that a record can bear, of (run, ε, δ) each, by basic composition.
+
+    Promises of one run are of different records, so the largest ε and δ among them count.
+    """
+    most = dict[str, tuple[float, float]]()
+    for run, cost, delta in promised:
+        before = most.get(run, (0.0, 0.0))
+        most[run] = max(before[0], cost), max(before[1], delta)
+    return math.fsum(e for e, _ in most.values()), math.fsum(d for _, d in most.values())
 
 
 def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:
