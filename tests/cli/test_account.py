@@ -9,6 +9,7 @@ from fedpact.cli.main import app
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.papers import tradeoffs_table as tradeoffs_module
 from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.theory.persons import epsilon_per_person
 
 SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")
 
@@ -132,3 +133,18 @@ def test_tradeoffs_table_and_figure(few_points, tmp_path, suffix):
 def test_tradeoffs_refusals(few_points, arguments):
     with pytest.raises(InputError, match=r"--(preset|out) is"):
         run("tradeoffs", *arguments)
+
+
+def test_a_person_of_several_records_stands_beside_the_record():
+    given = ("--q", "0.05", "--sigma", "2.8391", "--steps", "200")
+    got = answer(*given, "--per-person", "5")
+    history = {SampledGaussian(0.05, 2.8391): 200}
+    assert got["epsilon"] == epsilon(history, 1e-5)
+    assert got["person_records"] == 5
+    assert got["epsilon_per_person"] == epsilon_per_person(history, 1e-5, 5) > 5 * got["epsilon"]
+    text = run("account", *given, "--per-person", "5")
+    assert "a patient with 5 visits" in text
+    assert "6.19" in text
+    assert "epsilon_per_person" not in answer(*given)
+    with pytest.raises(InputError, match="records"):
+        run("account", *given, "--per-person", "0")

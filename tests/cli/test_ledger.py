@@ -11,7 +11,9 @@ from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.remaining import remaining
 from fedpact.plan import Plan
-from fedpact.theory.accounting import Budget
+from fedpact.text import upper
+from fedpact.theory.accounting import Budget, SampledGaussian
+from fedpact.theory.persons import epsilon_per_person
 
 POLICY = """
 algorithms = ["fedavg"]
@@ -79,8 +81,15 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["intact"] is True
     commands.export(kept, tmp_path / "receipt.json", as_json=True)
     assert json.loads((tmp_path / "receipt.json").read_text()) == shown
+    for each in shown.values():
+        for run in each["runs"].values():
+            events = {SampledGaussian(e["q"], e["sigma"]): e["reserved"] for e in run["events"]}
+            of_five = epsilon_per_person(events, run["delta"], 5)
+            assert run["epsilon_per_person"]["5"] == of_five > run["epsilon_reserved"]
     commands.show_spend(kept, as_json=False)
-    assert "add/remove one record" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "add/remove one record" in printed
+    assert f"a patient with five visits at most ε = {upper(of_five)}" in printed
 
 
 def test_an_altered_ledger_is_told(twice, tmp_path):

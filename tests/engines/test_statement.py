@@ -1,6 +1,7 @@
 """privacy.json: what is clipped, by which accountant each number is, and that the page says so."""
 
 import json
+import math
 
 import pytest
 
@@ -9,7 +10,9 @@ from fedpact.engines.simulation import simulate
 from fedpact.engines.statement import described, of_simulation
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
+from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.theory.persons import epsilon_per_person
 
 # At this rate RDP is the smaller bound: PLD's grid pays for the tail of a single release.
 FAINT = {"sampling_rate": 1e-4, "privacy": {"epsilon": 0.5, "delta": 1e-4, "sigma": 1.0}}
@@ -92,3 +95,42 @@ def test_the_event_that_opens_a_round_is_stated():
     assert (told["steps"], opening["count"]) == (6, 3)
     assert epsilon(events, told["delta"]) == told["epsilon_reserved"]
     assert described(next(iter(Plan.parse({}).terms({"a": 9.0}).values())))["opening"] is None
+
+
+def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
+    plan = Plan.parse({"rounds": 2, "sites": 2, "privacy": {"person_records": 7}})
+    result = simulate(plan, tmp_path / "run")
+    told = json.loads((tmp_path / "run/privacy.json").read_text())
+    terms = Scene.of(plan).terms
+    for name, site in told["sites"].items():
+        assert list(site["epsilon_per_person"]) == ["2", "3", "5", "7", "10"]
+        history = terms[name].history(terms[name].steps)
+        for k, e in site["epsilon_per_person"].items():
+            assert e == epsilon_per_person(history, site["delta"], int(k)) > site["epsilon"]
+    most = max(site["epsilon_per_person"]["5"] for site in told["sites"].values())
+    assert f"a patient with five visits at most ε = {upper(most)}" in told["per_person"]
+    page = write_report(result.folder).read_text()
+    assert "a patient with five visits" in page
+    assert any("nobody counts them" in line for line in told["does_not_cover"])
+    plain = of_simulation(Scene.of(Plan.parse({"privacy": {"mode": "none"}})))
+    assert plain["per_person"] == ""
+
+
+def test_shared_noise_has_both_of_a_person():
+    plan = Plan.parse(
+        {
+            "rounds": 2,
+            "sites": 3,
+            "secure_aggregation": {"threshold": 3},
+            "privacy": {"trust": "sum", "honest": 2},
+        }
+    )
+    scene = Scene.of(plan)
+    told = of_simulation(scene)
+    for name, site in told["sites"].items():
+        assert site["epsilon_alone_per_person"]["5"] > site["epsilon_per_person"]["5"]
+        event, steps = scene.terms[name].event, scene.terms[name].steps
+        own = SampledGaussian(event.q, event.sigma / math.sqrt(2))
+        alone = epsilon_per_person({own: steps}, site["delta"], 5)
+        assert site["epsilon_alone_per_person"]["5"] == pytest.approx(alone)
+    assert "Without other sites' noise: 2 records" in told["per_person"]

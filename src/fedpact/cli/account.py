@@ -19,12 +19,14 @@ from fedpact.theory.accounting import (
     Accountant,
     Budget,
     Conversion,
+    History,
     SampledGaussian,
     bound_by,
     epsilon,
     max_steps,
 )
 from fedpact.theory.calibration import largest_rate, smallest_sigma
+from fedpact.theory.persons import epsilon_per_person
 
 _CONVERSIONS: dict[Conversion, str] = {
     "balle": "Balle's conversion",
@@ -65,12 +67,16 @@ def account(
     way: tuple[str, str] | None,
     ledger: Path | None = None,
     joint: bool = False,
+    per_person: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Carry out `fedpact account`. way: accountant and conversion; None for all side by side."""
+    """Carry out `fedpact account`. way: accountant and conversion; None for all side by side.
+
+    per_person: k, for a person of up to k records; None does not ask for it.
+    """
     left = _left(setting, ledger, joint)
     ways: list[tuple[Accountant, Conversion]] = [_way(*way)] if way else list(_SIDE_BY_SIDE)
-    answers = [_solve(setting, left, by, how) for by, how in ways]
+    answers = [_solve(setting, left, by, how, per_person) for by, how in ways]
     covers = _covers(left, joint)
     if as_json:
         shared = {
@@ -82,7 +88,7 @@ def account(
         body = answers[0] if way else {"results": answers}
         print(json.dumps(shared | body, indent=2))
         return
-    _show(setting.open()[0], answers, covers)
+    _show(setting.open()[0], answers, covers, per_person)
 
 
 def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
@@ -122,7 +128,11 @@ def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
 
 
 def _solve(
-    setting: Setting, left: Remaining | None, by: Accountant, how: Conversion
+    setting: Setting,
+    left: Remaining | None,
+    by: Accountant,
+    how: Conversion,
+    per_person: int | None,
 ) -> dict[str, Any]:
     """Fill in what is open, and add the ε of the completed setting."""
     q, sigma, steps = setting.q, setting.sigma, setting.steps
@@ -150,11 +160,23 @@ def _solve(
         "steps": steps,
         # JSON knows no infinity: null says that no finite bound was found.
         "epsilon": cost if math.isfinite(cost) else None,
+        **_of_person(history, delta, per_person),
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
         "bound_by": bound_by(history, delta, by, how),
         "conversion": how if ACCOUNTANTS[by].converts else None,
+    }
+
+
+def _of_person(history: History, delta: float, records: int | None) -> dict[str, Any]:
+    """Return what the answer says of a person of up to `records` records; nothing unasked."""
+    if records is None:
+        return {}
+    cost = epsilon_per_person(history, delta, records)
+    return {
+        "person_records": records,
+        "epsilon_per_person": cost if math.isfinite(cost) else None,
     }
 
 
@@ -180,13 +202,15 @@ def _covers(left: Remaining | None, joint: bool) -> str:
     )
 
 
-def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
+def _show(solved: str, answers: list[dict[str, Any]], covers: str, per_person: int | None) -> None:
     table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
-    for column in ("ε", "δ", "q", "σ", "releases", "accountant"):
+    person = () if per_person is None else (f"ε, person of {per_person}",)
+    for column in ("ε", *person, "δ", "q", "σ", "releases", "accountant"):
         table.add_column(column)
     for row in answers:
         table.add_row(
-            "no finite bound" if row["epsilon"] is None else _digits(row["epsilon"], ROUND_CEILING),
+            _bound(row["epsilon"]),
+            *(_bound(row["epsilon_per_person"]) for _ in person),
             f"{row['delta']:g}",
             _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
             _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
@@ -196,6 +220,17 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str) -> None:
     console = Console()
     console.print(table)
     console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {covers}.")
+    if person:
+        console.print(
+            f"ε, person of {per_person}: for all records together of a person with at most "
+            f"{per_person} of them, as a patient with {per_person} visits, each sampled for "
+            "itself; by PLD of the mixture, an upper bound at the same δ. A person at two sites "
+            "pays the sum of both."
+        )
+
+
+def _bound(epsilon: float | None) -> str:
+    return "no finite bound" if epsilon is None else _digits(epsilon, ROUND_CEILING)
 
 
 def _name(row: dict[str, Any]) -> str:

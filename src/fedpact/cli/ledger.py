@@ -110,5 +110,20 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
     first = next(iter(receipts.values()))
     out.print(
         f"(ε, δ) for one record, {first['adjacency']}, accountant {first['accountant']}; covers "
-        f"{first['covers']}. Runs on the same records add up."
+        f"{first['covers']}. Runs on the same records add up. {_of_persons(receipts)}"
+    )
+
+
+def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
+    """Return what the dearest run reserved for a person with several records."""
+    runs = [run for each in receipts.values() for run in each["runs"].values()]
+    each = [found for run in runs if (found := run["epsilon_per_person"])]
+    if not each:
+        return ""
+    most = {k: max(one[k] for one in each) for k in each[0]}
+    return (
+        "A person with several records loses more: of the dearest run, a patient with five visits "
+        f"at most ε = {upper(most['5'])} ("
+        + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
+        + ")."
     )

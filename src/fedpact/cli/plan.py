@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedpact.cli.console import show
 from fedpact.engines.scene import Scene
-from fedpact.engines.statement import site_terms
+from fedpact.engines.statement import per_person, site_terms
 from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.params import FlatModel
@@ -82,6 +82,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
     plan = scene.plan
     total = _iterations(scene)
     size_of_message = _message_bytes(scene)
+    sites = site_terms(scene.plan, scene.terms)
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
@@ -96,6 +97,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
         "bytes": size_of_message * plan.rounds,
         "adjacency": ADJACENCY if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
+        "per_person": per_person(sites),
         "sites": {
             name: {
                 **terms,
@@ -104,7 +106,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
                 "epsilon_by_round": _by_round(scene.terms[name], plan, total),
                 "epsilon_alone_by_round": _by_round(scene.terms[name], plan, total, alone=True),
             }
-            for name, terms in site_terms(scene.plan, scene.terms).items()
+            for name, terms in sites.items()
         },
     }
 
@@ -159,6 +161,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         return
     honest = plan.privacy.honest
     table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
+    records = plan.privacy.person_records or 5
+    table.add_column(f"ε, person of {records}")
     if honest:
         table.add_column("ε alone")
     for name, terms in document["sites"].items():
@@ -171,6 +175,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             upper(terms["epsilon_by_round"][0]),
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
+            upper(terms["epsilon_per_person"][str(records)]),
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
     out.print(table)
@@ -181,7 +186,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         )
     out.print(
         f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
-        "every release of the run. Channels and their σ: "
+        f"every release of the run. {document['per_person']} Channels and their σ: "
         + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
     )
     if "optimised" in document:

@@ -10,6 +10,7 @@ from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
+from fedpact.text import upper
 from fedpact.theory.accounting import ADJACENCY, History, bound_by, epsilon
 
 _COVERS = [
@@ -21,10 +22,13 @@ _COVERS = [
 _DOES_NOT_COVER = [
     "How long a site takes to answer.",
     "What a record's owner could be harmed by even if the record were left out.",
-    "Several records of one person: the unit is one record.",
     "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
     "measures a federation and protects nobody.",
 ]
+_UNCOUNTED = (
+    "How many records a person has at a site: nobody counts them, and each ε per person is for "
+    "whoever has at most so many."
+)
 _UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
@@ -56,11 +60,13 @@ class Side:
 
 def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
     """Return the content of privacy.json. sites: how many take part."""
-    mode = plan.privacy.mode
+    mode, each = plan.privacy.mode, site_terms(plan, terms)
+    uncounted = [_UNCOUNTED] if plan.private else []
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
         "unit": "record",
+        "per_person": per_person(each),
         "adjacency": ADJACENCY,
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
@@ -77,9 +83,9 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told(),
         "covers": [*side.covers, *_secure_lines(plan, sites)],
-        "does_not_cover": [*side.does_not_cover, *_unprotected_weights(plan)],
+        "does_not_cover": [*side.does_not_cover, *uncounted, *_unprotected_weights(plan)],
         "secure_aggregation": _secure_terms(plan, sites),
-        "sites": site_terms(plan, terms),
+        "sites": each,
     }
 
 
@@ -156,11 +162,38 @@ def _scope(plan: Plan) -> tuple[list[str], list[str]]:
 
 def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     """Return each site's terms as plain data; empty where the run protects nobody."""
-    return {name: described(one) for name, one in terms.items()} if plan.private else {}
+    told = plan.privacy.told_records
+    return {name: described(one, told) for name, one in terms.items()} if plan.private else {}
 
 
-def described(terms: Terms) -> dict[str, Any]:
-    """Return one site's terms as plain data, with ε of all that is reserved and what bounds it."""
+def per_person(sites: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return in words what ε is for a person with several records; "" where nobody is protected.
+
+    sites: what `site_terms` returns. Of each ε the largest of any site.
+    """
+    if not sites:
+        return ""
+
+    def told(key: str) -> str:
+        each = [site[key] for site in sites.values()]
+        return ", ".join(f"{k} records {upper(max(one[k] for one in each))}" for k in each[0])
+
+    most = max(site["epsilon_per_person"]["5"] for site in sites.values())
+    alone = next(iter(sites.values()))["epsilon_alone_per_person"]
+    beside = f" Without other sites' noise: {told('epsilon_alone_per_person')}." if alone else ""
+    return (
+        "ε is per record. A person with several records at a site loses more: a patient with five "
+        f"visits at most ε = {upper(most)}. All of a person's records together, at the same δ and "
+        f"the site where it is most: {told('epsilon_per_person')}.{beside} A person at two sites "
+        "pays the sum of both."
+    )
+
+
+def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
+    """Return one site's terms as plain data, with ε of all that is reserved and what bounds it.
+
+    records: for how many of one person's ε is told beside that of one record.
+    """
     history, delta = terms.history(terms.steps), terms.budget.delta
     reserved = epsilon(history, terms.delta, terms.accountant)
     return {
@@ -178,6 +211,10 @@ def described(terms: Terms) -> dict[str, Any]:
         "epsilon_reserved": reserved,
         "honest": terms.honest,
         "epsilon_alone": terms.epsilon_alone if terms.honest else None,
+        "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
+        "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
+        if terms.honest
+        else None,
         # "best" is the smallest of several: which it was.
         "epsilon_by": bound_by(history, terms.delta, terms.accountant).upper(),
     }

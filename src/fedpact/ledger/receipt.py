@@ -6,6 +6,7 @@ no true count.
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedpact.ledger.chain import Entry, read_all
 from fedpact.ledger.reservations import FILTER, FIXED, over_runs
 from fedpact.theory import shares
 from fedpact.theory.accounting import ADJACENCY, SampledGaussian, epsilon
+from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
 
 
 def receipt(path: Path) -> dict[str, Any]:
@@ -85,10 +87,26 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         "honest": honest,
         "epsilon_alone_reserved": budget_alone,
         "epsilon_alone_spent": alone,
+        "epsilon_per_person": _per_person(reserved, delta, honest, budget),
         "events": [
             {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
             for event, n in reserved.items()
         ],
+    }
+
+
+def _per_person(
+    reserved: Mapping[SampledGaussian, int | None], delta: float, honest: int, budget: float
+) -> dict[str, float] | None:
+    """Return k -> ε at δ of all that is reserved, for a person's k records; None of a filter."""
+    events = {event: n for event, n in reserved.items() if n is not None}
+    if len(events) < len(reserved) or not events:
+        return None
+    left = delta - (shares.ADDED_DELTA if honest else 0.0)
+    # An infinite budget stands for exact numbers that have left.
+    return {
+        str(k): max(budget if math.isinf(budget) else 0.0, epsilon_per_person(events, left, k))
+        for k in PERSON_RECORDS
     }
 
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from fedpact.errors import PlanError
 from fedpact.privacy.mechanisms import MECHANISMS
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
+from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -72,6 +73,7 @@ class Privacy(BaseModel):
     one that needs none is stated beside it; see docs/noise-for-the-sum.md.
     honest: h, of how many sites that are in a sum the noise has to be unknown; at most the
     threshold less one, as a site knows its own.
+    person_records: k; ε is also told for a person of up to so many records, beside 2, 3, 5 and 10.
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
@@ -86,6 +88,7 @@ class Privacy(BaseModel):
     size_noise: float = Field(default=10.0, gt=0)
     trust: Literal["own", "sum"] = "own"
     honest: int = Field(default=0, ge=0)
+    person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )
@@ -118,6 +121,12 @@ class Privacy(BaseModel):
                 f"{threshold}; of a sum of {threshold} sites at least one, who looks at it, knows "
                 "a share, and a threshold is met twice where too many are dishonest"
             )
+
+    @property
+    def told_records(self) -> tuple[int, ...]:
+        """For how many records of one person ε is told."""
+        asked = () if self.person_records is None else (self.person_records,)
+        return tuple(sorted({*PERSON_RECORDS, *asked}))
 
     def check_sites(self, sites: tuple[str, ...]) -> None:
         """Raise PlanError where a list or a table does not fit these sites."""

@@ -24,6 +24,7 @@ from fedpact.theory.accounting import (
     epsilon,
     joint,
 )
+from fedpact.theory.persons import epsilon_per_person
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
@@ -249,6 +250,16 @@ class Terms:
             return self.budget.epsilon
         own = shares.all_alone(self.history(self.steps), self.honest)
         return epsilon(own, self.budget.delta, self.accountant)
+
+    def per_person(self, records: int, *, alone: bool = False) -> float:
+        """Return ε at δ of all that is reserved for a person's `records` records together.
+
+        alone: if no other site's share is noise.
+        """
+        history, delta = self.history(self.steps), self.delta
+        if alone and self.honest:
+            history, delta = shares.all_alone(history, self.honest), self.budget.delta
+        return epsilon_per_person(history, delta, records)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

@@ -14,7 +14,7 @@ Grid     The outcomes with losses between neighbours a < b of a grid, of mass p 
          This spreads e^-L around its mean, and (1 - e^(ε-L))+ is convex in the e^-L of each
          release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
          Manurangsi, arXiv 2207.04380.)
-Compose  Losses add, so distributions convolve: here as powers of one Fourier transform.
+Compose  LossMasses add, so distributions convolve: here as powers of one Fourier transform.
 Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
          likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
 """
@@ -80,12 +80,17 @@ def _by_grid(
     reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
     with np.errstate(all="ignore"):
         pairs = [_release(q, s, step, reach) for q, s, _ in most]
-        ways = [_Way([pair[i] for pair in pairs], most, step, outside) for i in (0, 1)]
+        spread = math.sqrt(sum(t * loss_spread(q, s) ** 2 for q, s, t in most))
+        counts = [t for *_, t in most]
+        ways = [
+            ComposedLosses([pair[i] for pair in pairs], counts, step, spread, outside)
+            for i in (0, 1)
+        ]
         return [max(way.epsilon([t for *_, t in terms], usable) for way in ways) for terms in path]
 
 
 @dataclass(frozen=True)
-class _Losses:
+class LossMasses:
     """Masses of the losses low, low + 1, ... (times the grid's step), and of an infinite one."""
 
     low: int
@@ -93,7 +98,7 @@ class _Losses:
     infinite: float
 
 
-def _release(q: float, sigma: float, step: float, reach: float) -> tuple[_Losses, _Losses]:
+def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMasses, LossMasses]:
     """Return the losses of one release: where a record is removed, and where it is added."""
 
     def loss(x: float) -> float:
@@ -103,19 +108,20 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[_Losses
     first = math.floor(loss(-reach * sigma) / step)
     last = math.ceil(loss(1 + reach * sigma) / step)
     if last - first > _LARGEST:
-        nothing = _Losses(0, np.ones(1), math.inf)
+        nothing = LossMasses(0, np.ones(1), math.inf)
         return nothing, nothing
     grid = np.arange(first, last + 1, dtype=np.float64) * step
     # The outcomes with these losses; none has a loss below log(1 - q).
     excess = np.where(grid < -1, np.exp(grid) - (1 - q), np.expm1(grid) + q)
     at = sigma * (np.log(np.maximum(excess, 0.0)) - math.log(q)) + 0.5 / sigma
-    without, with_it = _Outcomes.of(at), _Outcomes.of(at).mixed(_Outcomes.of(at - 1 / sigma), q)
-    removed = _dots(with_it, without, grid, first)
-    return removed, _dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+    without = Outcomes.of(at)
+    with_it = without.scaled(1 - q).plus(Outcomes.of(at - 1 / sigma).scaled(q))
+    removed = connected_dots(with_it, without, grid, first)
+    return removed, connected_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
 
 
 @dataclass(frozen=True)
-class _Outcomes:
+class Outcomes:
     """Mass of one distribution between the points of a grid, below them and above them.
 
     tail: the mass beyond each interval, on the side from which its own was taken.
@@ -127,30 +133,35 @@ class _Outcomes:
     tail: Array
 
     @staticmethod
-    def of(at: Array) -> "_Outcomes":
+    def of(at: Array) -> "Outcomes":
         """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
         left = at[1:] <= 0
         wide = special.normal_cdfs(np.where(left, at[1:], -at[:-1]))
         narrow = special.normal_cdfs(np.where(left, at[:-1], -at[1:]))
         below, above = special.normal_cdfs(np.array([at[0], -at[-1]])).tolist()
-        return _Outcomes(below, wide - narrow, above, wide)
+        return Outcomes(below, wide - narrow, above, wide)
 
-    def mixed(self, other: "_Outcomes", q: float) -> "_Outcomes":
-        """Return those of the mixture with a share q of the other distribution."""
-        return _Outcomes(
-            (1 - q) * self.below + q * other.below,
-            (1 - q) * self.between + q * other.between,
-            (1 - q) * self.above + q * other.above,
-            (1 - q) * self.tail + q * other.tail,
+    def scaled(self, share: float) -> "Outcomes":
+        """Return this share of the mass."""
+        below, between = share * self.below, share * self.between
+        return Outcomes(below, between, share * self.above, share * self.tail)
+
+    def plus(self, other: "Outcomes") -> "Outcomes":
+        """Return the masses of both together."""
+        return Outcomes(
+            self.below + other.below,
+            self.between + other.between,
+            self.above + other.above,
+            self.tail + other.tail,
         )
 
     @property
-    def mirrored(self) -> "_Outcomes":
+    def mirrored(self) -> "Outcomes":
         """The same in the opposite order."""
-        return _Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
+        return Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
 
 
-def _dots(p: _Outcomes, r: _Outcomes, grid: Array, first: int) -> _Losses:
+def connected_dots(p: Outcomes, r: Outcomes, grid: Array, first: int) -> LossMasses:
     """Return the losses log(P/Q) with all mass moved onto the grid.
 
     p, r: under P and Q, in the order of losses. What lies below the grid goes to its first point.
@@ -163,24 +174,34 @@ def _dots(p: _Outcomes, r: _Outcomes, grid: Array, first: int) -> _Losses:
     mass[1:] = upper
     mass[:-1] += p.between - upper
     mass[0] += p.below
-    return _Losses(first, mass, p.above)
+    return LossMasses(first, mass, p.above)
 
 
-class _Way:
-    """Compositions of several releases, for one order of their pairs, in one window of the grid."""
+class ComposedLosses:
+    """Compositions of several releases, for one order of their pairs, in one window of the grid.
+
+    releases: of each kind the losses of one, on a grid of this step. most: the largest number of
+    each kind. spread: about the deviation of the losses of all of them together. outside: the mass
+    that the window may leave out, of what is to be taken off δ.
+    """
 
     def __init__(
-        self, releases: Sequence[_Losses], most: Sequence[Term], step: float, outside: float
+        self,
+        releases: Sequence[LossMasses],
+        most: Sequence[int],
+        step: float,
+        spread: float,
+        outside: float,
     ) -> None:
         self._releases = releases
-        low, high = _window(releases, most, step, outside)
+        low, high = _window(releases, most, step, spread, outside)
         size = max(high - low + 1, *(len(r.mass) for r in releases))
         # "not (good)": a window without an end is NaN or inf.
         self._found = size <= _LARGEST and all(r.infinite < 1 for r in releases)
         if not self._found:
             return
         self._size = special.fast_length(math.ceil(size))
-        # Losses below 0 cost nothing at any ε >= 0.
+        # LossMasses below 0 cost nothing at any ε >= 0.
         self._losses = np.arange(math.floor(low) + self._size, dtype=np.float64) * step
         self._waves = [np.fft.rfft(r.mass, self._size) for r in releases]
         longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
@@ -203,18 +224,17 @@ class _Way:
 
 
 def _window(
-    releases: Sequence[_Losses], most: Sequence[Term], step: float, outside: float
+    releases: Sequence[LossMasses], most: Sequence[int], step: float, spread: float, outside: float
 ) -> tuple[float, float]:
     """Return where the losses of the largest history lie, on the grid, but for `outside` of them.
 
     P[L > b] <= E e^(λL) e^(-λb). The smaller histories are covered too, as E e^(λL) >= 1 for λ > 0.
     """
     room = -math.log(outside)
-    spread = math.sqrt(sum(t * loss_spread(q, s) ** 2 for q, s, t in most))
     orders = math.sqrt(2 * room) / spread * 2.0 ** np.arange(-10, 4)
     orders = np.concatenate([orders, -orders])
     growth = np.zeros(len(orders))
-    for release, (*_, count) in zip(releases, most, strict=True):
+    for release, count in zip(releases, most, strict=True):
         losses = (release.low + np.arange(len(release.mass))) * step
         growth += count * np.log(np.exp(np.outer(orders, losses)) @ release.mass)
     ends = (np.maximum(growth, 0.0) + room) / orders / step

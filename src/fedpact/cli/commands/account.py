@@ -43,6 +43,12 @@ def account(
             "and a proof only if nothing of the new run follows from what the others released.",
         ),
     ] = False,
+    per_person: Annotated[
+        int | None,
+        typer.Option(
+            help="k: also ε for a person, up to k records of theirs together, each sampled alone."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
@@ -50,4 +56,4 @@ def account(
 
     setting = command.Setting(q, sigma, steps, epsilon, delta)
     way = None if every else (accountant, conversion)
-    command.account(setting, way, ledger, joint, as_json)
+    command.account(setting, way, ledger, joint, per_person, as_json)

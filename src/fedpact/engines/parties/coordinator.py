@@ -44,7 +44,6 @@ _COVERS = [
 _DOES_NOT_COVER = [
     "How long a site takes to answer, and when it is there.",
     "What a record's owner could be harmed by even if the record were left out.",
-    "Several records of one person: the unit is one record.",
     "The sites' declared sizes, sampling rates and label names, which are public.",
 ]
 _EPSILON = (
