@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import plan_error, read_configuration
-from fedpact.data.form import PlanRecords
+from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
 from fedpact.errors import PlanError
 from fedpact.features.settings import FeatureSettings
@@ -225,9 +225,13 @@ class Plan(BaseModel):
         except ValidationError as error:
             raise plan_error(error, ("settings",), module.Settings) from None
 
-    def stage(self, at: Path = Path()) -> FeatureStage:
-        """Return what makes the plan's features. at: where a relative path of weights begins."""
-        return FeatureStage(self.features, self.seed, at)
+    def stage(self, at: Path = Path(), form: RecordForm | None = None) -> FeatureStage:
+        """Return what scales records and makes the plan's features.
+
+        at: where a relative path of weights begins. form: of a party's records, by default the
+        plan's.
+        """
+        return FeatureStage(self.features, self.seed, at, form or self.records.shared())
 
     @property
     def private(self) -> bool:

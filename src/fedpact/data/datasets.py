@@ -21,7 +21,7 @@ from fedpact.data.images import load_digits, load_images
 from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.synthetic import FORMS, Synthetic
-from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table
+from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.errors import DataError
 
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "heart_disease")
@@ -141,6 +141,23 @@ def from_arrays(
     return _dataset(name, parts, names, sites)
 
 
+def from_frame(
+    frame: Any,
+    label: str,
+    site: str | None = None,
+    *,
+    name: str = "frame",
+    classes: Sequence[str] | None = None,
+    form: RecordForm = _ANY,
+) -> Dataset:
+    """Return a data set from a DataFrame, or whatever has `columns` and gives each as frame[name].
+
+    label, site, classes, form: as `load` takes them for a file. Raises DataError.
+    """
+    columns = {str(column): list(frame[column]) for column in frame.columns}
+    return _from_table(name, table_of(name, columns, label, site), classes, form)
+
+
 def refitted(data: Dataset, records: PlanRecords) -> Dataset:
     """Return a data set held against what a plan declares; itself where that is nothing."""
     if records == PlanRecords():
@@ -151,7 +168,7 @@ def refitted(data: Dataset, records: PlanRecords) -> Dataset:
             f"declares {', '.join(records.classes)}; leave one out, or make them agree"
         )
     test = None if data.x_test is None else (data.x_test, data.y_test)
-    form = records.shared().model_copy(update={"labels": "numbers"})
+    form = records.shared().in_arrays(data.features)
     found = from_arrays(
         data.x, data.y, name=data.name, classes=data.classes, site=data.site, test=test, form=form
     )
@@ -175,7 +192,7 @@ def _from_table(
         for row in range(table.count):
             if is_missing(sites[row]):
                 sieve.leave_out(row, table.site, "is missing")
-    return _dataset(name, [Given(x, y, sieve)], names, sites, table.features)
+    return _dataset(name, [Given(x, y, sieve, table.features)], names, sites)
 
 
 def _dataset(
@@ -183,7 +200,6 @@ def _dataset(
     parts: Sequence[Given],
     classes: tuple[str, ...],
     sites: np.ndarray | None,
-    features: tuple[str, ...] = (),
 ) -> Dataset:
     """The records that are left, with a warning about the others. parts: training, and test."""
     for part in parts:
@@ -198,6 +214,7 @@ def _dataset(
             "name a record"
         )
     main, *test = (part.used() for part in parts)
+    features = main.features
     what = f"{', '.join(features)} as given" if features else f"{len(main.y)} records as given"
     return Dataset(
         name=name,

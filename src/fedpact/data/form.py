@@ -12,29 +12,42 @@ that a file's arrays happen to have, and not from the values that happen to occu
     labels = "names"           how labels in arrays are meant; see RecordForm
 
     [records.columns.age]      for one column: its own range, or the values that there are
-    low = 0
-    high = 120
+    range = [0, 120]           the same as low = 0 and high = 120
+    fill = 60                  stands for a missing value; without it the record is left out
+    scale = "range"            what the model is given in its place: see ValueRange and Column
     [records.columns.ward]
     categories = ["A", "B"]    text: becomes 0.0, 1.0, ...; numbers stay what they are
+    other = "B"                stands for a value that is none of them; else the record is left out
+    scale = "one-hot"          a column for each category, 1 in the record's own and 0 in the others
 
 In an array of records [n, d] the columns are called "0", "1", ...
 """
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+_BY_RANGE: Final = ("range", "unit", "released")
+
+
 class ValueRange(BaseModel):
-    """Numbers from low to high, either of which may be left out. See the module."""
+    """Numbers from low to high, either of which may be left out. See the module.
+
+    fill: stands for a value that is missing. scale: what becomes of a number x before it is trained
+    on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
+    "standard", (x - mean) / deviation, which are declared, and "one-hot", of categories.
+    """
 
     model_config = _FROZEN
     low: float | None = None
     high: float | None = None
     clamp: bool = False
+    fill: str | float | None = None
+    scale: Literal["none", "range", "unit", "standard", "one-hot"] = "none"
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -42,6 +55,16 @@ class ValueRange(BaseModel):
             raise ValueError(f"low = {self.low:g} and high = {self.high:g}: expected low <= high")
         if self.clamp and self.low is None and self.high is None:
             raise ValueError("clamp = true without low or high: say where values are clamped")
+        if self.scale in _BY_RANGE and not _wide(self.low, self.high):
+            raise ValueError(
+                f'scale = "{self.scale}" with low = {self.low} and high = {self.high}: expected '
+                "both, with low < high: the least and the most that such a value can be"
+            )
+        if isinstance(self.fill, float) and not _lies(self.fill, self.low, self.high):
+            raise ValueError(
+                f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
+                "stands for a value that is missing; expected one between them"
+            )
         return self
 
     @property
@@ -49,19 +72,67 @@ class ValueRange(BaseModel):
         """Whether there is a bound."""
         return self.low is not None or self.high is not None
 
+    def number(self, value: str | float | None) -> float | None:
+        """Return what stands for a value among a record's numbers; None for none."""
+        return None if isinstance(value, str) else value
+
+
+def _wide(low: float | None, high: float | None) -> bool:
+    return low is not None and high is not None and low < high
+
+
+def _lies(value: float, low: float | None, high: float | None) -> bool:
+    return (low is None or low <= value) and (high is None or value <= high)
+
 
 class Column(ValueRange):
-    """One column: its range, or its categories. See the module."""
+    """One column: its range, or its categories. See the module.
+
+    fill, other: of categories one of them. mean, deviation: with scale = "standard".
+    """
 
     categories: list[str] | list[float] | None = Field(default=None, min_length=1)
+    other: str | float | None = None
+    mean: float | None = None
+    deviation: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_is_low_and_high(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "range" not in raw:
+            return raw
+        given = {**cast(dict[str, Any], raw)}
+        ends = given.pop("range")
+        if "low" in given or "high" in given or not isinstance(ends, list) or len(ends) != 2:
+            raise ValueError(
+                f"range = {ends}: expected [low, high], and neither low nor high beside it"
+            )
+        return {**given, "low": ends[0], "high": ends[1]}
 
     @model_validator(mode="after")
     def _range_or_categories(self) -> Self:
-        if self.categories is not None:
-            if self.bounded:
-                raise ValueError("a column has low and high, or categories: leave one out")
-            if len(set(self.categories)) < len(self.categories):
-                raise ValueError(f"categories = {self.categories}: expected each once")
+        if (self.scale == "standard") != (self.mean is not None and self.deviation is not None) or (
+            self.mean is None
+        ) != (self.deviation is None):
+            raise ValueError(
+                f'scale = "{self.scale}" with mean = {self.mean} and deviation = {self.deviation}: '
+                'expected scale = "standard" with both, or none of them'
+            )
+        known = self.categories
+        if known is None:
+            if self.other is not None or self.scale == "one-hot" or isinstance(self.fill, str):
+                raise ValueError(
+                    f'other = {self.other!r}, fill = {self.fill!r}, scale = "{self.scale}" without '
+                    "categories: declare them, all that there are"
+                )
+            return self
+        if self.bounded:
+            raise ValueError("a column has low and high, or categories: leave one out")
+        if len(set(known)) < len(known):
+            raise ValueError(f"categories = {known}: expected each once")
+        for name, value in (("fill", self.fill), ("other", self.other)):
+            if value is not None and value not in known:
+                raise ValueError(f"{name} = {value!r}: expected one of the categories {known}")
         return self
 
     @property
@@ -69,6 +140,18 @@ class Column(ValueRange):
         """The categories, where they are text."""
         found = [c for c in self.categories or [] if isinstance(c, str)]
         return found or None
+
+    def as_numbers(self) -> "Column":
+        """Return the column as it is in an array, where categories in text are their places."""
+        if self.names is None:
+            return self
+        places = {"categories": [float(i) for i in range(len(self.names))]}
+        own = {"fill": self.number(self.fill), "other": self.number(self.other)}
+        return self.model_copy(update={**places, **own})
+
+    def number(self, value: str | float | None) -> float | None:
+        """See ValueRange: of a category in text its place."""
+        return float((self.names or []).index(value)) if isinstance(value, str) else value
 
 
 class RecordForm(ValueRange):
@@ -85,10 +168,16 @@ class RecordForm(ValueRange):
 
     @model_validator(mode="after")
     def _words_or_numbers(self) -> Self:
-        if self.vocabulary is not None and (self.bounded or self.columns):
+        if isinstance(self.fill, str) or self.scale in ("standard", "one-hot"):
             raise ValueError(
-                f"vocabulary = {self.vocabulary} beside low, high or columns: words have none; "
-                "leave one out"
+                f'fill = {self.fill!r}, scale = "{self.scale}" for all values: expected a number, '
+                'and "none", "range" or "unit"; declare the rest in [records.columns.NAME]'
+            )
+        other = self.bounded or self.columns or self.fill is not None
+        if self.vocabulary is not None and other:
+            raise ValueError(
+                f"vocabulary = {self.vocabulary} beside low, high, fill or columns: words have "
+                "none; leave one out"
             )
         return self
 
@@ -102,7 +191,7 @@ class RecordForm(ValueRange):
         features: the table's columns in order.
         """
         place = {name: str(i) for i, name in enumerate(features)}
-        columns = {place.get(name, name): _as_numbers(c) for name, c in self.columns.items()}
+        columns = {place.get(name, name): c.as_numbers() for name, c in self.columns.items()}
         return self.model_copy(update={"columns": columns, "labels": "numbers"})
 
 
@@ -114,9 +203,3 @@ class PlanRecords(RecordForm):
     def shared(self) -> RecordForm:
         """Return it without the classes, as federation.toml has it, which names them itself."""
         return RecordForm(**self.model_dump(exclude={"classes"}))
-
-
-def _as_numbers(column: Column) -> Column:
-    if column.names is None:
-        return column
-    return Column(categories=[float(i) for i in range(len(column.names))])

@@ -16,27 +16,35 @@ from fedpact.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Records as they were given, x [n, ...] and y [n], of which the sieve says who is used."""
+    """Records as they were given, x [n, ...] and y [n], of which the sieve says who is used.
+
+    features: a table's columns.
+    """
 
     x: np.ndarray
     y: np.ndarray
     sieve: Sieve
+    features: tuple[str, ...] = ()
 
     def used(self) -> "Sifted":
         """Return the records that are used."""
         good = self.sieve.good
         x, y = (self.x, self.y) if good.all() else (self.x[good], self.y[good])
         numbers = torch.from_numpy(good.nonzero()[0] + self.sieve.first)
-        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers)
+        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features)
 
 
 @dataclass(frozen=True, eq=False)
 class Sifted:
-    """Records that are used: x [n, ...], y [n], and their numbers in their file [n]."""
+    """Records that are used: x [n, ...], y [n], and their numbers in their file [n].
+
+    features: a table's columns.
+    """
 
     x: Tensor
     y: Tensor
     numbers: Tensor
+    features: tuple[str, ...] = ()
 
 
 def sifted_arrays(

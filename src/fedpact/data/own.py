@@ -20,7 +20,7 @@ from fedpact.errors import DataError
 
 # "none" or "na" may be the name of a class or of a site.
 _NO_NAME: Final = {"", "?", "nan"}
-_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "<na>", "null", "none"}
 
 _Value = Callable[[int, int], Any]
 """(row, place in a flattened record) -> what stands in the file."""
@@ -62,7 +62,11 @@ def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) 
     for k, (name, cells) in enumerate(zip(features, columns, strict=True)):
         own = form.of(name)
         names = own.names if isinstance(own, Column) else None
-        x[:, k] = _numbers(cells) if names is None else _places(cells, names)
+        x[:, k] = _places(cells, own) if isinstance(own, Column) and names else _numbers(cells)
+        fill = own.number(own.fill)
+        if fill is not None:
+            missing = np.isnan(x[:, k]) & [is_blank(value) for value in cells]
+            x[missing, k] = fill
         _mark_cells(np.isnan(x[:, k]), name, cells, names is not None, sieve)
     source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
     return _fitted(source, form, values, features)
@@ -81,10 +85,15 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
             f"data set {sieve.origin}: records.columns declares categories in text: expected "
             "numbers for what an array holds; write the records as .csv or .parquet, or number them"
         )
-    numbers = x
+    numbers, blank = x, None
     if x.dtype.kind == "U":
         x = _readable(x)
         numbers = np.array([_number(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
+        blank = np.array([is_blank(v) for v in x.reshape(-1).tolist()], bool).reshape(x.shape)
+    elif x.dtype.kind == "f":
+        blank = np.isnan(x)
+    if blank is not None and blank.any():
+        numbers = _filled(numbers, blank, form, features)
     shape = x.shape[1:]
 
     def name(place: int) -> str:
@@ -131,6 +140,11 @@ def text_of(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value).strip()
 
 
+def is_blank(value: Any) -> bool:
+    """Whether a cell says that nothing was recorded."""
+    return value is None or str(value).strip().lower() in _MISSING
+
+
 def is_missing(name: str) -> bool:
     """Whether a label or the name of a site is none."""
     return name.lower() in _NO_NAME
@@ -154,6 +168,20 @@ def _check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> No
             f"data set {origin}: records.columns declares {', '.join(unknown)}: expected some of "
             f"its columns, which are {known}; correct the names"
         )
+
+
+def _filled(
+    x: np.ndarray, blank: np.ndarray, form: RecordForm, features: Sequence[str]
+) -> np.ndarray:
+    """Return x [n, ...] with what was declared in place of what is missing, bool like x."""
+    x = x.copy()
+    parts = [(slice(None), k) for k in range(len(features))] if form.columns else [...]
+    for part, name in zip(parts, features if form.columns else ("",), strict=True):
+        own = form.of(name)
+        fill = own.number(own.fill)
+        if fill is not None:
+            x[part] = np.where(blank[part], fill, x[part])
+    return x
 
 
 def _fitted(source: _Source, form: RecordForm, values: str, features: Sequence[str]) -> np.ndarray:
@@ -200,7 +228,12 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
     if isinstance(own, Column) and own.categories is not None:
         if own.names is None:
             known = np.isin(some, np.array(own.categories).astype(x.dtype))
-            _mark_part(source, part, ~known, "is none of its declared categories")
+            other = own.number(own.other)
+            if other is None:
+                _mark_part(source, part, ~known, "is none of its declared categories")
+            else:
+                # What is no number is left out for that.
+                x[part] = np.where(known | ~np.isfinite(some), some, other)
         return
     if not own.bounded:
         return
@@ -249,7 +282,7 @@ def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bo
 def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: Sieve) -> None:
     for row in bad.nonzero()[0].tolist():
         value = cells[row]
-        if value is None or str(value).strip().lower() in _MISSING:
+        if is_blank(value):
             why = "is missing"
         else:
             why = "is none of its declared categories" if names else "is no finite number"
@@ -271,6 +304,12 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def _places(cells: Cells, names: Sequence[str]) -> np.ndarray:
-    place = {name: float(k) for k, name in enumerate(names)}
-    return np.array([place.get(text_of(value), np.nan) for value in cells], np.float64)
+def _places(cells: Cells, own: Column) -> np.ndarray:
+    place = {name: float(k) for k, name in enumerate(own.names or [])}
+    other = own.number(own.other)
+    unknown = np.nan if other is None else other
+
+    def of(value: Any) -> float:
+        return place.get(text_of(value), np.nan if is_blank(value) else unknown)
+
+    return np.array([of(value) for value in cells], np.float64)

@@ -41,7 +41,7 @@ def load_site(
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
         y = class_numbers(labels, classes, form.labels or "names", table.label, sieve)
-        found = Given(x, y, sieve)
+        found = Given(x, y, sieve, table.features)
     else:
         found = _site_arrays(path, label, classes, shape, values, form)
     found.sieve.warn(values=False)

@@ -9,6 +9,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -52,16 +53,27 @@ def read_table(path: Path, label: str | None, site: str | None) -> Table:
     if not path.is_file():
         raise DataError(f"data file {path} does not exist: check the path")
     columns, broken = _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
+    return table_of(f"data file {path}", columns, label, site, broken)
+
+
+def table_of(
+    origin: str,
+    columns: Mapping[str, Cells],
+    label: str | None,
+    site: str | None,
+    broken: Mapping[int, str] = MappingProxyType({}),
+) -> Table:
+    """Return columns as a table. origin: what they are called. Raises DataError: no such column."""
     for role, column in (("label", label), ("site", site)):
         if column not in columns and not (role == "site" and column is None):
             raise DataError(
-                f"data file {path}: {role} column is {column!r}: expected one of its columns "
+                f"{origin}: {role} column is {column!r}: expected one of its columns "
                 f"{', '.join(columns)}; give it as {role}=..."
             )
     table = Table(columns, str(label), site, broken)
     if not table.features or label == site:
         raise DataError(
-            f"data file {path}: label column {label!r} and site column {site!r} leave "
+            f"{origin}: label column {label!r} and site column {site!r} leave "
             f"{len(table.features)} feature columns of {len(columns)}: expected two different "
             "columns and at least one more"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.data import datasets, files
+from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.tables import SUFFIXES
@@ -46,6 +47,9 @@ class Scene:
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
         raw = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
+        if raw.x.ndim == 2 and (data is not None or _is_file(plan.data)):
+            names = raw.features or tuple(map(str, range(raw.x.shape[1])))
+            advise(raw.name, plan.records, names, raw.x)
         raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
@@ -82,8 +86,12 @@ class Scene:
         return self.workshop.bench(check=check)
 
 
+def _is_file(data: str) -> bool:
+    return Path(data).suffix.lower() in SUFFIXES
+
+
 def _loaded(plan: Plan) -> Dataset:
-    if Path(plan.data).suffix.lower() not in SUFFIXES:
+    if not _is_file(plan.data):
         return datasets.refitted(datasets.load(plan.data, plan.label, plan.site), plan.records)
     return datasets.load(
         plan.data,
@@ -101,9 +109,10 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     """
     name, test = f"{raw.name} (test)", raw.x_test
     stage = plan.stage()
-    train = stage(raw.x, raw.x[0], raw.name, cache)
-    of_test = None if test is None else stage(test, raw.x[0], name, _of_test(cache))
-    data = raw if not plan.features.used else _featured(raw, train, of_test)
+    example, features = raw.x[0], raw.features
+    train = stage(raw.x, example, raw.name, cache, features)
+    of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
+    data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
     kernel = Workshop(plan, data.x[0], len(data.classes)).bench(check=True).kernel
     good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
     if data.x_test is None or data.y_test is None or of_test is None:
@@ -120,15 +129,15 @@ def _only(
     return (used if raw is data else raw.only(good, of_test)), used
 
 
-def _featured(raw: Dataset, train: Staged, test: Staged | None) -> Dataset:
-    return replace(raw, x=train.x, x_test=None if test is None else test.x, features=())
+def _staged(raw: Dataset, features: tuple[str, ...], train: Staged, test: Staged | None) -> Dataset:
+    return replace(raw, x=train.x, x_test=None if test is None else test.x, features=features)
 
 
 def kept(plan: Plan, raw: Dataset) -> Path | None:
     """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
     if not plan.features.used:
         return None
-    if Path(plan.data).suffix.lower() in SUFFIXES:
+    if _is_file(plan.data):
         return beside(Path(plan.data))
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", plan.data)
     return beside(files.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")

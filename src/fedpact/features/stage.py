@@ -1,4 +1,4 @@
-"""The stage between a party's records and what it trains or scores on; nothing where kind = "none".
+"""The stage between a party's records and what it trains or scores on: scaled columns, features.
 
 It is the same function in a simulation, at a deployed site as it opens, and for the server's public
 test set. What it makes of a record follows from that record, the plan and the party's own copy of
@@ -6,12 +6,15 @@ the weights; no record makes it fail.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedpact.data.columns.scaling import Scaling
+from fedpact.data.form import RecordForm
 from fedpact.errors import ModelError
 from fedpact.features import cache
 from fedpact.features.extract import Extractor, extractor
@@ -19,35 +22,59 @@ from fedpact.features.settings import FeatureSettings
 
 _logger = logging.getLogger("fedpact")
 _SHOWN = 20
+_NOTHING = RecordForm()
 
 
 @dataclass(frozen=True)
 class FeatureStage:
-    """A plan's features. seed: the plan's. at: where a relative path of weights begins."""
+    """A plan's features. seed: the plan's. at: where a relative path of weights begins.
+
+    form: what is declared of the records, which are scaled by it first.
+    """
 
     settings: FeatureSettings
     seed: int
     at: Path = Path()
+    form: RecordForm = _NOTHING
+
+    @property
+    def used(self) -> bool:
+        """Whether anything stands in place of the records."""
+        return self.settings.used or self._scaling(torch.empty(0)).used
+
+    def names(self, record: Tensor, features: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of what comes out of a table's; none of features."""
+        return () if self.settings.used else self._scaling(record, features).names
 
     def example(self, record: Tensor) -> Tensor:
         """Return something of the form that a record [*shape] comes out in.
 
         Raises ModelError: records that these features are not made for.
         """
+        record = self._scaling(record).example(record)
         if not self.settings.used:
             return record
         return torch.zeros(self._extractor(record).width)
 
     def key(self, record: Tensor) -> str:
         """Return what features follow from besides the records, as a public digest."""
-        return self._extractor(record).key
+        return self._extractor(self._scaling(record).example(record)).key
 
-    def __call__(self, x: Tensor, example: Tensor, origin: str, kept: Path | None) -> "Staged":
+    def __call__(
+        self,
+        x: Tensor,
+        example: Tensor,
+        origin: str,
+        kept: Path | None,
+        features: Sequence[str] = (),
+    ) -> "Staged":
         """Return what stands in place of records x [n, *shape] on the CPU.
 
         example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
-        where their features are cached, or None.
+        where their features are cached, or None. features: a table's columns.
         """
+        scaling = self._scaling(example, features)
+        x, example = scaling(x), scaling.example(example)
         if not self.settings.used:
             return Staged(x, torch.ones(len(x), dtype=torch.bool))
         found = cache.features(x, self._extractor(example), kept)
@@ -63,6 +90,9 @@ class FeatureStage:
                 ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
             )
         return Staged(found.x.float(), found.good)
+
+    def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
+        return Scaling.of(self.form, record.shape, features)
 
     def _extractor(self, record: Tensor) -> Extractor:
         if not record.is_floating_point():

@@ -188,6 +188,6 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
         return None
     federation = coordinator.federation
     data = datasets.load(str(path), classes=federation.classes, form=federation.records)
-    stage = coordinator.plan.stage(coordinator.directory)
+    stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path))
     return staged.x[staged.good], data.y[staged.good]

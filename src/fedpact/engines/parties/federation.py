@@ -17,6 +17,7 @@ from torch import Tensor
 from fedpact.data.form import RecordForm
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.features.stage import FeatureStage
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 
@@ -107,8 +108,7 @@ class Federation(BaseModel):
                 f"records.vocabulary = {self.records.vocabulary} with values = {self.values!r}: "
                 'words are whole numbers; set values = "int64"'
             )
-        row = len(self.shape) == 1
-        if self.records.columns and not row:
+        if self.records.columns and len(self.shape) != 1:
             raise ValueError(
                 f"records.columns with shape = {list(self.shape)}: a record is no row of columns; "
                 "declare low and high for all of it"
@@ -131,7 +131,11 @@ class Federation(BaseModel):
 
     def workshop(self, plan: Plan, at: Path) -> Workshop:
         """Return what a party of this federation computes with. at: its directory."""
-        return Workshop(plan, plan.stage(at).example(self.example()), len(self.classes))
+        return Workshop(plan, self.stage(plan, at).example(self.example()), len(self.classes))
+
+    def stage(self, plan: Plan, at: Path) -> FeatureStage:
+        """Return what stands between a party's records and what it trains on, as declared here."""
+        return plan.stage(at, self.records)
 
     def example(self) -> Tensor:
         """Return a record of zeros."""

@@ -27,6 +27,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact.client import Client
+from fedpact.data.columns.advice import advise
 from fedpact.data.sites import load_site
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
@@ -272,8 +273,11 @@ class Site:
     def _load(self, path: Path) -> Records:
         of = self.federation
         found = load_site(path, self.settings.label, of.classes, of.shape, of.values, of.records)
-        stage = self.plan.stage(self._directory)
-        staged = stage(found.x, of.example(), str(path), beside(path))
+        if len(of.shape) == 1:
+            names = found.features or tuple(map(str, range(of.shape[0])))
+            advise(str(path), of.records, names, None)
+        stage = of.stage(self.plan, self._directory)
+        staged = stage(found.x, of.example(), str(path), beside(path), found.features)
         # Tried in the CPU's memory: a word that a card's table does not have ends its process.
         on_cpu = self._device.type == "cpu"
         bench = self._bench if on_cpu else of.workshop(self.plan, self._directory).bench()

@@ -1,0 +1,214 @@
+"""Constants declared column by column: what stands in place of a record, in all engines alike."""
+
+import csv
+import logging
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fedpact.data.columns.scaling import Scaling
+from fedpact.data.datasets import from_arrays, from_frame, load
+from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.sites import load_site
+from fedpact.engines.scene import Scene
+from fedpact.engines.simulation import simulate
+from fedpact.engines.workshop import Workshop
+from fedpact.errors import DataError
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+
+COLUMNS = {
+    "age": {"range": [20, 80], "clamp": True, "fill": 50, "scale": "range"},
+    "dose": {"low": 0, "high": 4, "scale": "unit"},
+    "bmi": {"scale": "standard", "mean": 25, "deviation": 5, "fill": 30},
+    "ward": {"categories": ["A", "B", "C"], "other": "C", "fill": "A", "scale": "one-hot"},
+    "code": {"categories": [1, 7, 9], "other": 9, "scale": "one-hot"},
+    "sex": {},
+}
+HEADER = ["age", "dose", "bmi", "ward", "code", "sex", "out"]
+ROWS = [
+    ["50", "1", "25", "A", "1", "0", "no"],
+    ["95", "4", "35", "B", "7", "1", "yes"],
+    ["", "0", "?", "", "4", "0", "no"],
+    ["NA", "3", "20", "new", "9", "1", "yes"],
+    ["50", "", "25", "A", "1", "0", "no"],  # nothing is declared for a missing dose
+    ["50", "1", "25", "A", "", "0", "no"],  # nor for a missing code
+    ["50", "5", "25", "A", "1", "0", "no"],  # beyond its range, and not to be clamped
+    ["x", "1", "25", "A", "1", "0", "no"],  # not missing: wrong
+]
+# By hand: (2 x - 100) / 60, x / 4, (x - 25) / 5, A B C, 1 7 9, sex.
+WANTED = [
+    [0, 0.25, 0, 1, 0, 0, 1, 0, 0, 0],
+    [1, 1.0, 2, 0, 1, 0, 0, 1, 0, 1],
+    [0, 0.0, 1, 1, 0, 0, 0, 0, 1, 0],
+    [0, 0.75, -1, 0, 0, 1, 0, 0, 1, 1],
+]
+NAMES = ["age", "dose", "bmi", "ward=A", "ward=B", "ward=C", "code=1.0", "code=7.0", "code=9.0"]
+
+
+def table(path, rows=ROWS):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([HEADER, *rows])
+    return path
+
+
+def prepared(data, form):
+    return Scaling.of(form, data.x.shape[1:], data.features)(data.x)
+
+
+class Frame:
+    """What pandas and polars have in common."""
+
+    def __init__(self, columns):
+        self._columns, self.columns = columns, list(columns)
+
+    def __getitem__(self, name):
+        return self._columns[name]
+
+
+def test_columns_by_hand_from_every_kind_of_table(tmp_path):
+    form = PlanRecords(columns=COLUMNS).shared()
+    path = table(tmp_path / "t.csv")
+    wanted = torch.tensor(WANTED)
+    found = load(str(path), "out", form=form)
+    assert torch.equal(prepared(found, form), wanted)
+    assert Scaling.of(form, (6,), found.features).names == (*NAMES, "sex")
+
+    site = load_site(path, "out", ("no", "yes"), (6,), "float32", form)
+    assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
+
+    cells = dict(zip(HEADER, zip(*ROWS, strict=True), strict=True))
+    cells["bmi"] = [float("nan") if v == "?" else float(v) for v in cells["bmi"]]
+    cells["age"] = [None if v in ("", "NA") else v for v in cells["age"]]
+    frame = from_frame(Frame(cells), "out", form=form)
+    assert torch.equal(prepared(frame, form), wanted)
+    assert torch.equal(frame.y, found.y)
+
+    arrow = pytest.importorskip("pyarrow", reason="the extra fedpact[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(
+        arrow.table({k: arrow.array(list(v)) for k, v in cells.items()}), tmp_path / "t.parquet"
+    )
+    stored = load(str(tmp_path / "t.parquet"), "out", form=form)
+    assert torch.equal(prepared(stored, form), wanted)
+
+
+def test_arrays_are_filled_and_scaled_by_place_and_as_a_whole():
+    form = RecordForm(columns={"1": {"range": [0, 10], "fill": 5, "scale": "range"}})
+    x = np.array([[1, np.nan], [2, 10], [np.nan, 3]])
+    data = from_arrays(x, [0, 1, 0], form=form)
+    assert torch.equal(prepared(data, form), torch.tensor([[1.0, 0.0], [2.0, 1.0]]))
+    text = from_arrays(np.array([["1", "n/a"], ["2", "x"]]), ["a", "b"], form=form)
+    assert torch.equal(prepared(text, form), torch.tensor([[1.0, 0.0]]))
+    assert np.isnan(x).sum() == 2  # what was given is left as it is
+    whole = RecordForm(low=0, high=255, fill=0, scale="unit")
+    images = from_arrays(np.full((2, 3, 3), 51.0), [0, 1], form=whole)
+    assert torch.equal(prepared(images, whole), torch.full((2, 3, 3), 51 / 255))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"scale": "range"}, 'scale = "range" with low = None and high = None'),
+        ({"scale": "unit", "low": 1, "high": 1}, "low < high"),
+        ({"scale": "standard", "mean": 1.0}, "with both"),
+        ({"mean": 1.0, "deviation": 1.0}, "with both, or none"),
+        ({"scale": "standard", "mean": 1.0, "deviation": 0.0}, "greater than 0"),
+        ({"scale": "one-hot"}, "without categories"),
+        ({"other": 1.0}, "without categories"),
+        ({"fill": "A"}, "without categories"),
+        ({"fill": 9, "high": 8}, "fill = 9 is beyond"),
+        ({"range": [0, 1], "low": 0}, r"range = \[0, 1\]"),
+        ({"range": [0]}, r"range = \[0\]"),
+        ({"range": ["a", "b"]}, "low"),
+        ({"categories": ["A"], "fill": "B"}, "fill = 'B'"),
+        ({"categories": ["A"], "other": "B"}, "other = 'B'"),
+        ({"categories": ["A"], "range": [0, 1]}, "leave one out"),
+        ({"scale": "zscore"}, "one-hot"),
+        ({"fill": float("nan")}, "finite"),
+    ],
+)
+def test_a_declaration_that_means_nothing_is_refused(column, message):
+    with pytest.raises(ValidationError, match=message):
+        RecordForm(columns={"a": column})
+
+
+@pytest.mark.parametrize(
+    "form", [{"scale": "one-hot"}, {"fill": "A"}, {"vocabulary": 3, "fill": 1}]
+)
+def test_a_declaration_for_all_values_has_numbers_alone(form):
+    with pytest.raises(ValidationError):
+        RecordForm(**form)
+
+
+def test_one_record_more_changes_no_other(tmp_path):
+    """What is filled, scaled and encoded follows from the record and the constants alone."""
+    form = PlanRecords(columns=COLUMNS).shared()
+    alone = load(str(table(tmp_path / "a.csv", ROWS[:2])), "out", form=form)
+    more = load(str(table(tmp_path / "b.csv", [*ROWS[:2], *ROWS[2:] * 5])), "out", form=form)
+    assert torch.equal(prepared(alone, form), prepared(more, form)[:2])
+
+
+def wide(path, n=400):
+    """Age says nothing, two binary columns say the label; returns the file."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 2, (2, n))
+    age = rng.integers(20, 80, n)
+    rows = [f"{t},{p},{q},{p}" for t, p, q in zip(age, a, b, strict=True)]
+    path.write_text("\n".join(["age,smoker,sex,out", *rows]) + "\n")
+    return str(path)
+
+
+def asked(data, **records):
+    return Plan.parse(
+        {"data": data, "label": "out", "sites": 2, "rounds": 30, "records": records,
+         "privacy": {"epsilon": 4.0}}
+    )  # fmt: skip
+
+
+def test_an_unscaled_table_is_warned_of_and_its_remedy_works(tmp_path, caplog):
+    """The lines of the warning, put into the plan, are the difference between chance and 1."""
+    data = wide(tmp_path / "t.csv")
+    bad = simulate(asked(data), tmp_path / "bad").summary["accuracy"]
+    (told,) = [r.message for r in caplog.records if "far from 0" in r.message]
+    assert "age (79)" in told
+    assert "smoker" not in told
+    assert "found by looking" in told
+    assert '[records.columns.age]\nrange = [..., ...]\nclamp = true\nscale = "range"' in told
+    caplog.clear()
+    declared = {"columns": {"age": {"range": [0, 120]}}}
+    Scene.of(asked(data, **declared))
+    (told,) = [r.message for r in caplog.records if "far from 0" in r.message]
+    # Of what was declared, and never of what is in the file.
+    assert "age (120)" in told
+    assert "79" not in told
+    assert "found by looking" not in told
+    lines = told[told.index("[records") :]
+    caplog.clear()
+    remedy = tomllib.loads(lines)["records"]
+    good = simulate(asked(data, **remedy), tmp_path / "good").summary["accuracy"]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert bad < 0.75 < 0.95 < good
+
+
+def test_codes_are_advised_to_be_encoded(tmp_path, caplog):
+    data = wide(tmp_path / "t.csv")
+    Scene.of(asked(data, columns={"age": {"categories": [float(k) for k in range(20, 80)]}}))
+    assert 'scale = "one-hot"' in caplog.text
+
+
+def test_a_model_is_built_for_what_comes_out(tmp_path):
+    plan = asked(str(table(tmp_path / "t.csv", ROWS[:4] * 5)), columns=COLUMNS)
+    scene = Scene.of(plan)
+    assert (scene.raw.x.shape[1], scene.dataset.x.shape[1]) == (6, 10)
+    assert scene.dataset.features[3:6] == ("ward=A", "ward=B", "ward=C")
+    example = plan.stage().example(torch.zeros(6))
+    assert FlatModel(Workshop(plan, example, 2).module()).size == 2 * 10 + 2
+
+
+def test_columns_of_another_table_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"records\.columns declares ages"):
+        Scene.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))
