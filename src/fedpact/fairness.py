@@ -3,6 +3,7 @@
 F_i = Σ_B clamp(ℓ_j, 0, C_l) + noise, over the expected batch size, is released on a batch that the
 solver asks for anyway: one joint event. C_l follows a quantile of the losses (Andrew, Thakkar,
 McMahan, Ramaswamy, arXiv 1905.03871), whose count is released on that batch too, or FedFDP's (16).
+Either each site has a bound of its own, or the server has one for all (`FairRelease.loss_of`).
 
 Defaults: losses with an exponential tail have E[min(C_l, ℓ)] = γ E[ℓ], so γ = 0.9 underestimates F
 by a tenth where the median would halve it. A count at ten times the gradient's noise raises the
@@ -17,6 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.errors import InputError, PlanError
+from fedpact.messages import Numbers, State
 from fedpact.privacy.around import BatchAround, OracleAround
 from fedpact.privacy.oracle import (
     UNIFORM,
@@ -69,11 +71,22 @@ class LossRelease(BaseModel):
 
     def released(self, batch: Batch, w: Tensor, bound: float) -> tuple[float, float]:
         """Return the loss F_i at w [d], clipped to C_l = bound, and the next C_l."""
-        loss = batch.loss(w, bound)
+        found = self.answers(batch, w, bound)
+        return found["loss"], self.after(bound, found)
+
+    def answers(self, batch: Batch, w: Tensor, bound: float) -> dict[str, float]:
+        """Return what is released of the losses at w [d], by the channels' names."""
+        found = {"loss": batch.loss(w, bound)}
         if self.loss_bound_rule == "quantile":
-            return loss, self.next_bound(bound, batch.below(w, bound))
+            found["below"] = batch.below(w, bound)
+        return found
+
+    def after(self, bound: float, found: Numbers) -> float:
+        """Return the next C_l. found: what `answers` returned, or its means over sites."""
+        if self.loss_bound_rule == "quantile":
+            return self.next_bound(bound, found["below"])
         # NaN gives the least.
-        return loss, min(max(self.least_loss_bound, loss), self.most_loss_bound)
+        return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
 
     def loss_range(self, terms: Terms) -> Range:
         """Return what an honest site's released loss can be: C_l is at most most_loss_bound."""
@@ -85,6 +98,73 @@ class LossRelease(BaseModel):
         logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
         least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
         return math.exp(min(max(logarithm, least), most))
+
+
+class FairRelease(LossRelease):
+    """A LossRelease whose bound is each site's own, or the server's for all of them.
+
+    loss_of: "own": the loss of the model that a site sends, and C_l is its own, which it remembers.
+    "common": the loss of the model that all were told, and C_l is the server's; sites send F_i and
+    the share of losses below it, and the next C_l follows their mean. So nothing that a site does
+    follows from its own releases alone. Replies, tasks and the server's state have "loss" for F,
+    "below" for the share and "loss_bound" for C_l.
+    """
+
+    loss_of: Literal["own", "common"] = "own"
+
+    @property
+    def why_own_noise(self) -> str:
+        """See algorithms.BaseSettings.needs_own_noise."""
+        if self.loss_of == "common":
+            return ""
+        return (
+            'with loss_of = "own" a site\'s loss is of a model that its own noise alone hides, and '
+            'its loss bound follows its own releases; take loss_of = "common"'
+        )
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """The numbers that a site sends."""
+        return tuple(self.loss_channels) if self.loss_of == "common" else ("loss",)
+
+    @property
+    def first(self) -> dict[str, float]:
+        """The server's numbers at first."""
+        return {"loss_bound": self.loss_bound} if self.loss_of == "common" else {}
+
+    @property
+    def told(self) -> dict[str, Range]:
+        """What a task may carry."""
+        bound = Range(self.least_loss_bound, self.most_loss_bound)
+        return {"loss": FAIR_LOSS} | ({"loss_bound": bound} if self.loss_of == "common" else {})
+
+    def ranges(self, terms: Terms) -> dict[str, Range]:
+        """Return what an honest site's numbers can be."""
+        known = {"loss": self.loss_range}
+        if "below" in self.sent:
+            known["below"] = reach.below
+        return {name: found(terms) for name, found in known.items()}
+
+    def local(
+        self, batch: Batch, task: State, w: Tensor, memory: Numbers
+    ) -> tuple[dict[str, float], State]:
+        """Return what a site sends of its losses, and what it remembers.
+
+        task: the model and the numbers that it was told. w: the model that it sends, [d].
+        """
+        if self.loss_of == "common":
+            bound = task.numbers.get("loss_bound", self.loss_bound)
+            return self.answers(batch, task.vectors["w"], bound), State()
+        bound = memory.get("loss_bound", self.loss_bound)
+        loss, bound = self.released(batch, w, bound)
+        return {"loss": loss}, State(numbers={"loss_bound": bound})
+
+    def update(self, before: Numbers, means: Numbers) -> dict[str, float]:
+        """Return the server's next numbers. before: its last. means: of what the sites sent."""
+        if self.loss_of == "own":
+            return {"loss": means["loss"]}
+        bound = before.get("loss_bound", self.loss_bound)
+        return {"loss": means["loss"], "loss_bound": self.after(bound, means)}
 
 
 WeightRule = Literal["fixed", "relative"]

@@ -16,6 +16,7 @@ data = "digits"              top level: what to train on what, how long
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -186,13 +187,8 @@ class Plan(BaseModel):
             )
         if method.needs_own_noise:
             raise ValueError(
-                f'privacy.trust = "sum" does not go with algorithm = {self.algorithm!r}: '
-                f"{method.needs_own_noise}"
-            )
-        if self.fairness.weight > 0:
-            raise ValueError(
-                'privacy.trust = "sum" does not go with [fairness]: a site\'s loss bound follows '
-                "its own releases, which have too little noise of their own; leave one of them out"
+                f'privacy.trust = "sum" does not go with algorithm = {self.algorithm!r}'
+                f"{', [fairness]' if self.fairness.weight > 0 else ''}: {method.needs_own_noise}"
             )
         given = [grant.sigma for grant in self.privacy.per_site.values()]
         if isinstance(self.privacy.sigma, list) or any(s is not None for s in given):
@@ -287,8 +283,8 @@ class Plan(BaseModel):
             result[name] = request.calibrated() if sigma is None else request.with_noise(sigma)
         if self.privacy.honest:
             # Every site relies on the others' shares: all add what the most careful one needs.
-            sigma = max(terms.event.sigma for terms in result.values())
-            result = {name: one.with_noise(sigma) for name, one in requests.items()}
+            loudest = max(result.values(), key=lambda one: one.event.sigma)
+            result = {name: replace(one, sigmas=loudest.sigmas) for name, one in result.items()}
         return result
 
     def _request(self, name: str, size: float, names: tuple[str, ...]) -> TermsRequest:

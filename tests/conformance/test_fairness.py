@@ -18,14 +18,16 @@ def method(**tables):
 @both_forms
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("steps", [1, 3])
-def test_around_fedavg_it_is_fedfdp_bit_for_bit(federation, private, rule, steps):
+@pytest.mark.parametrize("loss_of", ["own", "common"])
+def test_around_fedavg_it_is_fedfdp_bit_for_bit(federation, private, rule, steps, loss_of):
     common = {"learning_rate": 0.7, "local_steps": steps}
-    release = {"loss_bound_rule": rule, "loss_bound": 1.5, "loss_noise": 3.0}
+    release = {"loss_bound_rule": rule, "loss_bound": 1.5, "loss_noise": 3.0, "loss_of": loss_of}
     around = method(algorithm="fedavg", settings=common, fairness={"weight": 0.4, **release})
     itself = method(algorithm="fedfdp", settings={"fairness_weight": 0.4, **common, **release})
     runs = [federation(private=private).run(one, 4) for one in (around, itself)]
     assert torch.equal(runs[0].vectors["w"], runs[1].vectors["w"])
     assert runs[0].numbers["fair/loss"] == runs[1].numbers["loss"]
+    assert runs[0].numbers.get("fair/loss_bound") == runs[1].numbers.get("loss_bound")
 
 
 def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):

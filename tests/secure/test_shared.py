@@ -6,6 +6,7 @@ References are Gaussian laws by scipy and sums of whole numbers; docs/noise-for-
 import importlib.util
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,8 @@ SUM = {
     "privacy": {"trust": "sum", "honest": 3},
     "run": {"workers": 1},
 }
+COMMON = {"loss_of": "common"}
+FAIR = {"algorithm": "fedfdp", "settings": COMMON}
 
 
 def plan_of(**tables):
@@ -102,7 +105,7 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
     mean, _ = session.coding.mean(session.task, tried.replies, tried.total(), layout)
     terms = session.coding.terms
     records = sum(terms[site].rate * terms[site].size for site in there)
-    step = 0.5 * total.double() * terms["site-00"].unit / records
+    step = 0.5 * total.double() * terms["site-00"].unit("gradient", 1.0) / records
     assert torch.allclose(mean.vectors["w"], session.task.vectors["w"] - step, rtol=1e-12)
 
 
@@ -201,12 +204,17 @@ def test_the_opened_sums_variance_for_each_number_of_survivors(survivors):
 def test_the_ring_holds_the_largest_sum_and_no_bit_more():
     terms = terms_of(plan_of())
     width = shared.bits(terms)
-    most = sum(1.001 * shared.most_records(t.batch_size) * t.clip / t.unit for t in terms.values())
+    most = sum(
+        1.001 * shared.most_records(t.batch_size) * UNITS / t.sigmas["gradient"]
+        for t in terms.values()
+    )
     assert 16 <= width <= 32
     assert most + 12 * UNITS * math.sqrt(5) < 2 ** (width - 1)
     large = terms_of(plan_of(sampling_rate=1.0), size=1e5)
     assert shared.bits(large) > width
-    most = sum(shared.most_records(t.batch_size) * t.clip / t.unit for t in large.values())
+    most = sum(
+        shared.most_records(t.batch_size) * UNITS / t.sigmas["gradient"] for t in large.values()
+    )
     assert most > 2 ** (shared.bits(large) - 2)
     # Beyond 2^22 units floating point is not shown to round a sum as a real number.
     with pytest.raises(PlanError, match=r"expected at most 4\.19e"):
@@ -220,8 +228,11 @@ def test_the_ring_holds_the_largest_sum_and_no_bit_more():
         ({"settings": {"local_steps": 2}}, "own noisy ones"),
         ({"algorithm": "fedprox", "settings": {"local_steps": 1}}, "steps and memory"),
         ({"algorithm": "scaffold", "settings": {"local_steps": 1}}, "steps and memory"),
-        ({"algorithm": "fedfdp"}, "steps and memory"),
-        ({"fairness": {"weight": 0.1}}, "loss bound"),
+        ({"algorithm": "fedfdp"}, 'take loss_of = "common"'),
+        ({"algorithm": "fedfdp", "settings": {**COMMON, "local_steps": 2}}, "own noisy ones"),
+        ({"algorithm": "qffl"}, "weights follow the losses"),
+        ({"fairness": {"weight": 0.1}}, 'take loss_of = "common"'),
+        ({"fairness": {"weight": 0.1, **COMMON}, "settings": {"local_steps": 2}}, "own noisy"),
         ({"privacy": {"trust": "sum"}}, "honest >= 1"),
         ({"privacy": {"honest": 2}}, 'trust = "own"'),
         ({"privacy": {"trust": "sum", "honest": 3, "sizes": "noisy"}}, "sizes"),
@@ -245,30 +256,43 @@ def test_more_honest_sites_than_a_sum_is_sure_to_have_are_refused(threshold, hon
         terms_of(plan)
 
 
-@pytest.mark.parametrize("name", algorithms.names())
-def test_the_step_of_the_mean_is_the_mean_of_the_steps(name):
-    """What an algorithm says by `needs_own_noise`: its local part is one gradient at the task's w
-    that enters what it sends linearly, and it remembers nothing."""
-    settings = algorithms.load(name).Settings()
-    method = Plan.parse({"algorithm": name, "privacy": {"mode": "none"}}).method
+@pytest.mark.parametrize("rule", ["quantile", "mean"])
+@pytest.mark.parametrize("name", [*algorithms.names(), "fairness"])
+def test_the_step_of_the_mean_is_the_mean_of_the_steps(name, rule):
+    """What an algorithm says by `needs_own_noise`: its local part is one batch at the task's w
+    whose answers enter what it sends linearly, and it remembers nothing."""
+    told = {**COMMON, "loss_bound_rule": rule}
+    tables = {"algorithm": "fedavg", "fairness": {"weight": 0.1, **told}}
+    if name != "fairness":
+        tables = {"algorithm": name, "settings": told if name == "fedfdp" else {}}
+    method = Plan.parse({**tables, "privacy": {"mode": "none"}}).method
     if method.needs_own_noise:
+        settings = algorithms.load(name).Settings()
         assert "needs_own_noise" not in vars(type(settings)) or settings.needs_own_noise
         return
+    terms = replace(terms_of(plan_of())["site-00"], sigmas=dict(method.channels))
     state = method.init(torch.randn(6, dtype=torch.float64))
     told = method.task(state)
     task = Task("run", 1, name, told.vectors, told.numbers)
-    gradients = torch.randn(3, 6, dtype=torch.float64)
-    made = [method.local(task, shared._OfSum(g, 1.0), State()) for g in gradients]
-    one = method.local(task, shared._OfSum(gradients.mean(0), 1.0), State())
+    sums = [
+        {c: torch.randn(6 if c == "gradient" else 1).double() for c in terms.sigmas}
+        for _ in range(3)
+    ]
+    mean = {c: torch.stack([each[c] for each in sums]).mean(0) for c in terms.sigmas}
+    made = [method.local(task, shared.OfSum(each, terms, 1.0), State()) for each in sums]
+    one = method.local(task, shared.OfSum(mean, terms, 1.0), State())
     assert not one.memory.vectors
     assert not one.memory.numbers
     for vector, found in one.vectors.items():
         mean = torch.stack([each.vectors[vector] for each in made]).mean(0)
         assert torch.allclose(found, mean, rtol=1e-12)
+    for number in set(one.numbers) - set(method.summed.public):
+        each = [m.numbers[number] for m in made]
+        assert one.numbers[number] == pytest.approx(sum(each) / 3, rel=1e-12)
 
 
-def test_a_sum_answers_one_gradient_and_nothing_else():
-    oracle = shared._OfSum(torch.zeros(3), 10.0)
+def test_a_sum_answers_its_channels_and_nothing_else():
+    oracle = shared.OfSum({"gradient": torch.zeros(3)}, terms_of(plan_of())["site-00"], 10.0)
     w = torch.zeros(3)
     for asked in (
         lambda: next(oracle.batches(2, "gradient")),

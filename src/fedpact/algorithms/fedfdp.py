@@ -12,6 +12,8 @@ Symbols   paper  code              meaning, unit or range                      w
           γ      loss_quantile     share of losses below the bound, in (0, 1)  plan
           η_q    quantile_rate     step of the bound's logarithm, > 0          plan
           σ_c/σ  count_noise       the count's noise over the gradient's, > 0  plan
+          -      loss_of           whose C_l, and the loss of which model:     plan
+                                   "own", or "common" (see below)
 Client    w_i = w;  τ times, each on a Poisson batch B; every answer divided by B's expected size
           g   = Σ_B clamp(1 + λ (ℓ_j(w_i) - F), 0, C/‖∇ℓ_j(w_i)‖) ∇ℓ_j(w_i) + noise   (15)
           w_i ← w_i - η g
@@ -20,10 +22,13 @@ Client    w_i = w;  τ times, each on a Poisson batch B; every answer divided by
           b   = share of B with ℓ_j(w_i) <= C_l, + noise                           rule "quantile"
           C_l ← C_l exp(-η_q (b - γ)),  or  C_l ← F_i                              rule "mean": (16)
           and C_l is kept in [least_loss_bound, most_loss_bound]
+          With loss_of = "common" F_i and b_i are taken at w, with the server's C_l, and sent
 Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as F is no finite number, λ counts as 0
+          and with loss_of = "common" the step of C_l, by Σ p_i b_i or F, is the server's
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the last alone
-Bounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it
+Bounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it, b_i
+          as privacy.reach
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
           The divisor is the batch's expected size, as its true one is private.
@@ -31,6 +36,7 @@ Differs   The weight is clamped at 0 from below: as printed, a contribution can 
           (16) it only ever falls, noise aside, since E[min(C_l, ℓ)] <= C_l, and F falls with it.
           The bound has a ceiling: at a site with fewer records than it declared, b stays below γ,
           so C_l would grow for ever, and with it the noise in everybody's F.
+          A bound for all sites is ours: the paper's sites each keep their own.
           The paper has τ = 1, and one λ, whose theorem says 0 whenever a loss is below the mean's.
 """
 
@@ -41,8 +47,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms.fedavg import Settings as FedAvg
 from fedpact.algorithms.fedavg import moved
-from fedpact.fairness import FAIR_LOSS, FairOracle, LossRelease, WeightRule, weighting
+from fedpact.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
@@ -50,8 +57,8 @@ from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
 
-class Settings(LossRelease, BaseSettings):
-    """Symbols at the top, and fairness.LossRelease."""
+class Settings(FairRelease, BaseSettings):
+    """Symbols at the top, and fairness.FairRelease."""
 
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
@@ -62,6 +69,11 @@ class Settings(LossRelease, BaseSettings):
     def weighs_records(self) -> bool:
         """See algorithms.BaseSettings."""
         return self.fairness_weight > 0
+
+    @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings."""
+        return FedAvg(local_steps=self.local_steps).needs_own_noise or self.why_own_noise
 
 
 def channels(settings: Settings) -> dict[str, float]:
@@ -77,8 +89,7 @@ def steps(settings: Settings, state: State | None = None) -> int:
 
 def init(w: Tensor, settings: Settings) -> State:
     """The server's first state; see algorithms.Algorithm."""
-    del settings
-    return State({"w": w})
+    return State({"w": w}, settings.first)
 
 
 def task(state: State, settings: Settings) -> State:
@@ -89,30 +100,28 @@ def task(state: State, settings: Settings) -> State:
 
 def asked(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    del settings
-    return {"loss": FAIR_LOSS}
+    return settings.told
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     longest = moved(task, terms, steps, settings.learning_rate)
-    return Bounds({"w": longest}, {"loss": settings.loss_range(terms)}, steps)
+    return Bounds({"w": longest}, settings.ranges(terms), steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    bound = memory.numbers.get("loss_bound", settings.loss_bound)
     reference = task.numbers.get("loss", math.nan)
     weights = weighting(settings.weight_rule, settings.fairness_weight, reference)
     fair = FairOracle(oracle, weights, tuple(settings.loss_channels))
     steps = round_steps(task, settings.local_steps)
     w = sgd(fair, task.vectors["w"], steps, settings.learning_rate)
-    loss, bound = settings.released(fair.last_batch, w, bound)
-    return Local({"w": w}, {"loss": loss}, State(numbers={"loss_bound": bound}))
+    told = State(task.vectors, task.numbers)
+    return Local({"w": w}, *settings.local(fair.last_batch, told, w, memory.numbers))
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """Server at the top; see algorithms.Algorithm."""
-    del state, settings
-    return weighted_mean(replies, numbers=("loss",))
+    means = weighted_mean(replies, numbers=settings.sent)
+    return State(means.vectors, settings.update(state.numbers, means.numbers))

@@ -13,6 +13,7 @@ from scipy import stats
 from fedpact.audit.target import Target
 from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.privacy.oracle import Records
+from fedpact.theory.shares import UNITS
 
 _EVENTS = 200
 _REQUESTS = 5
@@ -157,7 +158,7 @@ def _noise(
         if whole.terms.honest:
             # Whole numbers of a coarse grid are not normal; spread over it they are, to a percent.
             spread = stream(target.plan.seed, "audit", "spread", channel)
-            unit = whole.terms.unit / whole.terms.batch_size
+            unit = _deviation(whole, channel, query) / UNITS
             centred += (
                 torch.rand(centred.shape, generator=spread, dtype=centred.dtype) - 0.5
             ) * unit

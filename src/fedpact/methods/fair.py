@@ -2,28 +2,32 @@
 
 Each record counts by 1 + λ (ℓ_j - F), clamped inside its clip; on the round's last batch the site
 also releases its loss at the model it sends. The solver itself does not change: around fedavg this
-is fedfdp. Kept under "fair/": F in the server's state and the reply, C_l in the site's memory.
+is fedfdp. Kept under "fair/": F in the server's state and the reply, C_l in the site's memory, or
+in the server's state where it is one for all (fairness.FairRelease).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from fedpact.fairness import FAIR_LOSS, FairOracle, LossRelease, WeightRule, weighting
+from fedpact.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.methods import Around, Method, join, split
 from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 _PREFIX = "fair/"
 
+V = TypeVar("V")
 
-class FairnessSettings(LossRelease):
+
+class FairnessSettings(FairRelease):
     """The [fairness] table of a plan. weight: λ >= 0; 0 leaves the algorithm as it is.
 
-    weight_rule: fairness.WeightRule. The rest is fairness.LossRelease: how each site releases the
+    weight_rule: fairness.WeightRule. The rest is fairness.FairRelease: how each site releases the
     round's loss.
     """
 
@@ -49,9 +53,14 @@ class FairMethod(Around):
         """See Method."""
         return True
 
+    @property
+    def needs_own_noise(self) -> str:
+        """See Method."""
+        return self.inner.needs_own_noise or self._fairness.why_own_noise
+
     def init(self, w: Tensor) -> State:
         """See Method."""
-        return self.inner.init(w)
+        return join(State(numbers=self._fairness.first), _PREFIX, self.inner.init(w))
 
     def steps(self, state: State | None = None) -> int:
         """See Method."""
@@ -64,43 +73,50 @@ class FairMethod(Around):
 
     def asked(self) -> Mapping[str, Range]:
         """See Method."""
-        return {**self.inner.asked(), _PREFIX + "loss": FAIR_LOSS}
+        return {**self.inner.asked(), **_named(self._fairness.told)}
 
     def bounds(self, task: Task, terms: Terms) -> Bounds:
         """See Method. A record's weight stays within its clip, so the vectors' do not change."""
         inner = self.inner.bounds(task, terms)
-        loss = self._fairness.loss_range(terms)
-        return replace(inner, numbers={**inner.numbers, _PREFIX + "loss": loss})
+        ranges = _named(self._fairness.ranges(terms))
+        return replace(inner, numbers={**inner.numbers, **ranges})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""
         fairness, (own, rest) = self._fairness, split(memory, _PREFIX)
-        reference = task.numbers.get(_PREFIX + "loss", math.nan)
+        told, _ = split(State(numbers=task.numbers), _PREFIX)
+        reference = told.numbers.get("loss", math.nan)
         weights = weighting(fairness.weight_rule, fairness.weight, reference)
         fair = FairOracle(oracle, weights, tuple(fairness.loss_channels))
         local = self.inner.local(task, fair, rest)
-        bound = own.numbers.get("loss_bound", fairness.loss_bound)
-        loss, bound = fairness.released(fair.last_batch, local.vectors["w"], bound)
-        memory = join(State(numbers={"loss_bound": bound}), _PREFIX, local.memory)
-        return Local(local.vectors, {**local.numbers, _PREFIX + "loss": loss}, memory)
+        told = State(task.vectors, told.numbers)
+        sent, kept = fairness.local(fair.last_batch, told, local.vectors["w"], own.numbers)
+        memory = join(kept, _PREFIX, local.memory)
+        return Local(local.vectors, {**local.numbers, **_named(sent)}, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
-        _, rest = split(state, _PREFIX)
-        losses = _Mean(_PREFIX + "loss")
-        after = self.inner.update(rest, losses.through(replies))
-        return join(State(numbers={"loss": losses.value}), _PREFIX, after)
+        own, rest = split(state, _PREFIX)
+        means = _Means(self._fairness.sent)
+        after = self.inner.update(rest, means.through(replies))
+        numbers = self._fairness.update(own.numbers, means.values)
+        return join(State(numbers=numbers), _PREFIX, after)
 
 
-class _Mean:
-    """Σ p_i x_i of a number of the replies, taken while they are folded by somebody else."""
+def _named(values: Mapping[str, V]) -> dict[str, V]:
+    return {_PREFIX + name: value for name, value in values.items()}
 
-    def __init__(self, name: str) -> None:
-        self._name, self._total, self.value = name, 0.0, 0.0
+
+class _Means:
+    """Σ p_i x_i of numbers of the replies, taken while they are folded by somebody else."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._total, self.values = 0.0, dict.fromkeys(names, 0.0)
 
     def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         for reply in replies:
             self._total += reply.weight
             share = reply.weight / self._total
-            self.value += share * (reply.numbers[self._name] - self.value)
+            for name, value in self.values.items():
+                self.values[name] += share * (reply.numbers[_PREFIX + name] - value)
             yield reply

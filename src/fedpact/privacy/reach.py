@@ -178,6 +178,13 @@ def loss(terms: Terms, bound: float) -> Range:
     return within(-noise * bound, (crowding(terms) + noise) * bound)
 
 
+def below(terms: Terms) -> Range:
+    """Return the range of the released share of a batch's losses that are below a bound."""
+    # Votes of ±1/2 over the expected size, and noise of half a vote, around 1/2.
+    half = (crowding(terms) + DEVIATIONS * terms.sigmas["below"] / terms.batch_size) / 2
+    return within(0.5 - half, 0.5 + half)
+
+
 def geometric(ratio: float, count: float) -> float:
     """Return Σ_{j < count} ratio^j for ratio in [0, 1]; count may be infinite."""
     return count if ratio == 1 else (1 - ratio**count) / (1 - ratio)

@@ -33,6 +33,9 @@ Channels = Mapping[str, float]
 _SIZE: Final = "size"
 _ANCHOR: Final = "anchor "
 
+SUMMED: Final = frozenset({"gradient", "loss", "below"})
+"""The channels of which sites can release shares that are summed."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -119,14 +122,14 @@ class Terms:
     def _check_shared(self) -> None:
         """Raise InputError unless the lemma of theory.shares covers what is released."""
         if (
-            [*self.sigmas] != ["gradient"]
+            not {"gradient"} <= {*self.sigmas} <= SUMMED
             or self.openings
             or not mechanism_of(self.mechanism).summed
         ):
             raise InputError(
                 f"honest is {self.honest} with channels {[*self.sigmas]}, openings "
-                f"{self.openings}, mechanism {self.mechanism!r}: expected gradient sums alone, of "
-                "clipped records"
+                f"{self.openings}, mechanism {self.mechanism!r}: expected sums over the "
+                f"batch, of {', '.join(sorted(SUMMED))}, and a gradient's among them"
             )
         if self.size_noise is not None or not self.delta > 0:
             raise InputError(
@@ -139,13 +142,12 @@ class Terms:
         """The δ at which events are priced: of shares, less what their sum's law may be off by."""
         return self.budget.delta - (shares.ADDED_DELTA if self.honest else 0.0)
 
-    @property
-    def unit(self) -> float:
-        """The unit of the grid that a share of a gradient sum is rounded to; the same at all sites.
+    def unit(self, channel: str, bound: float) -> float:
+        """The unit of the grid that a share of a channel's sum is rounded to, in units of that sum.
 
-        In units of the gradient sum. Of a site with noise of its own: of no meaning, and 0.
+        bound: of the channel, C for a gradient. Where noise is shared σ is the same at all sites.
         """
-        return self.sigmas["gradient"] * self.clip / shares.UNITS if self.honest else 0.0
+        return self.sigmas[channel] * bound / shares.UNITS
 
     @property
     def multipliers(self) -> dict[str, float]:

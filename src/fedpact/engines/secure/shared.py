@@ -1,10 +1,11 @@
 """Shares of noise and what they stand on, summed: whole numbers modulo 2^b, packed into b bits.
 
-Where sites share noise out, a site sends its noisy sum e_i as the oracle rounded it: whole numbers
-on one grid. Nothing is rounded again, so the opened sum is that of the shares, whose law is in
-theory.shares. Its mean is S unit / Σ q_i N_i, and each record counts alike. With it the algorithm's
-own local part is carried out once, at the server: what comes out is what every site in the sum
-would have sent. b is as small as |Σ e_i| allows, which follows from public terms (`bits`).
+Where sites share noise out, a site sends its noisy sums e_i as the oracle rounded them, channel by
+channel: whole numbers on one grid each. Nothing is rounded again, so an opened sum is that of the
+shares, whose law is in theory.shares. Its mean is S unit / Σ q_i N_i, and each record counts alike.
+With these the algorithm's own local part is carried out once, at the server: what comes out is what
+every site in the sum would have sent. b is as small as |Σ e_i| allows, which follows from public
+terms (`bits`).
 """
 
 import math
@@ -23,7 +24,7 @@ from fedpact.algorithms import Summed
 from fedpact.engines.secure.ring import MASKED, Coding, Form, Layout, Weighing, Words
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
+from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.batches import Batch, most_records
 from fedpact.privacy.oracle import Oracle
@@ -33,7 +34,7 @@ from fedpact.theory.shares import UNITS, check_added_delta
 _LEAST: Final = 16
 _MOST: Final = 32
 _LONGEST: Final = 2.0**22
-_CHANNEL: Final = "gradient"
+_GRADIENT: Final = "gradient"
 _AT_A_TIME: Final = 2**16
 
 Step = Callable[[Task, Oracle, State], Local]
@@ -43,11 +44,12 @@ Step = Callable[[Task, Oracle, State], Local]
 def bits(terms: Mapping[str, Terms]) -> int:
     """Return b, from 16 to 32: the sum of all sites' shares wraps less than once in 10^31 rounds.
 
-    A site's sum is at most M C long, M the most records that it is reckoned with; the shares' noise
-    is at most 12 of its deviations, and rounding half a unit each. What wraps costs utility, never
-    privacy. Raises PlanError: 32 bits do not hold it.
+    A channel's sum at a site is at most M times its bound b long, M the most records that it is
+    reckoned with, which is M ν/σ_c units; the shares' noise is at most 12 of its deviations, and
+    rounding half a unit each. What wraps costs utility, never privacy. Raises PlanError: 32 bits do
+    not hold it.
     """
-    each = [most_records(t.batch_size) * t.clip / t.unit for t in terms.values()]
+    each = [most_records(t.batch_size) * UNITS / min(t.sigmas.values()) for t in terms.values()]
     if max(each) > _LONGEST:
         raise PlanError(
             f"a site's sum has up to {max(each):.3g} units of its grid: expected at most "
@@ -72,7 +74,7 @@ def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None
     if plan.privacy.honest:
         bits(terms)
         for one in terms.values():
-            sums = float(dimension) * one.steps
+            sums = float(dimension + len(one.sigmas) - 1) * one.steps
             check_added_delta(one.budget.epsilon, len(terms), sums)
 
 
@@ -95,12 +97,24 @@ class SharedSum:
     def _bits(self) -> int:
         return bits(self.terms)
 
+    @cached_property
+    def _some(self) -> Terms:
+        # σ is that of the sum, and one for all.
+        return next(iter(self.terms.values()))
+
+    @cached_property
+    def _channels(self) -> list[str]:
+        return sorted(self._some.sigmas)
+
     def encode(self, reply: Reply) -> Words:
         """See Coding. Raises DataError: no whole numbers of a share."""
-        share = reply.vectors.get(_CHANNEL)
-        if share is None or share.dtype != torch.int64 or len(reply.vectors) != 1:
-            raise DataError(f"a reply of {reply.site} has {[*reply.vectors]}: expected a share")
-        return share.numpy().astype(np.uint32)
+        shares = [reply.vectors[name] for name in sorted(reply.vectors)]
+        if sorted(reply.vectors) != self._channels or any(s.dtype != torch.int64 for s in shares):
+            raise DataError(
+                f"a reply of {reply.site} has {[*reply.vectors]}: expected a share of each of "
+                f"{', '.join(self._channels)}"
+            )
+        return torch.cat(shares).numpy().astype(np.uint32)
 
     def check(self, reply: Reply) -> None:
         """See Coding. The divisor is the site's declared q N."""
@@ -119,9 +133,11 @@ class SharedSum:
 
     def layout(self, form: Form) -> Layout:
         """See Coding."""
-        # The model, or its gradient: both are [d].
-        shape, _ = next(iter(form.vectors.values()))
-        return Layout({_CHANNEL: (shape, torch.int64)}, ())
+        # The gradient, or before it is known the model: both are [d].
+        shape, _ = form.vectors.get(_GRADIENT) or next(iter(form.vectors.values()))
+        one = torch.Size([1])
+        shapes = {name: shape if name == _GRADIENT else one for name in self._channels}
+        return Layout({name: (shape, torch.int64) for name, shape in shapes.items()}, ())
 
     def form(self, layout: Layout) -> Form:
         """See Coding."""
@@ -132,73 +148,88 @@ class SharedSum:
         self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
     ) -> tuple[State, float]:
         """See Coding."""
-        width, some = self._bits, next(iter(self.terms.values()))
         if len(total) != layout.length:
             raise InputError(f"a sum of {len(total)} words: expected {layout.length}")
-        whole = centred(total, width)
+        whole, sums, at = torch.from_numpy(centred(total, self._bits)), dict[str, Tensor](), 0
+        for name, (shape, _) in layout.vectors.items():
+            sums[name] = whole[at : at + shape.numel()]
+            at += shape.numel()
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
-        gradient = torch.from_numpy(whole * (some.unit / records))
-        w = next(iter(task.vectors.values()))
-        told = self.step(task, _OfSum(gradient.to(w.dtype), records), State())
+        opened = OfSum(sums, self._some, records)
+        told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
-        return State(told.vectors, numbers), some.unit * len(replies) / records
+        return State(told.vectors, numbers), opened.coarsest * len(replies) / records
 
 
-class _OfSum:
-    """An oracle whose one batch is all sites' together: its gradient [d] is what they opened."""
+class OfSum:
+    """An oracle whose one batch is all sites' together: its answers are the sums that they opened.
+
+    sums: channel -> whole numbers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
+    """
 
     noise_variance = 0.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})
 
-    def __init__(self, gradient: Tensor, batch_size: float) -> None:
-        self._gradient, self.batch_size = gradient, batch_size
+    def __init__(self, sums: Mapping[str, Tensor], terms: Terms, batch_size: float) -> None:
+        self._sums, self._terms, self.batch_size = sums, terms, batch_size
+        self.coarsest = 0.0
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         """See Oracle."""
-        if (count, channels) != (1, (_CHANNEL,)):
-            raise PolicyRefused(f"{count} batches with {channels}: a sum has one gradient")
-        yield _SumBatch(self._gradient.clone())
+        if count != 1 or {*channels} != {*self._sums}:
+            raise PolicyRefused(f"{count} batches with {channels}: {self._answers}")
+        yield _SumBatch(self._mean)
 
     def opening(self, *channels: str) -> Batch:
         """See Oracle."""
-        raise PolicyRefused(f"an opening with {channels}: a sum has one gradient")
+        raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
         del w
-        raise PolicyRefused("exact numbers were asked for: a sum has one noisy gradient")
+        raise PolicyRefused(f"exact numbers were asked for: {self._answers}")
+
+    @property
+    def _answers(self) -> str:
+        return f"sums were opened once, of {', '.join(self._sums)}"
+
+    def _mean(self, channel: str, bound: float | None = None) -> Tensor:
+        """Return the mean of a channel, each record's part of it at most `bound`; C by default."""
+        if channel not in self._sums:
+            raise PolicyRefused(f"channel {channel!r} was asked for: {self._answers}")
+        unit = self._terms.unit(channel, self._terms.clip if bound is None else bound)
+        self.coarsest = max(self.coarsest, unit)
+        return self._sums[channel] * (unit / self.batch_size)
 
 
 class _SumBatch:
-    """See Batch."""
+    """See Batch: each answer at the task's w, with its weights and bounds, as all sites gave it."""
 
     noise_variance = 0.0
 
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = gradient
+    def __init__(self, mean: Callable[..., Tensor]) -> None:
+        self._mean = mean
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch: at the task's w, where all sites have taken it."""
-        del w
-        if not isinstance(weighting, Uniform):
-            raise PolicyRefused("records were to be weighted anew: a sum is what it is")
-        return self._gradient
+        """See Batch."""
+        del weighting
+        return self._mean(_GRADIENT).to(w.dtype, copy=True)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """See Batch."""
-        del w, anchor, bound
-        raise PolicyRefused("a difference was asked for: a sum has one gradient")
+        del w, anchor
+        return self._mean("difference", bound)
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch."""
-        del w, bound
-        raise PolicyRefused("a loss was asked for: a sum has one gradient")
+        del w
+        return float(self._mean("loss", bound))
 
     def below(self, w: Tensor, bound: float) -> float:
         """See Batch."""
         del w, bound
-        raise PolicyRefused("a count was asked for: a sum has one gradient")
+        return float(self._mean("below", 0.5)) + 0.5
 
 
 def centred(words: Words, width: int) -> NDArray[np.float64]:
