@@ -114,7 +114,7 @@ class FairRelease(LossRelease):
 
     @property
     def why_own_noise(self) -> str:
-        """See algorithms.BaseSettings.needs_own_noise."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         if self.loss_of == "common":
             return ""
         return (
