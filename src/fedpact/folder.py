@@ -7,6 +7,7 @@ environment.json    versions and machine
 rounds.jsonl        one RoundRecord a line; round 0 is the initial model
 state.safetensors   the server's last committed state, with its progress
 model.safetensors   the final model's weights
+average.safetensors the average of models that the server kept beside it, where it kept one
 summary.json        the outcome, once there is one
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page

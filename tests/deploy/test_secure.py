@@ -557,10 +557,17 @@ def shared_words(monkeypatch):
     return made
 
 
-def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(federation, tmp_path):
+@pytest.mark.parametrize(
+    "tables",
+    [{}, {"algorithm": "fedfdp", "settings": {"loss_of": "common"}, "server": {"average": "tail"}}],
+)
+def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(
+    federation, tmp_path, tables
+):
     """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
     bit."""
-    run, nodes = federation("sum", seeds="test", settings={"local_steps": 1}, **SHARED)
+    tables = {"settings": {"local_steps": 1}, **tables, **SHARED}
+    run, nodes = federation("sum", seeds="test", **tables)
     records = run()
     assert [record.refused for record in records] == [{}] * 3
     plan = Coordinator.of(run.directory / "server").plan
@@ -568,6 +575,12 @@ def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(federat
     own = torch.cat([p.detach().reshape(-1) for _, p in sorted(result.model.named_parameters())])
     assert torch.equal(model(run), own)
     last, simulated = records[-1], result.records[-1]
+    assert last.numbers == simulated.numbers
+    if "server" in tables:
+        ends = [run.directory / "server" / "run", result.folder]
+        files = [load_file(end / "average.safetensors") for end in ends]
+        assert all(torch.equal(files[0][name], files[1][name]) for name in files[1])
+        assert last.average["accuracy"] == simulated.average["accuracy"]
     assert last.epsilon == simulated.epsilon
     assert last.epsilon_alone == simulated.epsilon_alone
     assert min(last.epsilon_alone.values()) > max(last.epsilon.values())

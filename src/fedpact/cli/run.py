@@ -129,6 +129,10 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     )
     if summary["accuracy"] is not None:
         out.print(f"accuracy   {summary['accuracy']:.2%}")
+    if summary["average"]:
+        out.print(
+            f"average    {summary['average']['accuracy']:.2%} ({plan.server.average} average)"
+        )
     for name, metric in METRICS.items():
         if summary[name] is not None:
             out.print(f"{metric.label:<10} {written(metric.form, summary[name])}")

@@ -18,6 +18,7 @@ from fedpact.engines.statement import with_epsilon
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate, of_sites
 from fedpact.params import FlatModel
 from fedpact.theory.accounting import History
@@ -63,7 +64,17 @@ class Evaluator:
         return self._spent <= max(_FREE_SECONDS, _SHARE_OF_TIME * elapsed)
 
     def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
-        self._model.load(at.state.vectors["w"])
+        found = self._of(at.state.vectors["w"], record)
+        average = averaged(at.state)
+        beside = record if average is None else self._of(average, record)
+        if beside.accuracy is None or beside.loss is None:
+            return found
+        numbers = {"accuracy": beside.accuracy, "loss": beside.loss, **beside.metrics}
+        return replace(found, average=numbers)
+
+    def _of(self, w: Tensor, record: RoundRecord) -> RoundRecord:
+        """Return the record with what was measured of a model w [d]."""
+        self._model.load(w)
         data = self._scene.dataset
         scores = {
             site.name: self._scored(site.x_held, site.y_held)

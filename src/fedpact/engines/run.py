@@ -16,6 +16,7 @@ from torch import nn
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import RoundRecord
+from fedpact.methods.server import averaged
 from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -68,11 +69,16 @@ def finish(
     records: list[RoundRecord],
     status: str,
 ) -> dict[str, Any]:
-    """Write the final model, which `module` then has, and the summary; return the summary."""
+    """Write the final model, which `module` then has, and the summary; return the summary.
+
+    Where the server keeps an average beside the model, it is written as well.
+    """
     model = FlatModel(module)
-    model.load(at.state.vectors["w"])
-    tensors = {name: value.clone() for name, value in module.state_dict().items()}
-    write_whole(folder.path / "model.safetensors", save_tensors(tensors), private=False)
+    for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
+        if w is not None:
+            model.load(w)
+            tensors = {key: value.clone() for key, value in module.state_dict().items()}
+            write_whole(folder.path / f"{name}.safetensors", save_tensors(tensors), private=False)
     found = _summary(plan, terms, records, status) | {"model_parameters": model.size}
     folder.write_json("summary.json", found)
     return found
@@ -90,6 +96,7 @@ def _summary(
         "rounds": last.round,
         "accuracy": last.accuracy,
         "loss": last.loss,
+        "average": dict(last.average) or None,
         **{name: last.metrics.get(name) for name in METRICS},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
         "fairness": fairness(last.scores) if last.scores else None,

@@ -15,7 +15,7 @@ from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
-from fedpact.methods.server import ServerOptimised, ServerSettings
+from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
 
@@ -110,6 +110,8 @@ def combined(
         _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)
         _check("secure_aggregation", method.name)
         check_summed(method)
+    if server.average != "none":
+        method = Averaged(method, server, rounds)
     return method
 
 

@@ -1,4 +1,4 @@
-"""Server optimisers: the round's aggregate is taken as a step, and the server does more with it.
+"""What becomes of the aggregate: server optimisers, which take it as a step, and iterate averages.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan. Adaptive federated optimization.
 arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the algorithm's next w) - w:
@@ -12,8 +12,13 @@ and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t):
     constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
     a list    f(1), f(2), ..., whose last number holds for all rounds after it
 
-With one local step a round this is a schedule of η itself. All of it is post-processing of what the
-sites released: no privacy is spent.
+With one local step a round this is a schedule of η itself. An average of the models w_1, w_2, ...
+stands beside the last one, and is told to nobody (Polyak, Juditsky, SIAM J. Control Optim. 30,
+1992; of the tail: Rakhlin, Shamir, Sridharan, arXiv 1109.5647):
+
+    exponential  a_t = Σ_s (1 - β) β^(t-s) w_s / (1 - β^t)      tail  the mean of w_s, s > T - ⌈p T⌉
+
+All of it is post-processing of what the sites released: no privacy is spent.
 """
 
 import math
@@ -28,6 +33,7 @@ from fedpact.messages import Reply, State
 from fedpact.methods import Around, Method, join, split
 
 _PREFIX = "server/"
+_AVERAGE = "average/"
 
 Factor = Annotated[float, Field(ge=0)]
 
@@ -39,7 +45,9 @@ class ServerSettings(BaseModel):
     1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in every coordinate.
     momentum: β1 in [0, 1). second_moment: β2 in [0, 1). adaptivity: a > 0, which keeps steps short
     where v is small. schedule: f, see the module; a list is of numbers >= 0. halved_after: h > 0,
-    the rounds after which "inverse" is half.
+    the rounds after which "inverse" is half. average: which average of the rounds' models is kept,
+    evaluated and saved beside the last model. average_decay: β in (0, 1). average_share: p in
+    (0, 1], the part of the planned rounds that "tail" is of; before, it is the last model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -52,6 +60,9 @@ class ServerSettings(BaseModel):
         default="constant", min_length=1
     )
     halved_after: float = Field(default=10.0, gt=0)
+    average: Literal["none", "exponential", "tail"] = "none"
+    average_decay: float = Field(default=0.9, gt=0, lt=1)
+    average_share: float = Field(default=0.5, gt=0, le=1)
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:
@@ -66,6 +77,15 @@ class ServerSettings(BaseModel):
                 f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it is "
                 'of schedule = "inverse" alone; leave it out'
             )
+        for name, own, usual in (
+            ("average_decay", "exponential", 0.9),
+            ("average_share", "tail", 0.5),
+        ):
+            if getattr(self, name) != usual and self.average != own:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g} with average = {self.average!r}: it is of "
+                    f"average = {own!r} alone; leave it out"
+                )
         return self
 
     def factor(self, number: int, rounds: int) -> float:
@@ -77,6 +97,51 @@ class ServerSettings(BaseModel):
         if self.schedule == "cosine":
             return (1 + math.cos(math.pi * (number - 1) / rounds)) / 2
         return 1.0
+
+
+class Averaged(Around):
+    """A method beside whose model the server keeps an average of it; not "none". rounds: T.
+
+    The average is the state's vector "average/w" [d], of no site's concern.
+    """
+
+    def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
+        super().__init__(inner)
+        self._server = server
+        # Of ten rounds 0.3 are three, though 0.3 * 10 may be a bit more.
+        self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
+
+    def init(self, w: Tensor) -> State:
+        """See Method."""
+        return join(State({"w": w.clone()}, {"round": 0}), _AVERAGE, self.inner.init(w))
+
+    def steps(self, state: State | None = None) -> int:
+        """See Method."""
+        return self.inner.steps(None if state is None else split(state, _AVERAGE)[1])
+
+    def task(self, state: State) -> State:
+        """See Method."""
+        return self.inner.task(split(state, _AVERAGE)[1])
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method."""
+        own, rest = split(state, _AVERAGE)
+        after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
+        # A share of 1 is the new model itself, bit for bit.
+        average = torch.lerp(own.vectors["w"], after.vectors["w"], self._share(number))
+        return join(State({"w": average}, {"round": number}), _AVERAGE, after)
+
+    def _share(self, number: int) -> float:
+        """Return the part of the new model in the average of round `number`, in (0, 1]."""
+        if self._server.average == "tail":
+            return 1 / max(1, number - self._first + 1)
+        beta = self._server.average_decay
+        return (1 - beta) / (1 - beta**number)
+
+
+def averaged(state: State) -> Tensor | None:
+    """Return the average [d] that the server keeps beside its model, None where it keeps none."""
+    return state.vectors.get(_AVERAGE + "w")
 
 
 class ServerOptimised(Around):

@@ -44,6 +44,10 @@ def accuracy(run: RunFolder) -> Drawing | None:
         # np.array makes a number of what pyright sees as float | None.
         values = np.array([r.accuracy for r in records], dtype=float)
         axes.plot(rounds, values, color=BLUE, marker=marker(len(rounds)), ms=3.5, label="global")
+        kept = [r for r in records if r.average]
+        if kept:
+            averages = [r.average["accuracy"] for r in kept]
+            axes.plot([r.round for r in kept], averages, color=BLUE, ls=":", label="averaged")
         spread = [(r.round, [s.accuracy for s in r.scores.values()]) for r in records if r.scores]
         if spread:
             x = [at for at, _ in spread]

@@ -124,6 +124,12 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         if pooled:
             loss += ", on the sites' own held-out records: there is no public test set"
         cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
+        if last.average:
+            kind = run.plan["server"]["average"]
+            note = f"the {kind} average of the rounds' models; mean loss "
+            note += number(last.average["loss"])
+            value = percent(last.average["accuracy"])
+            cards.append(Card("averaged model", value, note, simulator_only=pooled))
     for name, metric in METRICS.items():
         known = [record for record in run.records if name in record.metrics]
         if known:

@@ -27,7 +27,8 @@ from fedpact.errors import PlanError
 from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
-from fedpact.messages import RoundRecord
+from fedpact.messages import RoundRecord, SiteScore
+from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -172,9 +173,18 @@ class _Evaluator:
         record = with_epsilon(record, self._terms, spent)
         if self._test is None:
             return record
-        self._model.load(at.state.vectors["w"])
-        score = evaluate(self._model.module, cross_entropy, *self._test)
-        return dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
+        x, y = self._test
+        score, average = self._score(at.state.vectors["w"], x, y), averaged(at.state)
+        record = dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
+        if average is None:
+            return record
+        beside = self._score(average, x, y)
+        numbers = {"accuracy": beside.accuracy, "loss": beside.loss}
+        return dataclasses.replace(record, average=numbers)
+
+    def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
+        self._model.load(w)
+        return evaluate(self._model.module, cross_entropy, x, y)
 
 
 def _history(terms: Terms, steps: int, rounds: int) -> History:
