@@ -144,9 +144,7 @@ class RoundRecord:
     round: 0 is the initial model, before any training; r >= 1 follows r rounds.
     accuracy, loss: the global model on the public test set, None where the round was not evaluated.
     metrics: of the sites' held-out records, by the names of metrics.METRICS (Ψ is "psi"), empty
-    likewise. scores: per site, empty likewise. average: "accuracy", "loss" and metrics of the
-    average that the server keeps beside the model; empty without one, or where it was not
-    evaluated. steps: local iterations τ of the round.
+    likewise, as are scores, per site, and average: all these of the server's average. steps: τ.
     epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
     no other site's noise counts; empty where each site's noise is its own.
     bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
