@@ -1,0 +1,57 @@
+"""The two numbers of `fedpact recommend`: how much noise an answer takes, how many rounds pay.
+
+    python experiments/recommend/fit.py [SEEDS]
+
+The digits (none of the data sets that other experiments are judged by), four sites, features and a
+linear model as recommended. a is the noise of an answer (theory/full_batch.py); every other value
+of it and of T is tried. Each result is stored as it comes (results.json) and not computed again.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import fedpact
+from fedpact.cli.recommend import Question, Recommendation
+from fedpact.theory import full_batch
+
+STORED = Path(__file__).parent / "results.json"
+NOISES = (0.4, 0.8, 1.6, 3.2)
+ROUNDS = (3, 10, 30, 100)
+EPSILONS = (0.5, 2.0, 8.0)
+
+
+def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
+    """Return the share of the test images that is found."""
+    asked = Question("digits", epsilon, 1e-5, rounds, 4, "own", 0)
+    raw = Recommendation.of(asked).raw
+    rate = raw["settings"]["learning_rate"] * noise / full_batch.NOISE
+    raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}
+    raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
+    with tempfile.TemporaryDirectory() as folder:
+        done = fedpact.run(fedpact.Plan.parse(raw), Path(folder) / "run")
+    return done.summary["accuracy"]
+
+
+def main(seeds: int) -> None:
+    """Compute what is missing, and print the table."""
+    found = json.loads(STORED.read_text()) if STORED.exists() else {}
+    for epsilon in EPSILONS:
+        for rounds in ROUNDS:
+            means = list[str]()
+            for noise in NOISES:
+                values = list[float]()
+                for seed in range(seeds):
+                    name = f"{epsilon:g} {rounds} {noise:g} {seed}"
+                    if name not in found:
+                        found[name] = accuracy(epsilon, rounds, noise, seed)
+                        STORED.write_text(json.dumps(found, indent=1) + "\n")
+                    values.append(100 * found[name])
+                means.append(f"{statistics.fmean(values):.1f}")
+            print(f"| {epsilon:g} | {rounds} | {' | '.join(means)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

@@ -1,0 +1,43 @@
+"""`fedpact recommend`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpact.cli.options import AsJson
+
+
+def recommend(
+    data: Annotated[
+        str, typer.Argument(help="A data set's name, or a .csv, .parquet or .npz file.")
+    ],
+    epsilon: Annotated[float, typer.Option(help="ε per record and site, > 0.")],
+    delta: Annotated[float, typer.Option(help="δ per record and site, in (0, 1).")] = 1e-5,
+    rounds: Annotated[int, typer.Option(help="Most rounds, >= 1.")] = 100,
+    sites: Annotated[int, typer.Option(help="How many sites, >= 1.")] = 10,
+    trust: Annotated[
+        str, typer.Option(help="own: each site's noise protects; sum: the honest sites' together.")
+    ] = "own",
+    honest: Annotated[
+        int, typer.Option(help="With --trust sum: of how many sites; default: all but one.")
+    ] = 0,
+    mirror: Annotated[
+        bool | None,
+        typer.Option(help="Images mean the same mirrored; default: those in colour do."),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="A table's column of labels.")] = None,
+    site: Annotated[str | None, typer.Option(help="A table's column of site names.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Recommend a whole configuration for a budget, from public numbers alone, with reasons.
+
+    Of the data only shape, number of classes and of records are read, which have to be public.
+    """
+    from fedpact.cli import recommend as command
+
+    asked = command.Question(
+        data, epsilon, delta, rounds, sites, trust, honest, mirror, label, site
+    )
+    command.recommend(asked, out, as_json=as_json)

@@ -1,0 +1,270 @@
+"""`fedpact recommend`: a configuration for a budget, from public numbers alone."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fedpact.cli.console import show
+from fedpact.data import datasets
+from fedpact.errors import InputError
+from fedpact.features.settings import FeatureSettings
+from fedpact.features.stage import FeatureStage
+from fedpact.files import write_whole
+from fedpact.models.build import build
+from fedpact.models.papers import LogisticSettings
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.theory.accounting import ADJACENCY, Budget
+from fedpact.theory.calibration import smallest_sigma
+from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
+
+FITTED_ON: Final = "the digits (1,442 images of 8 x 8) at ε = 0.5, 2 and 8"
+# A share of the gradient's length at the zero model, which is about that of the row.
+_CLIP: Final = 0.2
+_SMALLEST_IMAGE: Final = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is known before anybody trains; see cli.commands.recommend."""
+
+    data: str
+    epsilon: float
+    delta: float
+    rounds: int
+    sites: int
+    trust: str
+    honest: int
+    mirror: bool | None = None
+    label: str | None = None
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to spend the budget; snr: see theory.full_batch.signal_to_noise."""
+
+    what: str
+    weights: int
+    rate: float
+    sigma: float
+    rounds: int
+    snr: float
+
+
+def recommend(asked: Question, out: Path | None, *, as_json: bool) -> None:
+    """Carry out `fedpact recommend`."""
+    found = Recommendation.of(asked)
+    if out is not None:
+        write_whole(out, found.toml().encode(), private=False)
+    document = {
+        "configuration": found.raw,
+        "reasons": found.reasons,
+        "alternatives": [asdict(row) for row in found.rows],
+        "fitted_on": FITTED_ON,
+    }
+    show(document, as_json, lambda: _print(found, out))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A configuration, why each of its values, and what others would give."""
+
+    raw: dict[str, Any]
+    reasons: dict[str, str]
+    rows: list[Alternative]
+
+    @classmethod
+    def of(cls, asked: Question) -> "Recommendation":
+        """Return what suits. Raises InputError of some kind for what does not fit together."""
+        data = datasets.load(asked.data, asked.label, asked.site)
+        public = _Public.of(asked, data.x[0], len(data.y), len(data.classes))
+        chosen = public.chosen()
+        raw = public.configuration(chosen)
+        Plan.parse(raw)
+        return cls(raw, public.reasons(chosen), public.rows(chosen))
+
+    def toml(self) -> str:
+        """Return the configuration as a file, a reason beside each table."""
+        lines = [f"# {self.reasons['guarantee']}"]
+        tables = [("", {k: v for k, v in self.raw.items() if not isinstance(v, dict)})]
+        tables += [(k, v) for k, v in self.raw.items() if isinstance(v, dict)]
+        for name, table in tables:
+            lines += ["", f"[{name}]"] if name else [""]
+            for key, value in table.items():
+                why = self.reasons.get(f"{name}.{key}" if name else key)
+                line = f"{key} = {json.dumps(value)}"
+                lines.append(f"{line:<32}# {why}" if why else line)
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class _Public:
+    """The numbers that are public before anybody trains, and what follows from them."""
+
+    asked: Question
+    budget: Budget
+    honest: int
+    records: int
+    classes: int
+    example: Tensor
+    features: dict[str, Any]
+
+    @classmethod
+    def of(cls, asked: Question, example: Tensor, records: int, classes: int) -> "_Public":
+        if asked.trust not in ("own", "sum"):
+            raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
+        if asked.honest and asked.trust == "own":
+            raise InputError(f"--honest is {asked.honest} with --trust own: it goes with sum")
+        honest = (asked.honest or asked.sites - 1) if asked.trust == "sum" else 1
+        if not 1 <= honest <= max(asked.sites - 1, 1):
+            raise InputError(
+                f"--honest is {honest} with {asked.sites} sites: expected at least 1 and at most "
+                f"{asked.sites - 1}, as a site that looks at a sum knows its own share"
+            )
+        budget = Budget(asked.epsilon, asked.delta)
+        features = _features(tuple(example.shape), asked.mirror)
+        return cls(asked, budget, honest, records, classes, example, features)
+
+    @property
+    def shares(self) -> float:
+        """K / h: how often the noise that protects is in a sum."""
+        return self.asked.sites / self.honest
+
+    @property
+    def length(self) -> float:
+        """About the length of a record's row: 1 of features, of m columns in [-1, 1] sqrt(m/3)."""
+        return 1.0 if self.features else math.sqrt(math.prod(self.example.shape) / 3)
+
+    @property
+    def clip(self) -> float:
+        return float(f"{_CLIP * self.length:.1g}")
+
+    def chosen(self) -> FullBatch:
+        return full_batch(
+            self.budget,
+            self.records,
+            self.asked.sites,
+            self.asked.rounds,
+            honest=self.honest,
+            clip=self.clip,
+            length=self.length,
+        )
+
+    def configuration(self, chosen: FullBatch) -> dict[str, Any]:
+        """Return what Plan.parse takes."""
+        asked = self.asked
+        of_table = {"label": asked.label, "site": asked.site}
+        shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
+        return {
+            "data": asked.data,
+            **{k: v for k, v in of_table.items() if v is not None},
+            "model": "logistic",
+            "algorithm": "fedavg",
+            "rounds": chosen.rounds,
+            **({} if asked.site else {"sites": asked.sites}),
+            "sampling_rate": 1.0,
+            **({"features": self.features} if self.features else {}),
+            "logistic": self._logistic(self.features),
+            "settings": {"learning_rate": float(f"{chosen.learning_rate:.3g}"), "local_steps": 1},
+            **(
+                {"server": {"optimiser": "momentum", "momentum": chosen.momentum}}
+                if chosen.momentum
+                else {}
+            ),
+            "privacy": {
+                "epsilon": asked.epsilon,
+                "delta": asked.delta,
+                "clip": self.clip,
+                **shared,
+            },
+            **({"secure_aggregation": {"threshold": self.honest + 1}} if shared else {}),
+        }
+
+    def reasons(self, chosen: FullBatch) -> dict[str, str]:
+        """Return a sentence for each choice, by its key."""
+        asked = self.asked
+        whose = (
+            f"if at least {self.honest} of the {asked.sites} sites are honest"
+            if asked.trust == "sum"
+            else "each site's own noise"
+        )
+        way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
+        return {
+            "guarantee": f"({asked.epsilon:g}, {asked.delta:g}) per record, {ADJACENCY}, {whose}",
+            "model": "signal does not grow with the number of weights, noise does",
+            "rounds": f"short steps; {way} in the end, whatever the rounds",
+            "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
+            "features.kind": "made from no record: what pays most at a given (ε, δ)",
+            "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
+            "logistic.start": "all classes alike: nearer to the end than any draw",
+            "logistic.bias": "" if not self.features else "it would take its part of every clip",
+            "settings.learning_rate": f"η, so that {way}",
+            "server.momentum": "the same way in fewer rounds",
+            "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
+            "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
+            "secure_aggregation.threshold": "one more than honest: who looks knows one share",
+        }
+
+    def rows(self, chosen: FullBatch) -> list[Alternative]:
+        """Return the chosen row, and others at the same budget."""
+        d = self._weights("logistic", self.features)
+        others = [("chosen", d, 1.0, chosen.rounds)]
+        others += [(f"q = {q:g}", d, q, chosen.rounds) for q in (0.2, 0.05)]
+        others += [(f"T = {t}", d, 1.0, t) for t in sorted({1, 4 * chosen.rounds})]
+        if self.features:
+            plain = self._weights("logistic", {})
+            others.append(("logistic on the records", plain, 1.0, chosen.rounds))
+        if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
+            others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
+        return [self._row(*other) for other in others]
+
+    def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
+        sigma = smallest_sigma(self.budget, rate, rounds)
+        snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
+        return Alternative(what, weights, rate, sigma, rounds, snr)
+
+    def _weights(self, model: str, features: dict[str, Any]) -> int:
+        stage = FeatureStage(FeatureSettings(**features), 0)
+        example = stage.example(self.example)
+        chosen = LogisticSettings(**self._logistic(features))
+        return FlatModel(build(model, example, self.classes, 0, chosen)).size
+
+    def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {"start": "zero", "bias": not features}
+
+
+def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
+    """Return the [features] table for records of this shape; none for tables."""
+    if len(shape) not in (2, 3) or min(shape[-2:]) < _SMALLEST_IMAGE:
+        return {}
+    channels = shape[0] if len(shape) == 3 else 1
+    mirrored = channels > 1 if mirror is None else mirror
+    if channels > 1:
+        return {"kind": "patches", "filters": 640, "mirror": mirrored, "seed": 0}
+    return {"kind": "scattering", "mirror": mirrored, "seed": 0}
+
+
+def _print(found: Recommendation, out: Path | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if out is None:
+        console.print(found.toml(), markup=False)
+    else:
+        console.print(f"Written: {out}; run it with `fedpact run {out}`.")
+    table = Table("", "weights", "q", "T", "σ", "signal to noise")
+    for row in found.rows:
+        numbers = f"{row.weights:,}", f"{row.rate:g}", f"{row.rounds}", f"{row.sigma:.4g}"
+        table.add_row(row.what, *numbers, f"{row.snr:.3g}")
+    console.print(table)
+    console.print(
+        "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
+        "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "
+        "every T, and rounds are for the model's sake. Of the data only shape, classes and number "
+        f"of records were used. The rule has two fitted numbers, from {FITTED_ON}."
+    )

@@ -1,0 +1,103 @@
+"""Rounds, σ and step for a linear model on full batches, from public numbers alone.
+
+With q = 1 and one step a round, of length η on the mean gradient and with momentum β, a weight ends
+with noise of deviation (N records at K sites, each with noise of deviation σ C / sqrt(h))
+
+    a = η (σ C / N) sqrt(K / h) sqrt(Σ_t g_t²),    g_t = (1 + β + ... + β^(t-1))
+
+over t = 1 .. T, and clipped signals can have moved it by η C Σ_t g_t. On rows of unit length a is
+the noise of what the model answers, in the logarithm of odds, whatever the data. At a given (ε, δ)
+σ grows with sqrt(T), so that a moves with the length of the way alone, not with T: more rounds make
+smaller steps on the same way. Two numbers are left, which experiments/recommend/fit.py fits on the
+digits (1,442 images): a, and after how many rounds more are not worth their messages.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from fedpact import check
+from fedpact.errors import InputError
+from fedpact.theory.accounting import Accountant, Budget
+from fedpact.theory.calibration import smallest_sigma
+
+NOISE: Final = 1.0
+"""a, where the way is as long as noise allows."""
+MOST_ROUNDS: Final = 100
+_MOMENTUM: Final = 0.8
+# Rounds below which momentum has no time to build up.
+_MOMENTUM_FROM: Final = 20
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """One way to spend a budget with q = 1 and τ = 1.
+
+    learning_rate: η > 0, of the mean gradient. noise: a, see the module.
+    """
+
+    rounds: int
+    sigma: float
+    momentum: float
+    learning_rate: float
+    noise: float
+
+
+def full_batch(
+    budget: Budget,
+    records: float,
+    sites: int,
+    rounds: int,
+    *,
+    honest: int = 1,
+    clip: float = 0.2,
+    length: float = 1.0,
+    accountant: Accountant = "best",
+) -> FullBatch:
+    """Return the rounds, at most `rounds`, with σ, β and η that suit them.
+
+    records: N > 0, of all sites together. honest: h, how many sites' noise protects a sum; 1 where
+    each site's own does. clip: C > 0. length: of a record's row, > 0; where it is not 1, NOISE is
+    what an answer has of it. Raises InputError for values out of range and BudgetExhausted where no
+    noise would do.
+    """
+    for name, value in (("records", records), ("clip", clip), ("length", length)):
+        check.positive(**{name: value})
+    for name, value in (("sites", sites), ("rounds", rounds), ("honest", honest)):
+        check.count(**{name: value})
+    if honest > sites:
+        raise InputError(f"honest is {honest}: expected at most the {sites} sites")
+    noise, chosen = NOISE / length, min(rounds, MOST_ROUNDS)
+    momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
+    sigma = smallest_sigma(budget, 1.0, chosen, accountant)
+    share = sigma * clip / records * math.sqrt(sites / honest)
+    rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
+    return FullBatch(chosen, sigma, momentum, rate, noise)
+
+
+def _gains(momentum: float, rounds: int) -> list[float]:
+    """g_1 .. g_T: what a step has moved after t rounds, over its own length."""
+    found, gain = list[float](), 0.0
+    for _ in range(rounds):
+        gain = 1 + momentum * gain
+        found.append(gain)
+    return found
+
+
+def signal_to_noise(
+    rate: float, sigma: float, steps: int, records: float, shares: float, weights: int
+) -> float:
+    """Return how far clipped signals can go at most, over how far noise goes: of a whole run.
+
+        sqrt(T) q N / (σ sqrt(K / h) sqrt(d))
+
+    rate: q in (0, 1]. sigma: σ > 0 over C. steps: T >= 1. shares: K / h >= 1. weights: d >= 1. It
+    is the ratio of the lengths of two vectors [d]; below 1 the noise is the longer one even if all
+    records pull one way.
+    """
+    check.rate(rate=rate)
+    for name, value in (("sigma", sigma), ("records", records), ("shares", shares)):
+        check.positive(**{name: value})
+    for name, value in (("steps", steps), ("weights", weights)):
+        check.count(**{name: value})
+    return math.sqrt(steps / (shares * weights)) * rate * records / sigma

@@ -1,0 +1,82 @@
+"""fedpact recommend: a configuration that is a plan, from public numbers alone."""
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.plan import Plan
+
+
+def cli(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def document(*arguments):
+    done = cli(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_file_is_a_plan_that_keeps_the_budget(tmp_path):
+    file = tmp_path / "digits.toml"
+    asked = ("recommend", "digits", "--epsilon", "3", "--rounds", "8", "--sites", "4")
+    assert cli(*asked, "--out", str(file)).exit_code == 0
+    plan = Plan.parse(tomllib.loads(file.read_text()))
+    assert (plan.rounds, plan.sites, plan.sampling_rate) == (8, 4, 1.0)
+    shown = document("plan", str(file))
+    assert all(2.99 < site["epsilon_by_round"][-1] <= 3 for site in shown["sites"].values())
+    # The noise that the step was made for is what the sites will add.
+    found = document(*asked)
+    chosen = found["alternatives"][0]
+    site = next(iter(shown["sites"].values()))
+    assert chosen["sigma"] == pytest.approx(site["sigma_joint"], rel=1e-6)
+    assert chosen["weights"] == shown["model_parameters"]
+    assert found["configuration"] == tomllib.loads(file.read_text())
+
+
+def test_it_runs_and_is_better_than_chance_by_far(tmp_path):
+    file = tmp_path / "digits.toml"
+    cli("recommend", "digits", "--epsilon", "8", "--rounds", "20", "--out", str(file))
+    cli("run", str(file), "--out", str(tmp_path / "run"), "--set", "run.evaluate_every=1000")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy"] > 0.8
+
+
+def test_noise_for_the_sum_has_its_threshold():
+    asked = ("recommend", "digits", "--epsilon", "1", "--trust", "sum", "--honest", "7")
+    found = document(*asked)["configuration"]
+    assert found["privacy"]["honest"] == 7
+    assert found["secure_aggregation"] == {"threshold": 8}
+
+
+def test_only_shape_classes_and_number_of_records_count(tmp_path):
+    """Two tables with nothing else in common get one answer."""
+    draws = np.random.default_rng(0)
+    found = []
+    for name in ("a", "b"):
+        file = tmp_path / f"{name}.npz"
+        np.savez(file, x=draws.normal(size=(60, 5)) * 10, y=np.arange(60) % 3)
+        answer = document("recommend", str(file), "--epsilon", "2")
+        found.append({**answer["configuration"], "data": ""})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("--epsilon", "0"), "epsilon"),
+        (("--epsilon", "nan"), "epsilon"),
+        (("--epsilon", "1", "--trust", "none"), "trust"),
+        (("--epsilon", "1", "--honest", "3"), "honest"),
+        (("--epsilon", "1", "--trust", "sum", "--honest", "10"), "honest"),
+        (("--epsilon", "1", "--rounds", "0"), "rounds"),
+    ],
+)
+def test_what_does_not_fit_is_named(wrong, named):
+    done = cli("recommend", "digits", *wrong)
+    assert done.exit_code != 0
+    assert named in f"{done.exception}{done.output}"

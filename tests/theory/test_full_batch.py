@@ -1,0 +1,62 @@
+"""The rule for full batches: its noise by the recursion itself, its σ by the accountant."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpact.errors import InputError
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
+
+BUDGET = Budget(2.0, 1e-5)
+
+
+def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: float) -> float:
+    """Of a weight after the run, from the covariance of (w, m), step by step."""
+    each = (found.sigma * clip / math.sqrt(honest) * math.sqrt(sites) / records) ** 2
+    ww = wm = mm = 0.0
+    beta, eta = found.momentum, found.learning_rate
+    for _ in range(found.rounds):
+        # m <- β m + ξ, then w <- w - η m.
+        wm, mm = beta * wm, beta**2 * mm + each
+        ww, wm = ww - 2 * eta * wm + eta**2 * mm, wm - eta * mm
+    return math.sqrt(ww)
+
+
+@given(
+    records=st.floats(100, 1e6),
+    sites=st.integers(2, 50),
+    rounds=st.integers(1, 60),
+    clip=st.floats(0.01, 10),
+    data=st.data(),
+)
+def test_the_noise_of_a_weight_is_what_was_asked_for(records, sites, rounds, clip, data):
+    honest = data.draw(st.integers(1, sites))
+    length = data.draw(st.floats(0.5, 4))
+    found = full_batch(BUDGET, records, sites, rounds, honest=honest, clip=clip, length=length)
+    assert found.rounds <= rounds
+    assert math.isclose(deviation(found, records, sites, honest, clip), found.noise, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 100])
+def test_the_budget_is_kept_and_used(rounds):
+    found = full_batch(BUDGET, 60_000, 10, rounds)
+    spent = epsilon({SampledGaussian(1.0, found.sigma): found.rounds}, BUDGET.delta)
+    assert 0.999 * BUDGET.epsilon < spent <= BUDGET.epsilon
+
+
+def test_with_all_records_the_signal_to_noise_is_that_of_one_release():
+    found = [full_batch(BUDGET, 60_000, 10, rounds) for rounds in (1, 10, 100)]
+    ratios = [signal_to_noise(1.0, one.sigma, one.rounds, 60_000, 10, 7_850) for one in found]
+    assert max(ratios) / min(ratios) < 1.001
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"records": math.nan}, {"sites": 0}, {"rounds": 0}, {"honest": 11}, {"clip": 0.0}]
+)
+def test_what_is_out_of_range_is_named(wrong):
+    asked = {"records": 1000.0, "sites": 10, "rounds": 10} | wrong
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        full_batch(BUDGET, **asked)
