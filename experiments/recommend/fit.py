@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import fedpact
-from fedpact.cli.recommend import Question, Recommendation
+from fedpact.cli.recommend import Circumstances, Recommendation
 from fedpact.theory import full_batch
 
 STORED = Path(__file__).parent / "results.json"
@@ -25,7 +25,7 @@ EPSILONS = (0.5, 2.0, 8.0)
 
 def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
     """Return the share of the test images that is found."""
-    asked = Question("digits", epsilon, 1e-5, rounds, 4, "own", 0)
+    asked = Circumstances("digits", epsilon, 1e-5, rounds, 4, "own", 0)
     raw = Recommendation.of(asked).raw
     rate = raw["settings"]["learning_rate"] * noise / full_batch.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}

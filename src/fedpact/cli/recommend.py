@@ -31,7 +31,7 @@ _SMALLEST_IMAGE: Final = 8
 
 
 @dataclass(frozen=True)
-class Question:
+class Circumstances:
     """What is known before anybody trains; see cli.commands.recommend."""
 
     data: str
@@ -58,7 +58,7 @@ class Alternative:
     snr: float
 
 
-def recommend(asked: Question, out: Path | None, *, as_json: bool) -> None:
+def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     """Carry out `fedpact recommend`."""
     found = Recommendation.of(asked)
     if out is not None:
@@ -81,7 +81,7 @@ class Recommendation:
     rows: list[Alternative]
 
     @classmethod
-    def of(cls, asked: Question) -> "Recommendation":
+    def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
         data = datasets.load(asked.data, asked.label, asked.site)
         public = _Public.of(asked, data.x[0], len(data.y), len(data.classes))
@@ -108,7 +108,7 @@ class Recommendation:
 class _Public:
     """The numbers that are public before anybody trains, and what follows from them."""
 
-    asked: Question
+    asked: Circumstances
     budget: Budget
     honest: int
     records: int
@@ -117,7 +117,7 @@ class _Public:
     features: dict[str, Any]
 
     @classmethod
-    def of(cls, asked: Question, example: Tensor, records: int, classes: int) -> "_Public":
+    def of(cls, asked: Circumstances, example: Tensor, records: int, classes: int) -> "_Public":
         if asked.trust not in ("own", "sum"):
             raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
         if asked.honest and asked.trust == "own":

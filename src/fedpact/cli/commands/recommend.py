@@ -37,7 +37,7 @@ def recommend(
     """
     from fedpact.cli import recommend as command
 
-    asked = command.Question(
+    asked = command.Circumstances(
         data, epsilon, delta, rounds, sites, trust, honest, mirror, label, site
     )
     command.recommend(asked, out, as_json=as_json)
