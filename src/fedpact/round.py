@@ -163,7 +163,8 @@ class Rounds:
         return State(at.state.vectors, {**at.state.numbers, **left})
 
     def _tasks(self, at: Checkpoint, state: State) -> dict[str, Task]:
-        told = self.plan.method.task(state)
+        method = self.plan.method
+        told, short = method.task(state), method.short(state)
         included = {site: at.included.get(site, -1) for site in self.transport.sites}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
         distinct = {
@@ -174,6 +175,8 @@ class Rounds:
                 vectors=told.vectors,
                 numbers=told.numbers,
                 included=last,
+                # Who took part in the last round has what it was told then.
+                changes=short if last == at.round else None,
             )
             for last in set(included.values())
         }

@@ -404,7 +404,7 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
     assert max(path.stat().st_size for path in files) <= 3 * len(node.heard[-1])
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk", "grid"])
 def test_compressed_replies_are_let_in_and_impossible_ones_are_not(make, tmp_path, kind):
     patience = {"join_seconds": 0.0}
     directory = make(tmp_path / "d", {"patience": patience}, compression={"kind": kind}, rounds=2)
@@ -412,7 +412,10 @@ def test_compressed_replies_are_let_in_and_impossible_ones_are_not(make, tmp_pat
 
     def lie(message, answer):
         reply = from_bytes(codec.unpack(answer().content)[0])
-        vectors = {name: torch.full_like(vector, -1) for name, vector in reply.vectors.items()}
+        vectors = {
+            name: vector.clone().fill_(-1 if vector.dtype.is_signed else 7)
+            for name, vector in reply.vectors.items()
+        }
         numbers = dict.fromkeys(reply.numbers, 1e30)
         return nodes[0].forge(
             message,
@@ -426,7 +429,7 @@ def test_compressed_replies_are_let_in_and_impossible_ones_are_not(make, tmp_pat
     finally:
         for node in nodes:
             node.site.ledger.close()
-    why = "form" if kind == "topk" else "far off"
+    why = "form" if kind in ("topk", "grid") else "far off"
     assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {why}"}] * 2
 
 

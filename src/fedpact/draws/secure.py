@@ -25,7 +25,6 @@ from fedpact.draws.shares import rounded
 
 # Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
 _KEY_LASTS: Final = 1 << 30
-_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 
 _forks = 0
 
@@ -97,7 +96,8 @@ class SecureDraws:
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See seeded.Draws."""
-        noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
+        like = torch.empty(0, dtype=torch.float64, device=total.device)
+        noise = self.gaussian(total.numel(), like, step, purpose)
         return rounded(total, unit, units, noise)
 
     def add_noise(

@@ -69,7 +69,6 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
 # each in 8 bytes; what is left of earlier normal draws.
 _WORDS: Final = 624
 _FIRST: Final = 24
-_FLOAT64: Final = torch.empty(0, dtype=torch.float64)
 _BLANK: Final = torch.Generator().manual_seed(0).get_state()
 
 
@@ -123,7 +122,8 @@ class SeededDraws:
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See Draws."""
-        noise = self.gaussian(total.numel(), _FLOAT64, step, purpose)
+        like = torch.empty(0, dtype=torch.float64, device=total.device)
+        noise = self.gaussian(total.numel(), like, step, purpose)
         return rounded(total, unit, units, noise)
 
     def add_noise(

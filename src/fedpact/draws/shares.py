@@ -1,9 +1,9 @@
-"""A site's share of noise: its sum and its noise, rounded together to a coarse grid.
+"""A sum and its noise, rounded together to a coarse grid: a site's release, or its share of one.
 
-What sums of such shares are worth is in theory.shares. The grid is the defence against
-floating-point attacks as well, and needs no finer one: sum and noise are float64, so a value is
-rounded otherwise than a real number would be only within 1e-9 of a half (for sums of up to 2^22
-units), which moves its probability by 1e-9 of itself.
+What it is worth, alone or with other sites' shares, is in theory.shares. The grid is the defence
+against floating-point attacks as well, and needs no finer one: sum and noise are float64, so a
+value is rounded otherwise than a real number would be only within 1e-9 of a half for sums of up to
+2^22 units, 2^-26 for up to 2^27, which moves its probability by as much of itself.
 """
 
 from torch import Tensor
@@ -12,12 +12,12 @@ from fedpact.check import positive
 
 
 def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
-    """Return floor(s/unit + ν z + 1/2) for a sum s [d], int64 [d] in the CPU's memory.
+    """Return floor(s/unit + ν z + 1/2) for a sum s [d], int64 [d] where z is.
 
     unit: of the grid, in units of the sum. units: ν, the noise's deviation on the grid. noise: z
     [d], standard normal, float64, which may be written over.
     Raises InputError: unit or units is not a finite number > 0.
     """
     whole = noise.mul_(positive(units=units))
-    whole.add_(total.detach().cpu().double() / positive(unit=unit))
+    whole.add_(total.detach().double() / positive(unit=unit))
     return whole.add_(0.5).floor_().long()

@@ -24,6 +24,7 @@ from fedpact.features.stage import Staged
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
+from fedpact.privacy.rounding import check_grid
 from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
 
@@ -64,7 +65,9 @@ class Scene:
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
         scene.workshop.table()
-        check_shares(plan, terms, FlatModel(scene.module()).size)
+        dimension = FlatModel(scene.module()).size
+        check_shares(plan, terms, dimension)
+        check_grid(terms.values(), dimension)
         return scene
 
     @property

@@ -6,6 +6,9 @@
 
 Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
 
+Where releases are `rounded` to a coarse grid (theory.shares), the δ of the promise includes what
+the grid costs of it.
+
 Where noise is shared (theory.shares), an event has the noise of h sites' shares, and (ε, δ) holds
 if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
 of each event: it holds against everybody. Every charge is one of both.
@@ -57,7 +60,10 @@ class Beside:
 
 
 class FixedSequence:
-    """Events that may be used in any order, each up to its number in `allowed`."""
+    """Events that may be used in any order, each up to its number in `allowed`.
+
+    rounded: whether each release is rounded to a coarse grid, at a cost of ADDED_DELTA in all.
+    """
 
     def __init__(
         self,
@@ -65,8 +71,11 @@ class FixedSequence:
         allowed: Counter[SampledGaussian],
         shared: Shared | None = None,
         beside: Beside | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
         self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
+        self.rounded = rounded
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
@@ -92,6 +101,8 @@ class FixedSequence:
         found = {"kind": "reserve", **_budget(self.budget)}
         for more in (self.shared, self.beside):
             found |= {} if more is None else asdict(more)
+        if self.rounded:
+            found["rounded"] = True
         return {**found, "events": events}
 
     @property
@@ -102,7 +113,8 @@ class FixedSequence:
     def costs(self) -> list[tuple[float, float]]:
         """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
         if self.shared is None:
-            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
+            delta = self.budget.delta - (shares.ADDED_DELTA if self.rounded else 0.0)
+            return [(epsilon(self.allowed, delta), self.budget.epsilon)]
         own = shares.all_alone(self.allowed, self.shared.honest)
         together = epsilon(self.allowed, self.budget.delta - shares.ADDED_DELTA)
         alone = epsilon(own, self.budget.delta)
@@ -177,7 +189,7 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside)
+    return FixedSequence(budget, events, shared, beside, rounded=entry.get("rounded", False))
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, Summed
-from fedpact.messages import Local, Reply, State, Task, join, split
+from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
 from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
 
 __all__ = ["Around", "Method", "join", "split"]
@@ -58,6 +58,11 @@ class Method:
         return self.settings.total_iterations
 
     @property
+    def coded(self) -> bool:
+        """Whether a reply's vectors are blocks of codes, as long as they came out."""
+        return False
+
+    @property
     def summed(self) -> Summed:
         """What the update takes from single replies, where it is one weighted mean of them."""
         return self.settings.summed
@@ -99,6 +104,11 @@ class Method:
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """Return the server's next state, folding the replies."""
         return self._algorithm.update(state, replies, self.settings)
+
+    def short(self, state: State) -> Vectors | None:
+        """Return what Task.short tells in place of `task`'s vectors; None: all has to be told."""
+        del state
+        return None
 
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """Return a reply as the algorithm made it, from what was sent of it.
@@ -146,6 +156,11 @@ class Around(Method):
         return self.inner.iterations
 
     @property
+    def coded(self) -> bool:
+        """See Method."""
+        return self.inner.coded
+
+    @property
     def summed(self) -> Summed:
         """See Method."""
         return self.inner.summed
@@ -182,6 +197,10 @@ class Around(Method):
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
         return self.inner.update(state, replies)
+
+    def short(self, state: State) -> Vectors | None:
+        """See Method."""
+        return self.inner.short(state)
 
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """See Method."""

@@ -13,6 +13,7 @@ from fedpact.methods import Method
 from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
+from fedpact.methods.gridded import Gridded
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
@@ -87,7 +88,7 @@ def combined(
         "robust": robust.rule != "mean",
         "fairness": fairness.weight > 0,
         "control": control.kind != "fixed",
-        "compression": compression.kind != "none",
+        "compression": compression.kind not in ("none", "grid"),
     }
     if chosen["robust"]:
         # Innermost: whatever is around it still sees the sites' own replies.
@@ -103,8 +104,11 @@ def combined(
     if chosen["control"]:
         _check("control", name)
         method = Controlled(method, control)
-    if chosen["compression"]:
-        # Outermost: what leaves a site, whatever made it.
+    if compression.kind == "grid":
+        # Outermost, as is the other: what leaves a site, whatever made it. A masked reply has words
+        # of its own.
+        method = Gridded(method, up=not secure.threshold)
+    elif chosen["compression"]:
         method = Compressed(method, compression)
     if secure.threshold:
         _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)

@@ -39,12 +39,12 @@ class CompressionSettings(BaseModel):
     """The [compression] table of a plan. keep: of topk, the share of coordinates that is sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    kind: Literal["none", "float16", "int8", "topk"] = "none"
+    kind: Literal["none", "float16", "int8", "topk", "grid"] = "none"
     keep: float = Field(default=0.1, gt=0, le=1)
 
 
 class Compressed(Around):
-    """A method whose replies' vectors are compressed; the outermost of all, and not "none"."""
+    """A method whose replies' vectors are float16, int8 or topk; the outermost of all."""
 
     def __init__(self, inner: Method, compression: CompressionSettings) -> None:
         super().__init__(inner)

@@ -303,7 +303,9 @@ class PrivateOracle:
         # Per-sample passes write over no record, and refuse a model that would. At q = 1 copies
         # were most of a step.
         x, y = self._records.at(chosen, lent=answering is PerSampleBatch)
-        release = self._shared if terms.honest else self._draws.add_noise
+        release = self._draws.add_noise
+        if terms.units:
+            release = self._shared if terms.honest else partial(self._rounded, terms.units)
         add_noise = partial(release, step=step)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
 
@@ -323,3 +325,11 @@ class PrivateOracle:
         unit = sigma * bound / UNITS
         self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
         return (self.shares[purpose].double() * unit).to(total.device, total.dtype)
+
+    def _rounded(
+        self, units: float, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
+    ) -> Tensor:
+        """Return a sum [d] with the site's noise, both rounded to a coarse grid."""
+        unit = sigma * bound / units
+        whole = self._draws.share(total, unit, units, step, purpose)
+        return (whole.double() * unit).to(total.device, total.dtype)

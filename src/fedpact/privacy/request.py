@@ -49,13 +49,14 @@ class TermsRequest:
     opening: Opening | None = None
     openings: int = 0
     honest: int = 0
+    grid: float = 0.0
 
     def __post_init__(self) -> None:
         check_ratios(self.channels)
 
     @property
     def _priced(self) -> Budget:
-        added = shares.ADDED_DELTA if self.honest else 0.0
+        added = shares.ADDED_DELTA if self.honest or self.grid else 0.0
         return Budget(self.budget.epsilon, self.budget.delta - added) if added else self.budget
 
     def calibrated(self) -> Terms:
@@ -130,6 +131,7 @@ class TermsRequest:
             {name: r * sigma for name, r in opening.channels.items()} if opening else {},
             self.openings if opening else 0,
             self.honest,
+            self.grid,
         )
 
     def _affordable_size(self) -> History:

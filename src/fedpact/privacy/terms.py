@@ -66,6 +66,8 @@ class Terms:
     of the event that opens a round, and how many are reserved; no sigmas: there is none.
     honest: h, how many sites' shares of noise protect a record together, where only sums over sites
     are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
+    grid: ν >= theory.shares.UNITS where each release is rounded to a grid of 1/ν of its noise's
+    deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -84,6 +86,7 @@ class Terms:
     opening_sigmas: Mapping[str, float] = field(default_factory=dict[str, float])
     openings: int = 0
     honest: int = 0
+    grid: float = 0.0
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
@@ -118,6 +121,12 @@ class Terms:
         _ = self.multipliers
         if self.honest:
             self._check_shared()
+        if self.grid and not (self.grid >= shares.UNITS and self.delta > 0 and not self.honest):
+            raise InputError(
+                f"grid is {self.grid!r} with honest = {self.honest} and δ = {self.budget.delta:g}: "
+                f"expected 0, or at least {shares.UNITS:g} and no shared noise, with a δ > "
+                f"{shares.ADDED_DELTA:g}"
+            )
 
     def _check_shared(self) -> None:
         """Raise InputError unless the lemma of theory.shares covers what is released."""
@@ -139,8 +148,13 @@ class Terms:
 
     @property
     def delta(self) -> float:
-        """The δ at which events are priced: of shares, less what their sum's law may be off by."""
-        return self.budget.delta - (shares.ADDED_DELTA if self.honest else 0.0)
+        """The δ at which events are priced: on a coarse grid, less what its law may be off by."""
+        return self.budget.delta - (shares.ADDED_DELTA if self.units else 0.0)
+
+    @property
+    def units(self) -> float:
+        """ν, the deviation of a release's noise in units of its coarse grid; 0 without one."""
+        return shares.UNITS if self.honest else self.grid
 
     def unit(self, channel: str, bound: float) -> float:
         """The unit of the grid that a share of a channel's sum is rounded to, in units of that sum.

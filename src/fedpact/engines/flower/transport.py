@@ -223,7 +223,8 @@ class FlowerTransport:
             # Flower may still hold an earlier question for it, which it would answer, and pay for.
             if last is None and not self._slow.may_be_asked(site, this.tasks[site].round):
                 continue
-            block = to_bytes(this.tasks[site])
+            question = this.tasks[site]
+            block = to_bytes(question.short if isinstance(question, Task) else question)
             seen = self._admission.standing.seen(site)
             signature = seal.sign(self._key, seal.task_for(site, seen), block)
             record = codec.pack(block, signature, seen)
@@ -251,7 +252,9 @@ class FlowerTransport:
             return
         self._slow.in_time(site)
         answer = self._checked(this, site, message)
-        if isinstance(answer, str):
+        if isinstance(answer, Refusal) and answer.code == "model" and this.tell_in_full(site):
+            _log.info("site %s has no model to change: it is told in full", site)
+        elif isinstance(answer, str):
             self._reject(this, site, answer)
         elif isinstance(answer, Step):
             # What it carries has been taken in.

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedpact.messages import Message as Answer
 from fedpact.messages import Refusal, Reply, Step, Task
@@ -45,6 +45,15 @@ class UnderWay:
     )
     asked: dict[str, float] = field(default_factory=dict[str, float])
     sent: dict[str, str] = field(default_factory=dict[str, str])
+
+    def tell_in_full(self, site: str) -> bool:
+        """Have a site asked anew, by the whole of its task; false where that was what it had."""
+        task = self.tasks[site]
+        if not isinstance(task, Task) or task.changes is None:
+            return False
+        self.tasks = {**self.tasks, site: replace(task, changes=None)}
+        self.asked.pop(site, None)
+        return True
 
     @property
     def open(self) -> list[str]:

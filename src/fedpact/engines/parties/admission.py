@@ -16,6 +16,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -45,6 +46,7 @@ _OF_A_QUESTION = (
     "task",
     "stale",
     "attempt",
+    "model",
     "unsigned",
 )
 _OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
@@ -58,7 +60,7 @@ def expected_form(workshop: Workshop, task: Task) -> Form:
     kernel = PlainKernel(FlatModel(workshop.module()), cross_entropy)
     oracle = PlainOracle(Records(x, y), kernel, 1.0, float(len(y)), SeededDraws(0))
     local = workshop.plan.method.local(task, oracle, State())
-    return Form.of(local.vectors, local.numbers)
+    return replace(Form.of(local.vectors, local.numbers), coded=workshop.plan.method.coded)
 
 
 class Admission:
@@ -97,7 +99,7 @@ class Admission:
             return "stale"
         if reply.weight != self._terms[site].size:
             return "weight"
-        if Form.of(reply.vectors, reply.numbers) != form:
+        if not form.fits(reply.vectors, reply.numbers):
             return "form"
         try:
             opened = self.opened(reply, task)

@@ -32,6 +32,7 @@ from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.rounding import check_grid
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History
@@ -74,8 +75,9 @@ class Coordinator:
         plan = read_plan(directory / "plan.json")
         check_secure(plan, len(federation.sites))
         found = Coordinator(directory, federation, plan, federation.terms(plan))
-        if plan.privacy.honest:
-            check_shares(plan, found.terms, FlatModel(found.module()).size)
+        dimension = FlatModel(found.module()).size
+        check_shares(plan, found.terms, dimension)
+        check_grid(found.terms.values(), dimension)
         return found
 
     @property

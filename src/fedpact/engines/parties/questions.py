@@ -6,7 +6,9 @@ round 10^12 would make every later one stale, a τ of a million would spend the 
 
 from torch import Tensor
 
-from fedpact.messages import Task
+from fedpact.errors import InputError
+from fedpact.messages import Task, Vectors
+from fedpact.methods.gridded import whole
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -21,6 +23,29 @@ class Questions:
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
         self._always = frozenset(told.numbers)
+        self._told = dict[int, Vectors]()
+
+    def in_full(self, task: Task) -> tuple[Task | None, str, str]:
+        """Return a task that may be carried out, in full; or None, a refusal's code, and why.
+
+        A task may tell changes to what was told in the round before (Task.short), which is known
+        as long as this object lives; the code is "model" where it is not.
+        """
+        base = self._told.get(task.round - 1)
+        try:
+            full = whole(task, base)
+        except InputError as error:
+            return None, "task", str(error)
+        if full is None:
+            return None, "model", f"it tells changes to round {task.round - 1}, which nobody told"
+        wrong = self.fault(full)
+        if wrong is not None:
+            return None, *wrong
+        if full.round >= max(self._told, default=0):
+            # The round before stays: the same question may come again.
+            before = {} if base is None else {full.round - 1: base}
+            self._told = {full.round: full.vectors, **before}
+        return full, "", ""
 
     def fault(self, task: Task) -> tuple[str, str] | None:
         """Return a refusal's code, and what is wrong with a task in words; None if nothing is.

@@ -55,6 +55,7 @@ from fedpact.messages import (
 from fedpact.params import FlatModel
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
+from fedpact.privacy.rounding import check_grid
 from fedpact.theory.accounting import ADJACENCY
 
 _log = logging.getLogger("fedpact.site")
@@ -103,7 +104,9 @@ class Site:
         workshop = self.federation.workshop(self.plan, directory)
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
-        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
+        model = FlatModel(workshop.module()).vector
+        check_grid([self._terms], len(model))
+        self._questions = Questions(self.plan, model)
         self._records = self._load(directory / self.settings.records)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
@@ -147,7 +150,8 @@ class Site:
 
         seen: length and head of this site's ledger as the server has seen it last.
         A refusal's code depends on public quantities only: "run", "ledger", "policy", "task" (one
-        that is not of the plan's form), "stale", "budget".
+        that is not of the plan's form), "model" (one that tells changes to a model that this site
+        does not have, and is to be told in full), "stale", "budget".
         Under secure aggregation every task that comes by itself is against the policy.
         Raises FedpactError: the site has stopped, or there is no room on its disk.
         """
@@ -188,11 +192,11 @@ class Site:
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
-        wrong = self._questions.fault(task)
-        if wrong is not None:
-            code, text = wrong
+        full, code, text = self._questions.in_full(task)
+        if full is None:
             _log.warning("round %d: the server's task is refused: %s", task.round, text)
             return self._refusal(task, code)
+        task = full
         stored = self._last.answer_to(task)
         if stored is not None:
             return stored
@@ -250,7 +254,8 @@ class Site:
         """Reserve the run, if the policy allows it."""
         self._check_policy()
         terms = self._terms
-        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps), terms.shared)
+        promised, rounded = terms.history(terms.steps), terms.grid > 0
+        self.ledger.reserve(self.run, terms.budget, promised, terms.shared, rounded=rounded)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")

@@ -153,6 +153,8 @@ class Secured:
                 if lost and self._attempts.next(number) == attempt:
                     # A site has lost its reply to this attempt, and makes no second one.
                     self._attempts.begin(number, attempt)
+                # Sites that were started anew may lack what changes are told of.
+                tasks = {site: dataclasses.replace(t, changes=None) for site, t in tasks.items()}
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)

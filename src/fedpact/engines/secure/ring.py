@@ -63,15 +63,30 @@ class Layout:
 
 @dataclass(frozen=True)
 class Form:
-    """What a reply has to be made of: vectors in shapes and types, and the names of numbers."""
+    """What a reply has to be made of: vectors in shapes and types, and the names of numbers.
+
+    coded: whether vectors are blocks that are as long as they came out (methods.integers); opening
+    one shows whether it holds as many codes as expected.
+    """
 
     vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
     numbers: frozenset[str]
+    coded: bool = False
 
     @staticmethod
     def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
         """Return the form of these vectors and numbers."""
         return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
+
+    def fits(self, vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> bool:
+        """Whether a reply of these vectors and numbers has this form."""
+        if self.coded and vectors.keys() == self.vectors.keys():
+            same = all(
+                (v.dim(), v.dtype) == (len(self.vectors[n][0]), self.vectors[n][1])
+                for n, v in vectors.items()
+            )
+            return same and self.numbers == frozenset(numbers)
+        return replace(self, coded=False) == Form.of(vectors, numbers)
 
 
 class Coding(Protocol):

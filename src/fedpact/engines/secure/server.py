@@ -101,7 +101,7 @@ class Session:
         self.attempt = next(iter(tasks.values())).attempt
         for site in self._enough(self.sealed, "sealed shares"):
             own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
-            blocks = {"task": to_bytes(tasks[site]), **wire.under("share/", own)}
+            blocks = {"task": to_bytes(tasks[site].short), **wire.under("share/", own)}
             asks[site] = wire.step(self.place, site, "masked", blocks)
         return asks
 

@@ -4,6 +4,7 @@ It measures what a federation would do. It hides nothing: whoever simulates has 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -36,7 +37,20 @@ def secured(
     }
     carrier = _Hall(inner, maskers, coding)
     server = Server(public, threshold, coding, threshold, 0, carrier.layout)
-    return Secured(carrier, server, Attempts(None))
+    return _Simulated(carrier, server)
+
+
+class _Simulated(Secured):
+    """See Secured. Its sites have every model at hand, and need none put together from changes."""
+
+    def __init__(self, hall: "_Hall", server: Server) -> None:
+        super().__init__(hall, server, Attempts(None))
+        self._hall = hall
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """See Secured."""
+        self._hall.tasks = tasks
+        return super().exchange(tasks)
 
 
 class _Hall:
@@ -45,6 +59,7 @@ class _Hall:
     def __init__(self, inner: Transport, maskers: Mapping[str, Masker], coding: Coding) -> None:
         self._inner, self._maskers, self._coding = inner, maskers, coding
         self._layout: Layout | None = None
+        self.tasks = dict[str, Task]()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -78,7 +93,8 @@ class _Hall:
         if next(iter(asks.values())).step != "masked":
             yield from ((site, question, _untrained) for site, question in asks.items())
             return
-        tasks = {site: wire.task_in(question) for site, question in asks.items()}
+        attempts = {site: wire.task_in(question).attempt for site, question in asks.items()}
+        tasks = {site: replace(self.tasks[site], attempt=n) for site, n in attempts.items()}
         for answer in self._inner.exchange(tasks):
             if isinstance(answer, Reply):
                 self._layout = self._coding.layout(Form.of(answer.vectors, answer.numbers))

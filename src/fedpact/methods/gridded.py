@@ -1,0 +1,185 @@
+"""As few bytes as noise leaves: vectors cross the wire as whole numbers of a quarter of it.
+
+With x = (a vector of the reply) - (what the sites were told under that name, 0 where nothing was):
+
+    up      code = floor(x / s + 1/2),   s = sqrt(Σ c_t² v_t) / 4, the deviation of x's noise over 4
+    down    code = floor((w' - w) / r + 1/2),   r = a twelfth of the median deviation of w' - w;
+            the server goes on from w + r code, which is what the sites have
+
+c_t are the weights with which released gradients enter the reply (`linear`), v_t their noise's
+variance: public numbers. Rounding adds s²/12, 1/192 of that variance, and its error is as good as
+independent of x: of a rounded normal of deviation ν = 4 the law differs by less than 1e-33 from
+that of a normal with a uniform number added (theory.shares). Where a reply is one release times a
+public number, x / s is what the oracle has rounded already, and is only found again. What the
+server rounds adds another 1/1728 of the variance of w' - w. Codes are written by `integers`.
+
+All of it is post-processing of releases, lengths too: it spends no privacy.
+
+A site that took part in the last round is sent the codes alone, every other one the model itself
+(Task.short). Whoever has w, r and the codes has w', bit for bit.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import InputError
+from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
+from fedpact.methods import Around, Method, integers
+from fedpact.methods.linear import Weights, weights
+from fedpact.params import all_finite
+from fedpact.privacy.around import OracleAround
+from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
+from fedpact.theory.shares import UNITS
+
+PREFIX: Final = "grid/"
+"""Of the names of vectors that are codes: in the server's state, and in a task's short form."""
+
+
+_Question = tuple[int, tuple[tuple[str, float], ...]]
+
+
+class Gridded(Around):
+    """A method whose vectors cross the wire as whole numbers; the outermost of all.
+
+    up: whether replies do, which no masked one can.
+    """
+
+    def __init__(self, inner: Method, *, up: bool) -> None:
+        super().__init__(inner)
+        self._up = up
+        self._weights = dict[_Question, Weights]()
+
+    @property
+    def coded(self) -> bool:
+        """See Method."""
+        return self._up
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """See Method: a coordinate is rounded by half a step at most."""
+        inner = self.inner.bounds(task, terms)
+        if not self._up:
+            return inner
+        variances = terms.noise_variance, terms.opening.noise_variance if terms.openings else 0.0
+        half = 0.5 * math.sqrt(len(task.vectors["w"]))
+        found = self._weights_of(task)
+        rounding = {n: half * _step(weight, *variances) for n, weight in found.items()}
+        vectors = {n: most + rounding[n] for n, most in inner.vectors.items()}
+        return replace(inner, vectors=vectors)
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """See Method."""
+        if not self._up:
+            return self.inner.local(task, oracle, memory)
+        opened = _Opened(oracle)
+        local = self.inner.local(task, opened, memory)
+        found = self._weights_of(task)
+        vectors = dict[str, Tensor]()
+        for name, vector in local.vectors.items():
+            told = task.vectors.get(name)
+            x = vector.double() if told is None else vector.double() - told.double()
+            step = _step(found[name], oracle.noise_variance, opened.variance)
+            # Without noise, as on the records that are nobody's, nothing says how coarse.
+            vectors[name] = integers.encode(*integers.coded(x, step or integers.fine_step(x)))
+        return replace(local, vectors=vectors)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method."""
+        _, rest = split(state, PREFIX)
+        before = self.inner.task(rest).vectors
+        after = self.inner.update(rest, self._all_opened(replies, before))
+        if not all(map(all_finite, after.vectors.values())):
+            # A run that diverges is to be seen as it is.
+            return after
+        vectors, codes = dict(after.vectors), dict[str, Tensor]()
+        for name, start in before.items():
+            if name in vectors:
+                change = vectors[name].double() - start.double()
+                whole, step = integers.coded(change, integers.fine_step(change))
+                vectors[name] = integers.moved(start, whole, step)
+                codes[name] = integers.encode(whole, step)
+        return join(State(codes), PREFIX, State(vectors, after.numbers))
+
+    def task(self, state: State) -> State:
+        """See Method."""
+        return self.inner.task(split(state, PREFIX)[1])
+
+    def steps(self, state: State | None = None) -> int:
+        """See Method."""
+        return self.inner.steps(None if state is None else split(state, PREFIX)[1])
+
+    def short(self, state: State) -> Vectors | None:
+        """See Method."""
+        codes, rest = split(state, PREFIX)
+        told = self.inner.task(rest).vectors
+        if not codes.vectors:
+            return None
+        whole = {name: vector for name, vector in told.items() if name not in codes.vectors}
+        return whole | {PREFIX + name: block for name, block in codes.vectors.items()}
+
+    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """See Method."""
+        if self._up:
+            vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
+            reply = replace(reply, vectors=vectors)
+        return self.inner.opened(reply, told)
+
+    def _all_opened(self, replies: Iterable[Reply], told: Mapping[str, Tensor]) -> Iterator[Reply]:
+        for reply in replies:
+            yield self.opened(reply, told)
+
+    def _weights_of(self, task: Task) -> Weights:
+        """Return the weights of a reply to the task, found once a round for all sites."""
+        question = task.round, tuple(sorted(task.numbers.items()))
+        found = self._weights.get(question)
+        if found is None:
+            found = weights(self.inner, task)
+            # Threads that come at once find the same.
+            self._weights = {question: found}
+        return found
+
+
+def whole(task: Task, base: Vectors | None) -> Task | None:
+    """Return a task in full. base: what the site was told in the round before; None: it has none.
+
+    Returns None where the task is a short one and the base is missing. Raises InputError: what it
+    says does not fit the base.
+    """
+    codes, rest = split(State(task.vectors, {}), PREFIX)
+    if not codes.vectors:
+        return task
+    if base is None:
+        return None
+    vectors = dict(rest.vectors)
+    for name, block in codes.vectors.items():
+        if name not in base or name in vectors:
+            raise InputError(f"a task changes {name!r}: the last one had {sorted(base)}")
+        vectors[name] = integers.moved(base[name], *integers.decode(block, base[name].numel()))
+    return replace(task, vectors=vectors)
+
+
+class _Opened(OracleAround):
+    """An oracle that lets everything through, and keeps the variance of the opening's noise."""
+
+    variance = 0.0
+
+    def opening(self, *channels: str) -> Batch:
+        """See Oracle."""
+        batch = self._inner.opening(*channels)
+        self.variance = batch.noise_variance
+        return batch
+
+
+def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> float:
+    """Return s."""
+    return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / UNITS
+
+
+def _restored(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
+    # What was not told is as long as w, which always is.
+    start = told[name] if name in told else torch.zeros_like(told["w"])
+    return integers.moved(start, *integers.decode(block, start.numel()))
