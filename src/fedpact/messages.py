@@ -34,8 +34,6 @@ class Task:
     vectors: flat float tensors by name, "w" [d] among them; numbers: scalars by name.
     included: the last round whose reply from this site entered the server's state, -1 if none;
     by it the site knows which of its pending memory to keep.
-    changes: never sent; what may be told in place of the vectors to a site that was told those of
-    the round before (methods.gridded).
     """
 
     run: str
@@ -45,19 +43,11 @@ class Task:
     numbers: Numbers
     included: int = -1
     attempt: int = 0
-    changes: Vectors | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def short(self) -> "Task":
-        """The task as it is sent: with changes in place of vectors, where there are any."""
-        if self.changes is None:
-            return self
-        return dataclasses.replace(self, vectors=self.changes, changes=None)
 
     @cached_property
     def wire_bytes(self) -> int:
-        """The length of the encoded task, as it is sent."""
-        return encoded_length(self.short)
+        """The length of the encoded task."""
+        return encoded_length(self)
 
     @cached_property
     def digest(self) -> str:
@@ -219,8 +209,7 @@ _KINDS: dict[str, type[Message]] = {
 
 
 _DECLARED: Final[Mapping[type[Message], Mapping[str, object]]] = {
-    kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "changes"}
-    for kind in _KINDS.values()
+    kind: {f.name: f.type for f in dataclasses.fields(kind)} for kind in _KINDS.values()
 }
 
 _TYPES: Final[Mapping[torch.dtype, str]] = {
@@ -322,7 +311,8 @@ def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
 
 def _header(message: Message) -> tuple[bytes, list[Tensor]]:
     """Return a block's header, its length before it, and the vectors in the order they follow."""
-    kind = type(message)
+    # Of a class that says more about how a message is sent it is the message that is.
+    kind = next(each for each in type(message).__mro__ if each in _DECLARED)
     fields = {name: getattr(message, name) for name in _DECLARED[kind]}
     vectors: Vectors = fields.pop("vectors", {})
     _check_fields(kind, fields)

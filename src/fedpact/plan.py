@@ -45,7 +45,6 @@ from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
-from fedpact.theory.shares import FINE_UNITS, UNITS
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -293,14 +292,6 @@ class Plan(BaseModel):
             result = {name: replace(one, sigmas=loudest.sigmas) for name, one in result.items()}
         return result
 
-    @property
-    def grid(self) -> float:
-        """ν of Terms.grid: 4 where one release makes a reply, more where replies are rounded."""
-        whose_own = self.compression.kind == "grid" and not self.secure_aggregation.threshold
-        if not whose_own:
-            return 0.0
-        return FINE_UNITS if self.method.needs_own_noise else UNITS
-
     def _request(self, name: str, size: float, names: tuple[str, ...]) -> TermsRequest:
         """Return what one of these sites' terms follow from."""
         mode, spare = self.privacy.mode, self.budget.spare_rounds
@@ -320,7 +311,7 @@ class Plan(BaseModel):
             mechanism=mode,
             size_noise=self.privacy.size_noise if self.noisy_sizes else None,
             honest=self.privacy.honest,
-            grid=self.grid,
+            grid=self.method.units,
         )
 
     @staticmethod

@@ -22,6 +22,7 @@ from typing import Protocol
 from fedpact.folder import Checkpoint
 from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
 from fedpact.methods.folding import folded
+from fedpact.methods.short import ShortenedTask
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -167,19 +168,14 @@ class Rounds:
         told, short = method.task(state), method.short(state)
         included = {site: at.included.get(site, -1) for site in self.transport.sites}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
-        distinct = {
-            last: Task(
-                run=self.run,
-                round=at.round + 1,
-                algorithm=self.plan.algorithm,
-                vectors=told.vectors,
-                numbers=told.numbers,
-                included=last,
-                # Who took part in the last round has what it was told then.
-                changes=short if last == at.round else None,
-            )
-            for last in set(included.values())
-        }
+        distinct = dict[int, Task]()
+        for last in set(included.values()):
+            told_by = self.run, at.round + 1, self.plan.algorithm, told.vectors, told.numbers, last
+            # Who took part in the last round has what it was told then.
+            if short is not None and last == at.round:
+                distinct[last] = ShortenedTask(*told_by, changes=short)
+            else:
+                distinct[last] = Task(*told_by)
         return {site: distinct[last] for site, last in included.items()}
 
     def _rounds_left(self, at: Checkpoint) -> float:

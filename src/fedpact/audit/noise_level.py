@@ -155,14 +155,15 @@ def _noise(
         else:
             # The sum without records, as a count is told as a share with 1/2 added.
             centred = stacked - whole.answer(records, channel, query).double()
-        if whole.terms.honest:
+        deviation = _deviation(whole, channel, query)
+        if whole.terms.units:
             # Whole numbers of a coarse grid are not normal; spread over it they are, to a percent.
             spread = stream(target.plan.seed, "audit", "spread", channel)
-            unit = _deviation(whole, channel, query) / UNITS
+            unit = deviation / whole.terms.units
             centred += (
                 torch.rand(centred.shape, generator=spread, dtype=centred.dtype) - 0.5
             ) * unit
-        centred /= _deviation(whole, channel, query)
+        centred /= deviation
         made[channel] = centred.unflatten(0, (_REQUESTS, -1))
     return made
 

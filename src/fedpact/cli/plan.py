@@ -7,18 +7,22 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from fedpact.cli.console import show
+from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
 from fedpact.engines.statement import per_person, site_terms
 from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, encoded_length
+from fedpact.methods import integers
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.text import size, upper
 from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.planner import Choice, best
+from fedpact.theory.shares import UNITS
 
 
 def plan(
@@ -139,12 +143,26 @@ def _by_round(terms: Terms, plan: Plan, total: int, *, alone: bool = False) -> l
 
 
 def _message_bytes(scene: Scene) -> int:
-    """Bytes of one round: what the algorithm tells every site, and a reply of the same vectors."""
+    """Bytes of one round: what the algorithm tells every site, and a reply of the same vectors.
+
+    Where both are coded, as if they were noise: it is most of them.
+    """
     method = scene.plan.method
     told = method.task(method.init(FlatModel(scene.module()).vector))
-    task = Task("run", 1, scene.plan.algorithm, told.vectors, told.numbers)
-    reply = Reply("run", 1, "site", 1.0, {"w": told.vectors["w"]}, told.numbers, "0" * 64)
+    up, down = {"w": told.vectors["w"]}, told.vectors
+    if method.coded:
+        up = {name: _coded(vector, UNITS) for name, vector in up.items()}
+    if scene.plan.compression.kind == "grid":
+        down = {name: _coded(vector, integers.EXACT) for name, vector in down.items()}
+    task = Task("run", 1, scene.plan.algorithm, down, told.numbers)
+    reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
     return (task.wire_bytes + encoded_length(reply)) * len(scene.sites)
+
+
+def _coded(like: Tensor, units: float) -> Tensor:
+    """Return a block of as many whole numbers of normal noise with this deviation."""
+    noise = SeededDraws(0, "plan").gaussian(like.numel(), like, 0, "coded")
+    return integers.encode(*integers.coded(noise.double(), 1 / units))
 
 
 def _print(scene: Scene, document: dict[str, Any]) -> None:

@@ -65,9 +65,8 @@ class Scene:
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         device_of(plan.run.device)
         scene.workshop.table()
-        dimension = FlatModel(scene.module()).size
-        check_shares(plan, terms, dimension)
-        check_grid(terms.values(), dimension)
+        check_shares(plan, terms, FlatModel(scene.module()).size)
+        check_grid(terms.values())
         return scene
 
     @property

@@ -210,8 +210,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         if site.policy:
             others = reserved(ledger, site.run, site.policy)
             site.policy.check_run(site.plan.algorithm, terms, *others)
-        promised, rounded = terms.history(terms.steps), terms.grid > 0
-        ledger.reserve(site.run, terms.budget, promised, terms.shared, rounded=rounded)
+        ledger.reserve(site.run, terms.budget, terms.history(terms.steps), terms.shared)
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger
     return ledgers

@@ -210,6 +210,8 @@ def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "delta": delta,
         "epsilon_reserved": reserved,
         "honest": terms.honest,
+        # 0: noise of its own, as fine as numbers are; else its deviation in units of the grid.
+        "grid": terms.units,
         "epsilon_alone": terms.epsilon_alone if terms.honest else None,
         "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
         "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}

@@ -113,19 +113,16 @@ class Ledger:
         events: History,
         shared: Shared | None = None,
         beside: Beside | None = None,
-        *,
-        rounded: bool = False,
     ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
         shared: where the events have the noise of several sites' shares; None where it is its own.
         beside: where they are of other records than another run's.
-        rounded: whether each release is rounded to a coarse grid, which costs a little of δ.
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms.
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        promise = FixedSequence(budget, asked, shared, beside, rounded=rounded)
+        promise = FixedSequence(budget, asked, shared, beside)
         with self._lock:
             if self._is_promised(run, promise):
                 return

@@ -61,8 +61,7 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
     spent, closed = _spent(run, entries)
     honest = reservation.get("honest", 0)
-    rounded = honest or reservation.get("rounded", False)
-    cost = epsilon(spent, delta - (shares.ADDED_DELTA if rounded else 0.0))
+    cost = epsilon(spent, delta - (shares.ADDED_DELTA if honest else 0.0))
     alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
     if honest:
         alone = epsilon(shares.all_alone(spent, honest), delta)

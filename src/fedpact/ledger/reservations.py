@@ -6,9 +6,6 @@
 
 Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
 
-Where releases are `rounded` to a coarse grid (theory.shares), the δ of the promise includes what
-the grid costs of it.
-
 Where noise is shared (theory.shares), an event has the noise of h sites' shares, and (ε, δ) holds
 if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
 of each event: it holds against everybody. Every charge is one of both.
@@ -60,10 +57,7 @@ class Beside:
 
 
 class FixedSequence:
-    """Events that may be used in any order, each up to its number in `allowed`.
-
-    rounded: whether each release is rounded to a coarse grid, at a cost of ADDED_DELTA in all.
-    """
+    """Events that may be used in any order, each up to its number in `allowed`."""
 
     def __init__(
         self,
@@ -71,11 +65,8 @@ class FixedSequence:
         allowed: Counter[SampledGaussian],
         shared: Shared | None = None,
         beside: Beside | None = None,
-        *,
-        rounded: bool = False,
     ) -> None:
         self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
-        self.rounded = rounded
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
@@ -101,8 +92,6 @@ class FixedSequence:
         found = {"kind": "reserve", **_budget(self.budget)}
         for more in (self.shared, self.beside):
             found |= {} if more is None else asdict(more)
-        if self.rounded:
-            found["rounded"] = True
         return {**found, "events": events}
 
     @property
@@ -113,8 +102,7 @@ class FixedSequence:
     def costs(self) -> list[tuple[float, float]]:
         """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
         if self.shared is None:
-            delta = self.budget.delta - (shares.ADDED_DELTA if self.rounded else 0.0)
-            return [(epsilon(self.allowed, delta), self.budget.epsilon)]
+            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
         own = shares.all_alone(self.allowed, self.shared.honest)
         together = epsilon(self.allowed, self.budget.delta - shares.ADDED_DELTA)
         alone = epsilon(own, self.budget.delta)
@@ -189,7 +177,7 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside, rounded=entry.get("rounded", False))
+    return FixedSequence(budget, events, shared, beside)
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:

@@ -63,6 +63,11 @@ class Method:
         return False
 
     @property
+    def units(self) -> float:
+        """The deviation of releases' noise in units of a coarse grid (Terms.grid), or 0."""
+        return 0.0
+
+    @property
     def summed(self) -> Summed:
         """What the update takes from single replies, where it is one weighted mean of them."""
         return self.settings.summed
@@ -106,7 +111,7 @@ class Method:
         return self._algorithm.update(state, replies, self.settings)
 
     def short(self, state: State) -> Vectors | None:
-        """Return what Task.short tells in place of `task`'s vectors; None: all has to be told."""
+        """Return what may be told in place of `task`'s vectors (methods.short), or None."""
         del state
         return None
 
@@ -159,6 +164,11 @@ class Around(Method):
     def coded(self) -> bool:
         """See Method."""
         return self.inner.coded
+
+    @property
+    def units(self) -> float:
+        """See Method."""
+        return self.inner.units
 
     @property
     def summed(self) -> Summed:

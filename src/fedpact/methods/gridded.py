@@ -16,29 +16,24 @@ server rounds adds another 1/1728 of the variance of w' - w. Codes are written b
 All of it is post-processing of releases, lengths too: it spends no privacy.
 
 A site that took part in the last round is sent the codes alone, every other one the model itself
-(Task.short). Whoever has w, r and the codes has w', bit for bit.
+(`short`). Whoever has w, r and the codes has w', bit for bit.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from fedpact.errors import InputError
 from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
 from fedpact.methods import Around, Method, integers
 from fedpact.methods.linear import Weights, weights
+from fedpact.methods.short import PREFIX
 from fedpact.params import all_finite
 from fedpact.privacy.around import OracleAround
 from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
-from fedpact.theory.shares import UNITS
-
-PREFIX: Final = "grid/"
-"""Of the names of vectors that are codes: in the server's state, and in a task's short form."""
-
+from fedpact.theory.shares import FINE_UNITS, UNITS
 
 _Question = tuple[int, tuple[tuple[str, float], ...]]
 
@@ -58,6 +53,14 @@ class Gridded(Around):
     def coded(self) -> bool:
         """See Method."""
         return self._up
+
+    @property
+    def units(self) -> float:
+        """See Method: finer where what is released is rounded once more."""
+        if not self._up:
+            return 0.0
+        one_release = self.steps() == 1 and not self.needs_own_noise
+        return UNITS if one_release else FINE_UNITS
 
     def bounds(self, task: Task, terms: Terms) -> Bounds:
         """See Method: a coordinate is rounded by half a step at most."""
@@ -141,25 +144,6 @@ class Gridded(Around):
             # Threads that come at once find the same.
             self._weights = {question: found}
         return found
-
-
-def whole(task: Task, base: Vectors | None) -> Task | None:
-    """Return a task in full. base: what the site was told in the round before; None: it has none.
-
-    Returns None where the task is a short one and the base is missing. Raises InputError: what it
-    says does not fit the base.
-    """
-    codes, rest = split(State(task.vectors, {}), PREFIX)
-    if not codes.vectors:
-        return task
-    if base is None:
-        return None
-    vectors = dict(rest.vectors)
-    for name, block in codes.vectors.items():
-        if name not in base or name in vectors:
-            raise InputError(f"a task changes {name!r}: the last one had {sorted(base)}")
-        vectors[name] = integers.moved(base[name], *integers.decode(block, base[name].numel()))
-    return replace(task, vectors=vectors)
 
 
 class _Opened(OracleAround):

@@ -27,7 +27,7 @@ _LONGEST_CODE: Final = 8
 _LARGEST: Final = 2.0**52
 """Float64 numbers up to here have halves."""
 
-_EXACT: Final = 12.0
+EXACT: Final = 12.0
 """How many steps the deviation of a vector has where nothing is known of its noise."""
 
 _NORMAL: Final = 1.4826
@@ -58,7 +58,7 @@ def fine_step(x: Tensor) -> float:
     deviation = _NORMAL * float(lengths.median()) if x.numel() else 0.0
     if not deviation > 0:
         deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
-    return deviation / _EXACT if deviation > 0 else 1.0
+    return deviation / EXACT if deviation > 0 else 1.0
 
 
 def coded(x: Tensor, step: float) -> tuple[Tensor, float]:

@@ -69,18 +69,18 @@ class _Units:
         return found
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See Oracle."""
+        """See oracle.Oracle."""
         del channels
         yield from (_Unit(self) for _ in range(count))
 
     def opening(self, *channels: str) -> Batch:
-        """See Oracle."""
+        """See oracle.Oracle."""
         del channels
         self.opened.add(self._given)
         return _Unit(self)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
+        """See oracle.Oracle."""
         del w
         raise PolicyRefused("exact numbers were asked for: unit vectors have none")
 

@@ -56,7 +56,7 @@ class TermsRequest:
 
     @property
     def _priced(self) -> Budget:
-        added = shares.ADDED_DELTA if self.honest or self.grid else 0.0
+        added = shares.ADDED_DELTA if self.honest else 0.0
         return Budget(self.budget.epsilon, self.budget.delta - added) if added else self.budget
 
     def calibrated(self) -> Terms:

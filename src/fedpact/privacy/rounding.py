@@ -1,4 +1,9 @@
-"""Whether a coarse grid holds what its terms say: once d is known, before anything is released."""
+"""Whether floating point holds what a coarse grid is said to be worth, before anything is released.
+
+A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: a function of
+S/u + ν z, and so post-processing of a Gaussian mechanism, whatever S is and however coarse the grid.
+That S/u + ν z is one float64 number moves the value where it is within its last bit of a half.
+"""
 
 from collections.abc import Iterable
 from typing import Final
@@ -6,24 +11,18 @@ from typing import Final
 from fedpact.errors import PlanError
 from fedpact.privacy.batches import most_records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.shares import check_added_delta
 
 _LONGEST: Final = 2.0**27
-"""Units of a sum that floating point rounds like a real number, but within 2^-26 of a half."""
+"""Units of a sum whose last bit is 2^-26 of a unit: it moves a probability by as much of itself."""
 
 
-def check_grid(terms: Iterable[Terms], dimension: int) -> None:
-    """Raise InputError of some kind unless coarse grids cost no more of δ than the terms say.
+def check_grid(terms: Iterable[Terms]) -> None:
+    """Raise PlanError unless sums are short enough on their grids.
 
-    terms: of any sites; those without a grid of their own are left alone. dimension: d.
+    terms: of any sites; those without a grid of their own are left alone.
     """
     for one in terms:
-        if not one.grid:
-            continue
-        opening = len(one.opening_sigmas) * one.openings
-        sums = float(dimension) * (len(one.sigmas) * one.steps + opening)
-        check_added_delta(one.budget.epsilon, one.grid, 1, sums)
-        for each in (one, one.opening):
+        for each in (one, one.opening) if one.grid else ():
             longest = most_records(each.batch_size) * one.grid / min(each.sigmas.values())
             if not longest <= _LONGEST:
                 raise PlanError(

@@ -121,11 +121,10 @@ class Terms:
         _ = self.multipliers
         if self.honest:
             self._check_shared()
-        if self.grid and not (self.grid >= shares.UNITS and self.delta > 0 and not self.honest):
+        if self.grid and (self.honest or not self.grid >= shares.UNITS):
             raise InputError(
-                f"grid is {self.grid!r} with honest = {self.honest} and δ = {self.budget.delta:g}: "
-                f"expected 0, or at least {shares.UNITS:g} and no shared noise, with a δ > "
-                f"{shares.ADDED_DELTA:g}"
+                f"grid is {self.grid!r} with honest = {self.honest}: expected 0, or at least "
+                f"{shares.UNITS:g} and no shared noise, which has a grid of its own"
             )
 
     def _check_shared(self) -> None:
@@ -148,8 +147,8 @@ class Terms:
 
     @property
     def delta(self) -> float:
-        """The δ at which events are priced: on a coarse grid, less what its law may be off by."""
-        return self.budget.delta - (shares.ADDED_DELTA if self.units else 0.0)
+        """The δ at which events are priced: of shares, less what their sum's law may be off by."""
+        return self.budget.delta - (shares.ADDED_DELTA if self.honest else 0.0)
 
     @property
     def units(self) -> float:

@@ -10,9 +10,8 @@ With h shares that nobody else knows, Σ e_i is as good as a Gaussian of deviati
     |P(Σ e_i = n) - Q(n)| <= (1 + α)^h - 1 + α,   Q the law of floor(a + ν sqrt(h) Z + Σ U + 1/2)
 
 with Z normal and h - 1 numbers U, uniform on [-1/2, 1/2]: post-processing of a Gaussian mechanism,
-wherever the a_i lie and however coarse the grid. At h = 1 it is one site's own noise, released on a
-coarse grid. docs/noise-for-the-sum.md has the proof. What the two laws differ by is added to δ:
-`added_delta`, which UNITS keeps below ADDED_DELTA.
+wherever the a_i lie and however coarse the grid. docs/noise-for-the-sum.md has the proof. What the
+two laws differ by is added to δ: `added_delta`, which UNITS keeps below ADDED_DELTA.
 """
 
 import math
@@ -59,12 +58,12 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
     return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
 
 
-def check_added_delta(epsilon: float, units: float, shares: int, coordinates: float) -> None:
+def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
     """Raise InputError where the shares' laws would cost more than ADDED_DELTA."""
-    cost = added_delta(epsilon, units, shares, coordinates)
+    cost = added_delta(epsilon, UNITS, shares, coordinates)
     if not cost <= ADDED_DELTA:
         raise InputError(
-            f"noise on a coarse grid, over {coordinates:g} coordinates of {shares} shares at ε = "
+            f'trust = "sum" over {coordinates:g} coordinates of {shares} shares at ε = '
             f"{epsilon:g} costs δ = {cost:.3g}: expected at most {ADDED_DELTA:g}; lower ε, or "
             "train fewer rounds"
         )

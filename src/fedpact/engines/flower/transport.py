@@ -36,6 +36,7 @@ from fedpact.messages import (
     to_bytes,
 )
 from fedpact.messages import Message as Answer
+from fedpact.methods.short import shortest
 
 _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
@@ -224,7 +225,7 @@ class FlowerTransport:
             if last is None and not self._slow.may_be_asked(site, this.tasks[site].round):
                 continue
             question = this.tasks[site]
-            block = to_bytes(question.short if isinstance(question, Task) else question)
+            block = to_bytes(shortest(question) if isinstance(question, Task) else question)
             seen = self._admission.standing.seen(site)
             signature = seal.sign(self._key, seal.task_for(site, seen), block)
             record = codec.pack(block, signature, seen)

@@ -3,10 +3,11 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fedpact.messages import Message as Answer
 from fedpact.messages import Refusal, Reply, Step, Task
+from fedpact.methods.short import ShortenedTask, unshortened
 
 _log = logging.getLogger("fedpact.server")
 _LEDGER = (
@@ -49,9 +50,9 @@ class UnderWay:
     def tell_in_full(self, site: str) -> bool:
         """Have a site asked anew, by the whole of its task; false where that was what it had."""
         task = self.tasks[site]
-        if not isinstance(task, Task) or task.changes is None:
+        if not isinstance(task, ShortenedTask):
             return False
-        self.tasks = {**self.tasks, site: replace(task, changes=None)}
+        self.tasks = {**self.tasks, site: unshortened(task)}
         self.asked.pop(site, None)
         return True
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedpact.errors import InputError
 from fedpact.messages import Task, Vectors
-from fedpact.methods.gridded import whole
+from fedpact.methods.short import whole
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -28,7 +28,7 @@ class Questions:
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
         """Return a task that may be carried out, in full; or None, a refusal's code, and why.
 
-        A task may tell changes to what was told in the round before (Task.short), which is known
+        A task may tell changes to what was told in the round before (methods.short), which is known
         as long as this object lives; the code is "model" where it is not.
         """
         base = self._told.get(task.round - 1)

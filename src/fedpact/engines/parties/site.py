@@ -100,13 +100,12 @@ class Site:
             )
         self._masker = masker_of(directory, self.name, self.federation, self.plan)
         self._terms = self.federation.terms(self.plan)[self.name]
+        check_grid([self._terms])
         self._device = device_of(self.settings.device)
         workshop = self.federation.workshop(self.plan, directory)
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
-        model = FlatModel(workshop.module()).vector
-        check_grid([self._terms], len(model))
-        self._questions = Questions(self.plan, model)
+        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
         self._records = self._load(directory / self.settings.records)
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
@@ -254,8 +253,7 @@ class Site:
         """Reserve the run, if the policy allows it."""
         self._check_policy()
         terms = self._terms
-        promised, rounded = terms.history(terms.steps), terms.grid > 0
-        self.ledger.reserve(self.run, terms.budget, promised, terms.shared, rounded=rounded)
+        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps), terms.shared)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")

@@ -22,6 +22,7 @@ from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, State, Step, Task, encoded_length
+from fedpact.methods.short import unshortened
 
 _log = logging.getLogger("fedpact.server")
 _LOST = (
@@ -154,7 +155,7 @@ class Secured:
                     # A site has lost its reply to this attempt, and makes no second one.
                     self._attempts.begin(number, attempt)
                 # Sites that were started anew may lack what changes are told of.
-                tasks = {site: dataclasses.replace(t, changes=None) for site, t in tasks.items()}
+                tasks = {site: unshortened(task) for site, task in tasks.items()}
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)

@@ -20,6 +20,7 @@ from fedpact.engines.secure.ring import Coding, Words
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Reply, Step, Task, to_bytes
+from fedpact.methods.short import shortest
 
 _LONGEST_SHARE: Final = 1024
 """In bytes: several times what a sealed share has. What a site sends is relayed to all others."""
@@ -101,7 +102,7 @@ class Session:
         self.attempt = next(iter(tasks.values())).attempt
         for site in self._enough(self.sealed, "sealed shares"):
             own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
-            blocks = {"task": to_bytes(tasks[site].short), **wire.under("share/", own)}
+            blocks = {"task": to_bytes(shortest(tasks[site])), **wire.under("share/", own)}
             asks[site] = wire.step(self.place, site, "masked", blocks)
         return asks
 

@@ -1,0 +1,63 @@
+"""A task that may be sent in short: as changes to what its site was told in the round before.
+
+Wherever it is handled, digested and answered it is whole, and its short form is a Task like any
+other, whose vectors "grid/NAME" are blocks of `integers`. So nobody but who sends it and who takes
+it in knows of changes.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+from torch import Tensor
+
+from fedpact.errors import InputError
+from fedpact.messages import State, Task, Vectors, encoded_length, split
+from fedpact.methods import integers
+
+PREFIX: Final = "grid/"
+"""Of the names of vectors that are changes: in a short task, and in the server's state."""
+
+
+@dataclass(frozen=True)
+class ShortenedTask(Task):
+    """A whole task that has a short form. changes: what that tells in place of the vectors."""
+
+    changes: Vectors = field(default_factory=dict[str, Tensor])
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """The length of the encoded short form, which is what is sent."""
+        return encoded_length(shortest(self))
+
+
+def unshortened(task: Task) -> Task:
+    """Return the task without a short form."""
+    told = (task.run, task.round, task.algorithm, task.vectors, task.numbers)
+    return Task(*told, task.included, task.attempt)
+
+
+def shortest(task: Task) -> Task:
+    """Return a task as it is sent."""
+    if not isinstance(task, ShortenedTask):
+        return task
+    return replace(unshortened(task), vectors=task.changes)
+
+
+def whole(task: Task, base: Vectors | None) -> Task | None:
+    """Return a task that came, in full.
+
+    base: what its site was told in the round before; None: it does not know. Returns None where
+    the task tells changes to that. Raises InputError: changes that do not fit it.
+    """
+    codes, rest = split(State(task.vectors, {}), PREFIX)
+    if not codes.vectors:
+        return task
+    if base is None:
+        return None
+    vectors = dict(rest.vectors)
+    for name, block in codes.vectors.items():
+        if name not in base or name in vectors:
+            raise InputError(f"a task changes {name!r}: the last one had {sorted(base)}")
+        vectors[name] = integers.moved(base[name], *integers.decode(block, base[name].numel()))
+    return replace(task, vectors=vectors)
