@@ -224,7 +224,7 @@ def test_only_a_reply_that_is_one_release_has_the_coarser_grid():
     several = {"control": {"kind": "ali", "iterations": 6}}
     for tables in (several, {"algorithm": "feddyn", "settings": {"local_steps": 1}}):
         assert plan_of(**tables).method.units == FINE_UNITS
-    for tables in ({}, {"algorithm": "ldp_fedsgd"}, {"fairness": {"weight": 0.1}}):
+    for tables in ({}, {"algorithm": "ldp_fedsgd"}):
         assert plan_of(**tables).method.units == UNITS
     assert plan_of(secure_aggregation={"threshold": 2}).method.units == 0
 

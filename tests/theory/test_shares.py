@@ -84,12 +84,12 @@ def test_the_exact_hockey_stick_is_below_the_gaussians(honest, units):
 
 
 def test_what_is_taken_off_delta_is_enough_for_any_run_that_is_let_in():
-    shares.check_added_delta(8.0, shares.UNITS, 100, 1e9)
+    shares.check_added_delta(8.0, 100, 1e9)
     assert shares.added_delta(1.0, shares.UNITS, 9, 1e10) <= shares.ADDED_DELTA
     assert shares.added_delta(1.0, 1.0, 9, 1e10) > 1
     for bad in ((300.0, 9, 1e9), (1e6, 9, 1.0), (8.0, 9, 1e18)):
         with pytest.raises(InputError, match="expected at most 1e-15"):
-            shares.check_added_delta(bad[0], shares.UNITS, *bad[1:])
+            shares.check_added_delta(*bad)
     with pytest.raises(InputError, match=r"units is 0\.4"):
         shares.distance(0.4, 3)
     for bad in (math.nan, -1.0, 0.0):

@@ -13,7 +13,6 @@ from scipy import stats
 from fedpact.audit.target import Target
 from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.privacy.oracle import Records
-from fedpact.theory.shares import UNITS
 
 _EVENTS = 200
 _REQUESTS = 5

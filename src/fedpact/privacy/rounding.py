@@ -1,7 +1,7 @@
 """Whether floating point holds what a coarse grid is said to be worth, before anything is released.
 
 A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: a function of
-S/u + ν z, and so post-processing of a Gaussian mechanism, whatever S is and however coarse the grid.
+S/u + ν z, and so post-processing of a Gaussian mechanism, whatever S is and the grid's u.
 That S/u + ν z is one float64 number moves the value where it is within its last bit of a half.
 """
 
