@@ -116,6 +116,15 @@ class Client(Generic[Bench]):
         return Local(dict(oracle.shares), public)
 
 
+def remembered(path: Path, included: int) -> State:
+    """Return what a site remembers, as its next task would find it; only reads.
+
+    path: its memory.safetensors. included: the round whose reply the server included last, -1 for
+    none. Raises DataError: a damaged file.
+    """
+    return _Memory(path).after(included)
+
+
 def _moved(device: torch.device, held: Held) -> Held:
     """The same on a device; itself where it is there already."""
     if all(vector.device == device for vector in held.vectors.values()):
@@ -134,6 +143,11 @@ class _Memory:
         self._there = {each for each in (path, self._pending_path) if each.exists()}
         self._committed, self._committed_round = self._read(path)
         self._pending, self._pending_round = self._read(self._pending_path)
+
+    def after(self, included: int) -> State:
+        """What is remembered of the round that was included last, -1 for none; nothing changes."""
+        newer = self._pending_round == included > self._committed_round
+        return self._pending if newer else self._committed
 
     def for_task(self, task: Task) -> State:
         if self._pending_round == task.included > self._committed_round:

@@ -91,6 +91,15 @@ class BaseSettings(BaseModel):
             "does not say that it has none"
         )
 
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """Return a site's own model [d], where each trains one; None where w is everybody's.
+
+        w: the server's newest [d]. memory: what the site remembers of its last included reply. Made
+        of released numbers alone; what is evaluated at that site, and nowhere sent.
+        """
+        del w, memory
+        return None
+
     @property
     def summed(self) -> Summed:
         """What secure aggregation has to leave of single replies: by default their sizes only."""

@@ -1,12 +1,13 @@
 """What a simulation measures of the global model between rounds.
 
 The public test set gives accuracy and loss. The sites' held-out records give per-site accuracy and
-Ψ: these are for the simulator's eyes, no site would release them. Nothing that is measured here
-reaches the algorithm.
+Ψ: these are for the simulator's eyes, no site would release them. Where each site trains a model of
+its own, it is that one which is measured there. Nothing that is measured here reaches the
+algorithm.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from fedpact.engines.scene import Scene
 from fedpact.engines.statement import with_epsilon
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
-from fedpact.messages import RoundRecord, SiteScore
+from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate, of_sites
 from fedpact.params import FlatModel
@@ -30,11 +31,17 @@ _FREE_SECONDS = 5.0
 class Evaluator:
     """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds.
 
-    charged: site -> the events that the run has been charged there so far.
+    charged: site -> the events that the run has been charged there so far. remembered: of a site
+    and the round whose reply was included last, -1 for none, what the site remembers.
     """
 
-    def __init__(self, scene: Scene, charged: Callable[[str], History]) -> None:
-        self._scene, self._charged = scene, charged
+    def __init__(
+        self,
+        scene: Scene,
+        charged: Callable[[str], History],
+        remembered: Callable[[str, int], State],
+    ) -> None:
+        self._scene, self._charged, self._remembered = scene, charged, remembered
         self._device = torch.device(scene.plan.run.device)
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
@@ -64,27 +71,23 @@ class Evaluator:
         return self._spent <= max(_FREE_SECONDS, _SHARE_OF_TIME * elapsed)
 
     def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
-        found = self._of(at.state.vectors["w"], record)
+        w = at.state.vectors["w"]
+        found = self._of(w, self._own_models(at), record)
         average = averaged(at.state)
-        beside = record if average is None else self._of(average, record)
+        beside = record if average is None else self._of(average, {}, record)
         if beside.accuracy is None or beside.loss is None:
             return found
         numbers = {"accuracy": beside.accuracy, "loss": beside.loss, **beside.metrics}
         return replace(found, average=numbers)
 
-    def _of(self, w: Tensor, record: RoundRecord) -> RoundRecord:
-        """Return the record with what was measured of a model w [d]."""
-        self._model.load(w)
-        data = self._scene.dataset
-        scores = {
-            site.name: self._scored(site.x_held, site.y_held)
-            for site in self._scene.sites
-            if len(site.y_held)
-        }
+    def _of(self, common: Tensor, own: Mapping[str, Tensor], record: RoundRecord) -> RoundRecord:
+        """Return the record with what was measured of a model [d], at sites of their own if any."""
+        data, scores = self._scene.dataset, self._at_sites(common, own)
+        self._model.load(common)
         if data.x_test is not None and data.y_test is not None:
             whole = self._scored(data.x_test, data.y_test)
         else:
-            whole = _pooled(scores)
+            whole = _pooled(self._at_sites(common, {}) if own else scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
         return replace(
             record,
@@ -93,6 +96,26 @@ class Evaluator:
             metrics=of_sites(scores, sizes),
             scores=scores,
         )
+
+    def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
+        """Return the sites' own models; empty where everybody has the server's."""
+        method, found = self._scene.plan.method, dict[str, Tensor]()
+        for site in self._scene.sites:
+            memory = self._remembered(site.name, at.included.get(site.name, -1))
+            own = method.own_model(at.state.vectors["w"], memory)
+            if own is None:
+                break
+            found[site.name] = own
+        return found
+
+    def _at_sites(self, common: Tensor, own: Mapping[str, Tensor]) -> dict[str, SiteScore]:
+        """Return each site's score on its held-out records, of its own model or the common one."""
+        scores = dict[str, SiteScore]()
+        for site in self._scene.sites:
+            if len(site.y_held):
+                self._model.load(own.get(site.name, common))
+                scores[site.name] = self._scored(site.x_held, site.y_held)
+        return scores
 
     def _scored(self, x: Tensor, y: Tensor) -> SiteScore:
         x, y = x.to(self._device), y.to(self._device)

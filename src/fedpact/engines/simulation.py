@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.draws.seeded import DRAWS
@@ -103,7 +104,10 @@ def simulate(
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
         if plan.secure_aggregation.threshold:
             transport = secured(transport, plan, scene.sizes, scene.terms)
-        evaluator = Evaluator(scene, charged)
+        memories = {site.name: site.memory for site in sites}
+        evaluator = Evaluator(
+            scene, charged, lambda site, included: remembered(memories[site], included)
+        )
         at, records = start(folder, plan, scene.module, evaluator)
         check_complete(at, run, ledgers)
         if at.round < plan.rounds:

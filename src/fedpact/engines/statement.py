@@ -32,6 +32,10 @@ _UNCOUNTED = (
 _UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
+_OWN_MODELS = (
+    "Each site's own model: it is made of what the site released and of the server's models, and "
+    "may be shown as they may."
+)
 _POOLED = (
     "The accuracy of the global model: there is no public test set, so the sites' own "
     "held-out records stand in for one."
@@ -80,9 +84,10 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "honest": plan.privacy.honest if plan.private else 0,
         "sizes": "noisy" if plan.noisy_sizes else "public",
         "accuracy_pooled": side.pooled,
+        "own_models": plan.method.has_own_models,
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told(),
-        "covers": [*side.covers, *_secure_lines(plan, sites)],
+        "covers": [*side.covers, *_own_models(plan), *_secure_lines(plan, sites)],
         "does_not_cover": [*side.does_not_cover, *uncounted, *_unprotected_weights(plan)],
         "secure_aggregation": _secure_terms(plan, sites),
         "sites": each,
@@ -104,6 +109,11 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
         simulator_only=simulator_only,
     )
     return statement(scene.plan, scene.terms, len(scene.sites), side)
+
+
+def _own_models(plan: Plan) -> list[str]:
+    """Return what is said of models that stay at their sites, in a private run."""
+    return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 
 def _secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:

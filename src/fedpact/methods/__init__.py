@@ -7,6 +7,7 @@ in the server's state and the site's memory under a prefix, "server/momentum".
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from fedpact import algorithms
@@ -115,6 +116,15 @@ class Method:
         del state
         return None
 
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
+        return self.settings.own_model(w, memory)
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether each site trains a model of its own."""
+        return self.own_model(torch.empty(0), State()) is not None
+
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """Return a reply as the algorithm made it, from what was sent of it.
 
@@ -211,6 +221,10 @@ class Around(Method):
     def short(self, state: State) -> Vectors | None:
         """See Method."""
         return self.inner.short(state)
+
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """See Method. A wrapper's own part of the memory has a prefix, and is passed over."""
+        return self.inner.own_model(w, memory)
 
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """See Method."""

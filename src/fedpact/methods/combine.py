@@ -29,10 +29,13 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "fedproxvr": "its gradient differences are clipped to how far a gradient can move, and a "
         "weight that follows the loss moves too: the weighted difference has no such bound",
         "ldp_fedsgd": "it sends a gradient, not a model at which the site could release its loss",
+        "mr_mtl": "a site's loss would be that of a model which nobody uses: its own is not sent",
     },
     "control": {
         "ali_dpfl": "it chooses τ by itself, as fedavg with [control] does",
         "ldp_fedsgd": "it makes one step a round, so there is no τ to choose",
+        "mr_mtl": "its estimates compare the sites' gradients at one model, and here each site's "
+        "are at its own",
     },
     "robust": {
         "ali_dpfl": "its controller reads single replies, so one lie moves its estimates",
@@ -42,6 +45,7 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
     "server": {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
+        "mr_mtl": "the sites' own models are held to their mean, which an optimiser's model is not",
     },
     "secure_aggregation": {
         "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "

@@ -86,6 +86,11 @@ class RunFolder:
         """The record of the last round."""
         return self.records[-1]
 
+    @property
+    def own_models(self) -> bool:
+        """Whether each site has a model of its own, which its scores are of."""
+        return bool(self.privacy.get("own_models"))
+
     @cached_property
     def evaluated(self) -> list[RoundRecord]:
         """The records with an accuracy."""

@@ -1,0 +1,90 @@
+"""MR-MTL, mean-regularised multi-task learning. Liu, Hu, Wu, Smith. On privacy and personalization
+in cross-silo federated learning. arXiv 2206.07902.
+
+Symbols   paper  code           meaning, unit or range                              who chooses it
+          η      learning_rate  step size, > 0                                      plan
+          τ      local_steps    local iterations of a round, >= 1                   plan
+          λ      proximal       how strongly w_i is held to the mean, >= 0          plan
+          w_k    memory "w"     w_i, the site's own model after its steps [d]       released
+          w̄      "w"            Σ p_i w_i, the sites' mean [d]                      released
+          b                     1 / (1 + ητλ), what is left of w_i - w̄ in a round
+Client    w_i ← w̄ + b (w_i - w̄), from w_i = w̄ in its first round
+          τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
+          upload u_i = w̄ - η Σ g: as far from w̄ as w_i went in this round
+          Its own model is w̄ + b (w_i - w̄), with the newest w̄ that it knows
+Server    w̄ ← Σ p_i u_i, which is Σ p_i w_i, as Σ p_i (w_i - w̄) was 0 before
+Bounds    u_i - w̄ = -η Σ g, whatever w_i is: fedavg's
+Releases  τ gradient sums: τ events. w_i follows from them and costs nothing further
+Neutral   λ = ∞ gives fedavg: from 1e300 on, as b is then 0, bit for bit
+          λ = 0 is each site by itself, bit for bit: the baseline "local with privacy"
+Differs   the paper's step has -ηλ (w_i - w̄) in it, with the w̄ of the round before. Here each round
+          ends with the proximal step of length ητ on (λ/2) Σ p_i ‖w_i - w̄‖², over all w_i together:
+          it leaves their mean where it is and shortens every w_i - w̄ to b of itself. It is stable
+          for every λ, and the fixed point at τ = 1 is the same: the optimum of Σ p_i (F_i(w_i) +
+          λ/2 ‖w_i - w̄‖²) over all w_i.
+          Every site takes part, with weights p_i; the paper's are even.
+          The sites that reply are the federation. Where one stops, or comes back with an old w_i,
+          Σ p_i (w_i - w̄) is not 0; what it is shrinks by b a round, as each of them does.
+
+The noise of w_i is its own, of some 1/(ητλ) rounds, and little of the others': that of w̄ is the
+mean's. So small ε asks for larger λ, unlike sites for smaller. An own model is made of released
+numbers, and as private as w̄; it is evaluated at its own site, w̄ on the public test set.
+"""
+
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, Neutral, fedavg
+from fedpact.algorithms.fedavg import asked, bounds, channels, init, steps, task, update
+from fedpact.local import round_steps
+from fedpact.messages import Local, State, Task
+from fedpact.privacy.oracle import Oracle
+
+__all__ = [
+    "NEUTRAL",
+    "Settings",
+    "asked",
+    "bounds",
+    "channels",
+    "init",
+    "local",
+    "steps",
+    "task",
+    "update",
+]
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 1e300})
+
+
+class Settings(fedavg.Settings):
+    """Symbols at the top."""
+
+    proximal: float = Field(default=0.5, ge=0)
+
+    @property
+    def needs_own_noise(self) -> str:
+        """See BaseSettings; fedavg's is none at τ = 1, but here w_i is remembered."""
+        return BaseSettings().needs_own_noise
+
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """See BaseSettings."""
+        return _held(w, memory, self.learning_rate * self.local_steps * self.proximal)
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
+    own = _held(task.vectors["w"], memory, rate * steps * settings.proximal)
+    # Two sums of the same steps: at b = 0 both are fedavg's, to the last bit.
+    sent, own = task.vectors["w"].clone(), own.clone()
+    for batch in oracle.batches(steps, "gradient"):
+        step = batch.gradient(own)
+        own.add_(step, alpha=-rate)
+        sent.add_(step, alpha=-rate)
+    return Local({"w": sent}, memory=State({"w": own}))
+
+
+def _held(mean: Tensor, memory: State, strength: float) -> Tensor:
+    """Return w̄ + b (w_i - w̄), b = 1 / (1 + strength): w̄ itself of a site that has no w_i yet."""
+    own = memory.vectors.get("w")
+    return mean if own is None else mean.lerp(own, 1 / (1 + strength))

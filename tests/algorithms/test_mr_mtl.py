@@ -1,0 +1,175 @@
+"""MR-MTL: its ends are known algorithms bit for bit, its fixed point is its objective's optimum,
+and what is evaluated at a site is the site's own model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.conformance.conftest import Federation
+from tests.conformance.test_fixed_points import SITES, START, P
+
+from fedpact import algorithms
+from fedpact.algorithms import mr_mtl
+from fedpact.algorithms.mr_mtl import Settings
+from fedpact.client import remembered
+from fedpact.data.datasets import from_arrays
+from fedpact.engines.simulation import simulate
+from fedpact.folder import Folder
+from fedpact.losses import cross_entropy
+from fedpact.messages import Reply, State, Task
+from fedpact.methods import Method
+from fedpact.metrics import evaluate
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+
+
+def fedavg(**settings):
+    return Method("fedavg", algorithms.load("fedavg").Settings(**settings))
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_without_lambda_each_site_is_alone_bit_for_bit(private, steps):
+    """Same draws, same noise: the site's own model is that of FedAvg with nobody else in it."""
+    together = Federation(private=private)
+    method = Method("mr_mtl", Settings(proximal=0.0, local_steps=steps))
+    state = together.run(method, 4)
+    for site, count in together.counts.items():
+        alone = Federation(private=private, counts={site: count})
+        expected = alone.run(fedavg(local_steps=steps), 4).vectors["w"]
+        own = method.own_model(state.vectors["w"], together.memories[site])
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_with_lambda_without_end_every_own_model_is_fedavgs_bit_for_bit(private):
+    bed, twin = Federation(private=private), Federation(private=private)
+    method = Method("mr_mtl", Settings(proximal=1e300, local_steps=2))
+    state = bed.run(method, 4)
+    expected = twin.run(fedavg(local_steps=2), 4).vectors["w"]
+    for site in bed.sites:
+        assert torch.equal(method.own_model(state.vectors["w"], bed.memories[site]), expected)
+
+
+def rounds(settings, count, heard=lambda number: SITES):
+    """The server's w and the sites' memories, after rounds in which some sites are heard."""
+    state, memories = mr_mtl.init(START, settings), dict.fromkeys(SITES, State())
+    for number in range(1, count + 1):
+        task, replies = Task("run", number, "mr_mtl", state.vectors, {}), []
+        for site in heard(number):
+            local = mr_mtl.local(task, SITES[site], memories[site], settings)
+            memories[site] = local.memory
+            replies.append(Reply("run", number, site, SITES[site].size, local.vectors, {}))
+        state = mr_mtl.update(state, iter(replies), settings)
+    return state.vectors["w"], memories
+
+
+def optimum(weight):
+    """The w_i that minimise Σ p_i (F_i(w_i) + λ/2 ‖w_i - w̄‖²), from its linear equations.
+
+    In w_i: p_i a_i (w_i - b_i) + λ p_i (w_i - w̄) = 0, as Σ p_j (w_j - w̄) = 0.
+    """
+    names = list(SITES)
+    left = np.zeros((2, 2))
+    for i, name in enumerate(names):
+        left[i, i] += SITES[name].a + weight
+        for j, other in enumerate(names):
+            left[i, j] -= weight * P[other]
+    right = np.array([SITES[n].a * SITES[n].b.numpy() for n in names])
+    return dict(zip(names, np.linalg.solve(left, right), strict=True))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 5.0, 1e4])
+def test_the_fixed_point_is_the_optimum_of_the_papers_objective(weight):
+    settings = Settings(learning_rate=0.1, local_steps=1, proximal=weight)
+    # A round contracts by at most 1 - η min a_i = 0.9.
+    w, memories = rounds(settings, 400)
+    for name, expected in optimum(weight).items():
+        own = settings.own_model(w, memories[name])
+        np.testing.assert_allclose(own.numpy(), expected, rtol=0, atol=1e-10)
+
+
+def test_w_is_the_mean_of_the_own_models_and_is_so_again_after_lost_rounds():
+    settings = Settings(learning_rate=0.1, local_steps=2, proximal=1.0)
+
+    def off(w, memories):
+        return float((w - sum(P[n] * memories[n].vectors["w"] for n in SITES)).norm())
+
+    assert off(*rounds(settings, 10)) < 1e-12
+    absent = off(*rounds(settings, 10, lambda number: "a" if number > 5 else "ab"))
+    assert absent > 1e-3
+    # Each full round leaves b = 1 / (1 + 0.2) of it.
+    back = off(*rounds(settings, 40, lambda number: "a" if 5 < number <= 10 else "ab"))
+    assert back == pytest.approx(absent / 1.2**30, rel=1e-6)
+
+
+def a_run(folder, data, **tables):
+    plan = Plan.parse(
+        {
+            "algorithm": "mr_mtl",
+            "rounds": 3,
+            "sites": 3,
+            "partition": {"held_out": 0.3},
+            **tables,
+        }
+    )
+    return plan, simulate(plan, folder, data=data)
+
+
+def some_data():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(90, 3)).astype(np.float32)
+    return from_arrays(x, generator.integers(0, 2, 90), name="made up")
+
+
+def test_a_site_is_evaluated_with_its_own_model_and_everybody_with_the_mean(tmp_path):
+    data = some_data()
+    plan, result = a_run(tmp_path, data, settings={"proximal": 0.2})
+    checkpoint, _ = Folder(tmp_path).restore()
+    w, model = checkpoint.state.vectors["w"], FlatModel(result.model)
+    partition = json.loads((tmp_path / "partition.json").read_text())
+    pooled, differ = [], False
+    for site, score in result.records[-1].scores.items():
+        memory = remembered(Folder(tmp_path).site(site) / "memory.safetensors", 3)
+        held = partition["held_out"][site]
+        for own in (True, False):
+            model.load(plan.method.own_model(w, memory) if own else w)
+            found = evaluate(model.module, cross_entropy, data.x[held], data.y[held])
+            if own:
+                assert found == score
+            else:
+                pooled.append(found)
+                differ |= found.loss != score.loss
+    assert differ
+    right = sum(s.accuracy * s.records for s in pooled) / sum(s.records for s in pooled)
+    assert result.records[-1].accuracy == pytest.approx(right)
+    assert json.loads((tmp_path / "privacy.json").read_text())["own_models"] is True
+
+
+def test_a_run_that_is_stopped_and_resumed_has_the_same_own_models(tmp_path):
+    data, once, twice = some_data(), tmp_path / "once", tmp_path / "twice"
+    plan, whole = a_run(once, data, rounds=4)
+    seen = []
+    simulate(plan, twice, data=data, on_round=seen.append, stop=lambda: len(seen) > 2)
+    again = simulate(plan, twice, data=data)
+    assert again.records[-1].scores == whole.records[-1].scores
+
+
+def test_nothing_of_an_own_model_is_in_a_reply():
+    """u_i - w̄ is -η Σ g alone: two sites whose own models differ send what their gradients say."""
+
+    class Constant:
+        def batches(self, count, *channels):
+            return (self for _ in range(count))
+
+        def gradient(self, w):
+            return torch.ones_like(w)
+
+    settings = Settings(learning_rate=0.25, local_steps=2, proximal=1.0)
+    task = Task("run", 1, "mr_mtl", {"w": START}, {})
+    for own in (START + 100, START - 7):
+        local = mr_mtl.local(task, Constant(), State({"w": own}), settings)
+        assert set(local.vectors) == {"w"}
+        assert not local.numbers
+        assert torch.equal(local.vectors["w"], START - 0.5)
