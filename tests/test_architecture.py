@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
     ("persample", "draws", "ledger"),
     ("privacy", "data", "models", "metrics"),
+    ("personal",),  # a model tuned inside its site, and whether joining pays
     ("features",),  # what stands in place of each record
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),

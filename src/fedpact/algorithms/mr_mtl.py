@@ -59,7 +59,7 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 1e300})
 class Settings(fedavg.Settings):
     """Symbols at the top."""
 
-    proximal: float = Field(default=0.5, ge=0)
+    proximal: float = Field(default=0.01, ge=0)
 
     @property
     def needs_own_noise(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fedpact import check
 from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
+from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
@@ -15,6 +16,7 @@ from fedpact.folder import Folder, check_out
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
+from fedpact.report.page import write_report
 
 
 def _nobody(_: News) -> None:
@@ -27,6 +29,7 @@ def compare(
     out: Path | str | None = None,
     *,
     jobs: int = 0,
+    joining: bool = False,
     on_news: OnNews = _nobody,
     stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
@@ -39,6 +42,7 @@ def compare(
     jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
     run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
     plan has budget.seconds they go one after the other; their seconds mean the same only then.
+    joining: find out, too, what joining was worth to each site (engines.joining); kept where it is.
     on_news: called with every round and every end. stop: asked every tenth of a second; true ends
     the runs under way after their round.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
@@ -49,6 +53,8 @@ def compare(
     """
     entries = named(plans)
     comparable(entries)
+    if joining:
+        _holds_out(entries)
     chosen = seeds_of(entries, seeds)
     folder = check_out(comparison_folder() if out is None else Path(out))
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
@@ -60,6 +66,8 @@ def compare(
     ]
     missing = [job for job in wanted if not has_ended(job)]
     failed = carry_out(missing, side_by_side, on_news, stop)
+    if joining and not stop():
+        _joining(wanted)
     documents = {name: plan.model_dump(mode="json") for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +75,25 @@ def compare(
     write_whole(folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
     return comparison
+
+
+def _holds_out(plans: Mapping[str, Plan]) -> None:
+    """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
+    for name, plan in plans.items():
+        if not plan.partition.held_out:
+            raise PlanError(
+                f"{name}: partition.held_out is {plan.partition.held_out:g}: what joining is worth "
+                "is found on the sites' held-out records; give some, or leave --joining out"
+            )
+
+
+def _joining(jobs: Sequence[Job]) -> None:
+    """Have every run that has ended say what joining was worth to its sites."""
+    alones: SiteModels = {}
+    for job in jobs:
+        if has_ended(job) and not (job.folder / "joining.json").exists():
+            of_run(job.folder, known=alones)
+            write_report(job.folder)
 
 
 def untimed(plans: Mapping[str, Plan], jobs: int) -> int:

@@ -11,6 +11,9 @@ from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.report.equality import DATA, differences
 
+_ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0",))}
+"""A name for `--algorithms` -> the algorithm that it is, with what is set."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -19,7 +22,8 @@ def read_plans(
 ) -> dict[str, Plan]:
     """Return the plans of configuration files, each once with every chosen algorithm, by name.
 
-    Without a file it is the embedded default; without chosen algorithms, each file's own. Of a
+    Without a file it is the embedded default; without chosen algorithms, each file's own.
+    "local" is each site by itself, under the same privacy: mr_mtl with λ = 0. Of a
     file's [settings], an algorithm gets those that it knows; an override `settings.KEY=VALUE` goes
     to the algorithms that know KEY. Raises PlanError: a file or an override that does not fit, or a
     setting that none of the algorithms knows.
@@ -107,14 +111,17 @@ def seeded(plan: Plan, seed: int, workers: int) -> Plan:
     return Plan.parse(raw)
 
 
-def _with_algorithm(config: Path | None, algorithm: str, overrides: Sequence[str]) -> Plan:
+def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) -> Plan:
+    algorithm, fixed = _ALONE.get(chosen, (chosen, ()))
     general = [text for text in overrides if _setting(text) is None]
     own = Plan.read(config, general).settings
     fields = _fields(algorithm)
     # A list or a plain value reads the same in JSON and in TOML.
     kept = [f"settings.{key}={json.dumps(own[key])}" for key in own if key in fields]
     mine = [text for text in overrides if _setting(text) in fields]
-    return Plan.read(config, [*general, f"algorithm={algorithm}", "settings={}", *kept, *mine])
+    return Plan.read(
+        config, [*general, f"algorithm={algorithm}", "settings={}", *kept, *mine, *fixed]
+    )
 
 
 def _all_known(chosen: Sequence[str], overrides: Sequence[str]) -> None:
@@ -129,7 +136,7 @@ def _all_known(chosen: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def _fields(algorithm: str) -> dict[str, Any]:
-    return dict(algorithms.load(algorithm).Settings.model_fields)
+    return dict(algorithms.load(_ALONE.get(algorithm, (algorithm,))[0]).Settings.model_fields)
 
 
 def _setting(override: str) -> str | None:

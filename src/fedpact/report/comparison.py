@@ -15,8 +15,10 @@ from jinja2 import Environment, StrictUndefined
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS
 from fedpact.report.drawing import Drawing
+from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
+from fedpact.report.reading import RunFolder
 from fedpact.text import duration, number, percent, size, upper, written
 
 Measure = Callable[[Outcome], float | None]
@@ -101,10 +103,31 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 "delta": entry.delta,
                 "runs": {str(outcome.seed): _run_document(outcome) for outcome in entry.outcomes},
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
+                "joining": _joining_document(entry),
             }
             for entry in comparison.entries
         },
     }
+
+
+def joined(comparison: Comparison) -> list[Entry]:
+    """Return the entries of which a run says what joining was worth to its sites."""
+    return [entry for entry in comparison.entries if joining_rows(_runs(entry))]
+
+
+def joining_lines(comparison: Comparison) -> list[str]:
+    """Return for each such entry in one sentence for which sites joining paid."""
+    return [f"{entry.name}: {paid(_runs(entry))}" for entry in joined(comparison)]
+
+
+def _runs(entry: Entry) -> list[RunFolder]:
+    return [outcome.run for outcome in entry.outcomes]
+
+
+def _joining_document(entry: Entry) -> dict[str, Any] | None:
+    rows = joining_rows(_runs(entry))
+    sites = {row.site: {**asdict(row), "joining": row.gain.verdict} for row in rows}
+    return {"sentence": paid(_runs(entry)), "sites": sites} if rows else None
 
 
 def write_comparison(comparison: Comparison) -> Path:
@@ -138,6 +161,9 @@ def render(comparison: Comparison) -> str:
         seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
         pooled=comparison.pooled,
         drawings=_drawings(comparison),
+        joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
+        joining_note=NOTE,
+        joining_headings=HEADINGS,
         runs=_run_rows(comparison),
     )
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, figures
+from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.text import duration, lower, number, percent, size, upper, written
 from fedpact.theory.accounting import ACCOUNTANTS
@@ -79,6 +80,10 @@ def render(run: RunFolder) -> str:
         rates=rates(run),
         fair=_fair(run),
         sites=_site_rows(run),
+        joining=joining_rows([run]),
+        paid=paid([run]),
+        joining_note=NOTE,
+        joining_headings=HEADINGS,
         honest=run.privacy.get("honest", 0) if run.private else 0,
         accountant=_accountant(run),
         budgets=_budgets(run),

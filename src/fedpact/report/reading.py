@@ -2,7 +2,7 @@
 
 Needed: plan.json, privacy.json, rounds.jsonl. Without summary.json the run has not ended yet;
 partition.json and environment.json may be missing in a folder that did not come from a simulation;
-audit.json is there where the run was audited.
+audit.json is there where the run was audited, joining.json where `fedpact personalise` was asked.
 """
 
 import json
@@ -65,6 +65,7 @@ class RunFolder:
     records: list[RoundRecord]
     labels: LabelTable | None
     audit: Audit | None
+    joining: Document | None
 
     @property
     def private(self) -> bool:
@@ -178,6 +179,7 @@ def read_run(folder: Path) -> RunFolder:
             records=_read_records(folder / "rounds.jsonl"),
             labels=_label_table(labels) if labels else None,
             audit=Audit.of(_read(folder / "audit.json", needed=False)),
+            joining=_read(folder / "joining.json", needed=False) or None,
         )
         _check(run)
         # Taken here, so that a damaged file is found before anything is drawn.

@@ -15,7 +15,8 @@ def compare(
         typer.Argument(help=".toml or .json configurations; none for the embedded default."),
     ] = None,
     algorithms: Annotated[
-        str, typer.Option(help="Run each configuration with these, as in fedavg,fedfdp.")
+        str,
+        typer.Option(help="Run each with these, as in fedavg,fedfdp; local: each site alone."),
     ] = "",
     overrides: Annotated[
         list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
@@ -25,6 +26,9 @@ def compare(
         Path | None, typer.Option(help="The folder; what has ended there is not run again.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side; 0 for one a core.")] = 0,
+    joining: Annotated[
+        bool, typer.Option(help="Say what joining was worth to each site, against going alone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
@@ -35,4 +39,4 @@ def compare(
         check_keys(config, whole)
     from fedpact.cli import compare as command
 
-    command.compare(configs or [], chosen, overrides, seeds, out, jobs, as_json)
+    command.compare(configs or [], chosen, overrides, seeds, out, jobs, joining, as_json)

@@ -53,6 +53,7 @@ from fedpact.messages import (
     to_bytes,
 )
 from fedpact.params import FlatModel
+from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.rounding import check_grid
@@ -106,7 +107,7 @@ class Site:
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
-        self._records = self._load(directory / self.settings.records)
+        self._records = self._load()
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self._last = LastReply(directory / "reply.bin")
@@ -273,19 +274,30 @@ class Site:
         draws = test or self._secure
         return PrivateOracle(self._records, bench.private, self._terms, draws, charge, left)
 
-    def _load(self, path: Path) -> Records:
-        of = self.federation
-        found = load_site(path, self.settings.label, of.classes, of.shape, of.values, of.records)
-        if len(of.shape) == 1:
-            names = found.features or tuple(map(str, range(of.shape[0])))
-            advise(str(path), of.records, names, None)
-        stage = of.stage(self.plan, self._directory)
-        staged = stage(found.x, of.example(), str(path), beside(path), found.features)
-        # Tried in the CPU's memory: a word that a card's table does not have ends its process.
-        on_cpu = self._device.type == "cpu"
-        bench = self._bench if on_cpu else of.workshop(self.plan, self._directory).bench()
-        good = taken(staged.x, found.y, bench.private, str(path), found.numbers) & staged.good
-        return Records(staged.x[good].to(self._device), found.y[good].to(self._device))
+    def _load(self) -> Records:
+        bench = self._bench if self._device.type == "cpu" else None
+        found = own_records(self._directory, self.settings, self.federation, self.plan, bench)
+        return Records(found.x.to(self._device), found.y.to(self._device))
+
+
+def own_records(
+    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Bench | None = None
+) -> Records:
+    """Return a site's records as they are trained on, in the CPU's memory.
+
+    directory: the site's. bench: to try them with; it has to be in the CPU's memory, too: a word
+    that a card's table does not have ends its process. Raises InputError: they do not fit.
+    """
+    path = directory / settings.records
+    found = load_site(path, settings.label, of.classes, of.shape, of.values, of.records)
+    if len(of.shape) == 1:
+        names = found.features or tuple(map(str, range(of.shape[0])))
+        advise(str(path), of.records, names, None)
+    stage = of.stage(plan, directory)
+    staged = stage(found.x, of.example(), str(path), beside(path), found.features)
+    kernel = (bench or of.workshop(plan, directory).bench()).private
+    good = taken(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
+    return Records(staged.x[good], found.y[good])
 
 
 def decode_task(block: bytes) -> Task:

@@ -1,0 +1,78 @@
+"""`fedpact personalise`: what tuning inside a site gives, and whether joining paid."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedpact.cli.console import show
+from fedpact.errors import PlanError
+from fedpact.personal.joining import SiteFigures, sentence
+from fedpact.report.joining import HEADINGS, NOTE, JoiningRow, joining_rows, paid
+from fedpact.report.page import write_page
+from fedpact.report.reading import RunFolder, read_run
+
+
+def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact personalise` on a deployed site's directory or a run's folder."""
+    if (directory / "site.toml").exists():
+        _at_site(directory, model, as_json)
+        return
+    if model is not None:
+        raise PlanError(
+            f"--model {model} with {directory}: a simulated run has its own final model; leave "
+            "--model out, or give a deployed site's directory"
+        )
+    from fedpact.engines.joining import of_run
+
+    document = of_run(directory)
+    run = read_run(directory)
+    write_page(run)
+    show({**document, "sentence": paid([run])}, as_json, lambda: _print_run(run))
+
+
+def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
+    from fedpact.engines.parties.personal import personalise_site
+
+    found = personalise_site(directory, model)
+    document = {**asdict(found.figures), "joining": found.figures.gain.verdict, "file": found.file}
+    show(document, as_json, lambda: _print_site(found.site, found.figures, found.file))
+
+
+def _print_run(run: RunFolder) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(_table(joining_rows([run])))
+    out.print(Text(f"{NOTE}. Simulator only."))
+    out.print(Text(paid([run]) or ""))
+
+
+def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    row = JoiningRow(
+        site,
+        figures.local,
+        figures.federated,
+        figures.tuned,
+        int(figures.tune),
+        1,
+        figures.gain,
+    )
+    out.print("EXACT FIGURES, for this site's owner alone: NOT PRIVATE, do not release")
+    out.print(_table([row]))
+    out.print(
+        "Each record is answered by models that it did not train, but for the federated one, which "
+        "saw it under its ε."
+    )
+    out.print(Text(figures.advice))
+    out.print(Text(sentence({site: figures.gain}, "for this run")))
+    out.print(Text(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written"))
+
+
+def _table(rows: Sequence[JoiningRow]) -> Table:
+    table = Table("site", *HEADINGS)
+    for row in rows:
+        table.add_row(*map(Text, (row.site, *row.cells)))
+    return table

@@ -1,0 +1,104 @@
+"""Tuning inside a deployed site, after the run: for its owner alone.
+
+It reads the site's records, its copy of the plan and the final model, and writes
+personal.safetensors into the site's directory, mode 0600. It opens no connection, asks no ledger
+and changes nothing else: no message is made of what it finds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from fedpact.client import remembered
+from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.site import SiteSettings, own_records
+from fedpact.engines.process import one_thread
+from fedpact.errors import DataError, PlanError
+from fedpact.files import write_whole
+from fedpact.params import FlatModel
+from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
+
+NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
+
+
+@dataclass(frozen=True)
+class Personal:
+    """What tuning found at a site. file: the model that was written, None if it advised not to."""
+
+    site: str
+    figures: SiteFigures
+    file: str | None
+
+
+def personalise_site(directory: Path, model: Path | None = None) -> Personal:
+    """Tune the final model on a site's records, or say that it is not worth it.
+
+    model: the run's model.safetensors as the server published it; by default that of a server whose
+    directory lies beside the sites', as `fedpact deploy init` writes them.
+    An older personal.safetensors is removed where the advice is not to tune.
+    Raises InputError of some kind: no final model, or one that is not the plan's.
+    """
+    settings = parse_toml(SiteSettings, directory / "site.toml")
+    federation = Federation.read(directory / "federation.toml")
+    plan = read_plan(directory / "plan.json")
+    source = _final(directory, federation.run, model)
+    module = federation.workshop(plan, directory).module()
+    flat = FlatModel(module)
+    initial = flat.vector.clone()
+    w = _read(source, module, flat)
+    # With the final model every site's last reply counts as included, if it was of the last round.
+    own = plan.method.own_model(w, remembered(directory / "memory.safetensors", plan.rounds))
+    records = own_records(directory, settings, federation, plan)
+    with one_thread():
+        by_itself = alone(flat, records.x, records.y, initial)
+        tuned = personalised(flat, records.x, records.y, w if own is None else own)
+    path = directory / "personal.safetensors"
+    if not tuned.choice.tune:
+        path.unlink(missing_ok=True)
+        return Personal(settings.name, on_own_parts(by_itself, tuned), None)
+    flat.load(tuned.w)
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
+    marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": settings.name}
+    write_whole(path, save_tensors(tensors, metadata=marked))
+    return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
+
+
+def _final(directory: Path, run: str, model: Path | None) -> Path:
+    path = directory.absolute().parents[1] / "server" / "run" / "model.safetensors"
+    path = path if model is None else model
+    if not path.is_file():
+        raise PlanError(
+            f"{path} is not there: expected the final model of run {run}, which the server writes "
+            "when the run has ended; until then there is nothing to tune. Ask for the server's "
+            "run/model.safetensors and give it with --model"
+        )
+    return path
+
+
+def _read(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
+    """Return the final model's w [d]."""
+    expected = {name: value.shape for name, value in module.state_dict().items()}
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): expected the run's model.safetensors"
+        ) from None
+    found = {name: value.shape for name, value in tensors.items()}
+    if found != expected:
+        raise DataError(
+            f"{path} holds {_shown(found)}: the plan's model has {_shown(expected)}; give the "
+            "final model of this run"
+        )
+    module.load_state_dict(tensors)
+    return flat.vector.clone()
+
+
+def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
