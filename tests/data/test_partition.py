@@ -1,6 +1,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -267,3 +268,40 @@ def test_a_partitions_file_is_read_by_whom_the_umask_lets(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "partition.json").stat().st_mode & 0o777 == 0o640
+
+
+def with_test_parts():
+    """Two sites of ten records, of which the odd ones are the data set's own test parts."""
+    x = torch.arange(20.0).reshape(20, 1)
+    data = from_arrays(x, [0, 1] * 10, site=["a"] * 10 + ["b"] * 10)
+    return replace(data, held=torch.arange(20) % 2 == 1)
+
+
+def test_a_data_sets_own_test_parts_are_what_is_held_out():
+    data = with_test_parts()
+    own = make_partition(data, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)
+    for name, first in (("a", 0), ("b", 10)):
+        assert own.train[name].tolist() == list(range(first, first + 10, 2))
+        assert own.held_out[name].tolist() == list(range(first + 1, first + 10, 2))
+    # Cut down to some records, each keeps its part.
+    some = data.only(torch.arange(20) >= 4)
+    cut = make_partition(some, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)
+    assert cut.sites(some)[0].x_held.flatten().tolist() == [5.0, 7.0, 9.0]
+
+
+@pytest.mark.parametrize("kind", ["natural", "iid"])
+def test_with_a_fraction_nobody_sees_the_own_test_parts(kind):
+    """So settings can be chosen by records that are set aside from training."""
+    data = with_test_parts()
+    partition = make_partition(data, PartitionSettings(kind=kind, held_out=0.4), 2, seed=0)
+    for site in partition.sites(data):
+        assert (len(site.y), len(site.y_held)) == (3, 2)
+        assert not (torch.cat([site.x, site.x_held]) % 2).any()
+
+
+def test_own_test_parts_are_of_own_sites_and_have_to_be_there():
+    with pytest.raises(ValidationError, match="at its own sites"):
+        PartitionSettings(kind="iid", held_out="own")
+    data = replace(with_test_parts(), held=None)
+    with pytest.raises(DataError, match="has no test parts"):
+        make_partition(data, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)

@@ -131,3 +131,34 @@ def test_every_other_file_has_its_published_checksum(real_data: Path):
     for name in ("mnist", "fashion_mnist", "heart_disease"):
         source = files.SOURCES[name]
         assert {files.state(source, file) for file in source.files} == {"ok"}
+
+
+def test_flambys_cut_has_the_published_sizes_and_scikit_learns_test_parts(real_data):
+    """Trained on and tested, per hospital, as FLamby's fed_heart_disease has them."""
+    from sklearn.model_selection import train_test_split
+
+    data = load("heart_disease_flamby")
+    assert data.x.shape == (740, 15)
+    assert data.x[:, :5].abs().max() <= 1
+    for block in data.x[:, 8:].split((4, 3), dim=1):
+        assert torch.equal(block.sum(1), torch.ones(740))
+    settings = PartitionSettings(kind="natural", held_out="own")
+    partition = make_partition(data, settings, sites=4, seed=5)
+    assert [len(part) for part in partition.train.values()] == [199, 172, 30, 85]
+    assert [len(part) for part in partition.held_out.values()] == [104, 89, 16, 45]
+    sites = np.array(data.site)
+    for name, test in partition.held_out.items():
+        records = np.flatnonzero(sites == name)
+        y = data.y.numpy()[records]
+        by = y if np.bincount(y, minlength=2).min() > 2 else None
+        _, wanted = train_test_split(
+            records, test_size=0.34, train_size=0.66, random_state=43, stratify=by
+        )
+        assert test.tolist() == sorted(wanted.tolist())
+
+
+def test_flambys_first_record_by_hand(real_data):
+    # Cleveland's first line: 63,1,1,145,233,1,2,150,0,2.3,3,0,6,0
+    x = load("heart_disease_flamby").x[0]
+    five = (63 - 50) / 30, (145 - 140) / 60, (233 - 250) / 150, (150 - 135) / 75, (2.3 - 3) / 3
+    torch.testing.assert_close(x, torch.tensor([*five, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1]))

@@ -56,7 +56,7 @@ def test_a_users_own_factory_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnet", "expected one of cnn, cnn_padded, logistic, mlp"),
+        ("resnet", "expected one of cnn, cnn_padded, logistic, lstm, mlp, transformer"),
         ("nowhere:make", "nowhere"),
         (":make", "package.module:factory"),
         ("..a:make", "package.module:factory"),

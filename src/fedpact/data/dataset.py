@@ -22,6 +22,8 @@ class Dataset:
     site: for each training record the name of its site, where the data come from several.
     features: the names of a table's columns; empty where there are none.
     rows: each training record's number in its file, where it is not its place in x.
+    held: which training records are the data set's own test part at their sites, bool [n], or None;
+    partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
     description: one line: what it is, where from, the constants of its preprocessing.
 
     Raises DataError: nothing in it, lengths or shapes that do not fit, a value that is NaN or
@@ -37,6 +39,7 @@ class Dataset:
     site: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()
     rows: Tensor | None = None
+    held: Tensor | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -78,7 +81,8 @@ class Dataset:
         if not good.all():
             sites = self.site and tuple(compress(self.site, good.tolist()))
             x, y, rows = self.x[good], self.y[good], self.numbers[good]
-            kept = replace(kept, x=x, y=y, rows=rows, site=sites)
+            held = None if self.held is None else self.held[good]
+            kept = replace(kept, x=x, y=y, rows=rows, site=sites, held=held)
         if of_test is None or of_test.all() or self.x_test is None or self.y_test is None:
             return kept
         return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])

@@ -13,18 +13,26 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
-from fedpact.data.heart import load_heart
+from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
 from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
+from fedpact.data.text.shakespeare import load_shakespeare
 from fedpact.errors import DataError
 
-NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "heart_disease")
+NAMES = (
+    *("digits", "mnist", "fashion_mnist", "cifar10"),
+    *("heart_disease", "heart_disease_flamby", "adult", "shakespeare"),
+)
+TABLES = ("adult",)
+"""Those that are tables as they were published, which a form says how to read."""
+
 _WITH_TEST = "+test"
 _ANY: Final = RecordForm()
 _WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
@@ -49,8 +57,9 @@ def load(
     classes: the labels' names in order; without it they are the labels found in the file, sorted
     (numbers by size). Sites that load their own files have to name the classes, so that a label
     means the same everywhere.
-    form: what a record may hold. A record of a file that does not fit is left out, and a warning
-    tells file, row, column and value; see `load_site` for records that must not be told of.
+    form: what a record may hold, of a file or of one of TABLES. One that does not fit is left out,
+    and a warning tells file, row, column and value; see `load_site` for records that must not be
+    told of.
     Raises DataError: unknown name, missing or damaged file, a column not there, no record left.
     """
     if name.endswith(_WITH_TEST):
@@ -75,6 +84,12 @@ def load(
         return load_digits()
     if name == "heart_disease":
         return load_heart()
+    if name == "heart_disease_flamby":
+        return load_flamby()
+    if name == "shakespeare":
+        return load_shakespeare()
+    if name == "adult":
+        return _adult(form)
     if name in NAMES:
         return load_images(name)
     if made:
@@ -83,6 +98,16 @@ def load(
         f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the path "
         f"of a file ending in {', '.join(SUFFIXES)}"
     )
+
+
+def _adult(form: RecordForm) -> Dataset:
+    parts = list[Given]()
+    for end, table in zip(("", " (test)"), adult_tables(), strict=True):
+        sieve = Sieve(f"adult{end}", table.count, 1)
+        x = numbers_of_table(table, form, "float32", sieve)
+        y = class_numbers(table.columns[table.label], CLASSES, "names", table.label, sieve)
+        parts.append(Given(x, y, sieve, table.features))
+    return _dataset("adult", parts, CLASSES, None)
 
 
 def _with_test(data: Dataset) -> Dataset:
@@ -172,7 +197,8 @@ def refitted(data: Dataset, records: PlanRecords) -> Dataset:
     found = from_arrays(
         data.x, data.y, name=data.name, classes=data.classes, site=data.site, test=test, form=form
     )
-    return replace(found, description=data.description, features=data.features)
+    held = None if data.held is None else data.held[found.numbers]
+    return replace(found, description=data.description, features=data.features, held=held)
 
 
 def _from_table(

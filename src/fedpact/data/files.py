@@ -103,6 +103,21 @@ SOURCES: Mapping[str, Source] = {
             home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease",
             licence="CC BY 4.0 (UCI; A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano)",
         ),
+        Source(
+            "shakespeare",
+            {"input.txt": "6fb458f1232090904fb40fe944165e91"},
+            home="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
+            licence="text in the public domain; MIT (A. Karpathy's char-rnn)",
+        ),
+        Source(
+            "adult",
+            {
+                "adult.data": "5d7c39d7b8804f071cdd1f2a7c460872",
+                "adult.test": "35238206dfdf7f1fe215bbb874adecdc",
+            },
+            home="https://archive.ics.uci.edu/ml/machine-learning-databases/adult",
+            licence="CC BY 4.0 (UCI; B. Becker, R. Kohavi)",
+        ),
     )
 }
 

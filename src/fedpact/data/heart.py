@@ -4,7 +4,18 @@ Nothing is estimated from records. A feature is centred on the middle of its dec
 scaled to -1..1, values beyond the range are set to its end. What was not recorded (`?`, and the 0
 that stands for it in chol and trestbps, where no living patient has 0) is read as the declared
 normal finding. Codes and units are those of the data set's own description, heart-disease.names.
+
+`heart_disease_flamby` is the same table as FLamby (Terrail et al., arXiv 2210.04620) cuts it:
+slope, ca and thal are left out, then each record with a gap in the rest, and each hospital has a
+fixed test part, by scikit-learn's train_test_split with train_size 0.66 and random_state 43,
+stratified by label where both have more than two records. heart_split.json has the test parts, as
+places among the records that are left. Features are scaled by declared ranges, where FLamby takes
+each hospital's exact means.
 """
+
+import json
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,6 +37,16 @@ _RANGES = {
     "oldpeak": (-2, 6),  # ST depression in exercise, mm
     "ca": (0, 3),  # major vessels coloured by fluoroscopy
 }
+# In FLamby's cut. 0 stands for cholesterol that was not measured, in 79 of its records.
+_FLAMBY_RANGES = {
+    "age": (20, 80),
+    "trestbps": (80, 200),
+    "chol": (100, 400),
+    "thalach": (60, 210),
+    "oldpeak": (0, 6),
+}
+_FLAMBY_LEFT_OUT = ("slope", "ca", "thal")
+_SPLIT: Final = Path(__file__).with_name("heart_split.json")
 _BINARY = ("sex", "fbs", "exang")
 _CODES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "thal": (3, 6, 7)}
 
@@ -68,22 +89,69 @@ def load_heart() -> Dataset:
     )
 
 
-def _columns(text: str) -> dict[str, np.ndarray]:
+def load_flamby() -> Dataset:
+    """Return 740 records of 15 features in the same sites, of which 254 are FLamby's test records.
+
+    Features: the five of _FLAMBY_RANGES in -1..1, three binary, then the one-hot codes of cp and
+    restecg. held: the test records, for partition.held_out = "own". Raises DataError: see
+    load_heart.
+    """
+    source, split = SOURCES["heart_disease"], json.loads(_SPLIT.read_text(encoding="utf-8"))
+    x, y, site, held = [], [], [], []
+    for file in source.files:
+        name = file.split(".")[1]
+        columns = _whole(_numbers(read(source, file).decode("ascii")))
+        x.append(_features(_filled(columns), _FLAMBY_RANGES))
+        y.append(columns["num"] > 0)
+        held.append(np.isin(np.arange(len(y[-1])), split[name]))
+        site += [name] * len(y[-1])
+    return Dataset(
+        name="heart_disease_flamby",
+        x=torch.from_numpy(np.concatenate(x)).float(),
+        y=torch.from_numpy(np.concatenate(y)).long(),
+        classes=("healthy", "disease"),
+        site=tuple(site),
+        held=torch.from_numpy(np.concatenate(held)),
+        description="UCI Heart Disease, 4 hospitals, FLamby's columns, records and test parts; "
+        "ranges declared in data/heart.py",
+    )
+
+
+def _numbers(text: str) -> dict[str, np.ndarray]:
     rows = [line.split(",") for line in text.split()]
     values = np.array([["nan" if v == "?" else v for v in row] for row in rows], np.float64)
-    columns = dict(zip(_COLUMNS, values.T, strict=True))
-    for name in ("chol", "trestbps"):
-        columns[name] = np.where(columns[name] == 0, np.nan, columns[name])
+    return dict(zip(_COLUMNS, values.T, strict=True))
+
+
+def _whole(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """FLamby's columns, of the records that have a value in each."""
+    left = {name: values for name, values in columns.items() if name not in _FLAMBY_LEFT_OUT}
+    good = ~np.isnan(np.stack([*left.values()])).any(0)
+    return {name: values[good] for name, values in left.items()}
+
+
+def _columns(text: str) -> dict[str, np.ndarray]:
+    return _filled(_numbers(text))
+
+
+def _filled(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    filled = dict(columns)
     for name, normal in _NORMAL.items():
-        columns[name] = np.where(np.isnan(columns[name]), normal, columns[name])
-    return columns
+        if name in filled:
+            values = filled[name]
+            missing = np.isnan(values) | ((values == 0) & (name in ("chol", "trestbps")))
+            filled[name] = np.where(missing, normal, values)
+    return filled
 
 
-def _features(columns: dict[str, np.ndarray]) -> np.ndarray:
+def _features(
+    columns: dict[str, np.ndarray], ranges: dict[str, tuple[int, int]] = _RANGES
+) -> np.ndarray:
     scaled = [
         np.clip((2 * columns[name] - low - high) / (high - low), -1, 1)
-        for name, (low, high) in _RANGES.items()
+        for name, (low, high) in ranges.items()
     ]
     binary = [columns[name] for name in _BINARY]
-    one_hot = [columns[name] == code for name, codes in _CODES.items() for code in codes]
+    codes = {name: known for name, known in _CODES.items() if name in columns}
+    one_hot = [columns[name] == code for name, known in codes.items() for code in known]
     return np.stack([*scaled, *binary, *one_hot], axis=1)

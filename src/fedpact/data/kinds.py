@@ -6,7 +6,7 @@ Whatever is incomplete is an error when this file is imported; docs/extending.md
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -91,7 +91,8 @@ class PartitionSettings(BaseModel):
     ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
     given: FedProxVR's setting); natural (the data set's own sites).
     held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
-    stays in training.
+    stays in training. "own", with kind = "natural": the test part that the data set has at each
+    site; with a fraction, that part takes no part in anything.
     A setting that the kind does not use is refused.
     """
 
@@ -104,7 +105,7 @@ class PartitionSettings(BaseModel):
     smallest: int | None = Field(default=None, ge=2)
     largest: int | None = Field(default=None, ge=2)
     exponent: float = Field(default=2.0, ge=0, le=20)
-    held_out: float = Field(default=0.2, ge=0, lt=1)
+    held_out: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = 0.2
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
@@ -116,6 +117,11 @@ class PartitionSettings(BaseModel):
                     f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of "
                     f"{' and '.join(kinds)}; leave it out or change the kind"
                 )
+        if self.held_out == "own" and self.kind != "natural":
+            raise ValueError(
+                f'held_out = "own" with kind = {self.kind!r}: a data set has its test parts at its '
+                'own sites; use kind = "natural", or a fraction'
+            )
         if mistake := KINDS[self.kind].mistake(self):
             raise ValueError(mistake)
         return self

@@ -141,7 +141,7 @@ def make_partition(
     rng = Generator(PCG64(check.natural(seed=seed)))
     split = KINDS[settings.kind].split
     if split is None:
-        records = _natural(dataset, sites)
+        records = _natural(dataset, settings, sites)
     else:
         least = KINDS[settings.kind].least
         if sites * least > len(dataset.y):
@@ -151,8 +151,9 @@ def make_partition(
                 f"{len(dataset.y) // least} sites"
             )
         width = max(2, len(str(sites - 1)))
-        parts = split(dataset.y.numpy(), sites, settings, rng)
-        records = {f"site-{i:0{width}}": part for i, part in enumerate(parts)}
+        free = np.arange(len(dataset.y)) if dataset.held is None else np.flatnonzero(~dataset.held)
+        parts = split(dataset.y.numpy()[free], sites, settings, rng)
+        records = {f"site-{i:0{width}}": free[part] for i, part in enumerate(parts)}
     for name, part in records.items():
         if len(part) < 2:
             raise DataError(
@@ -162,6 +163,9 @@ def make_partition(
             )
     train, held_out = {}, {}
     for name, part in records.items():
+        if settings.held_out == "own":
+            train[name], held_out[name] = _own_parts(dataset, part)
+            continue
         held = min(round(settings.held_out * len(part)), len(part) - 1)
         shuffled = rng.permutation(part)
         held_out[name], train[name] = np.sort(shuffled[:held]), np.sort(shuffled[held:])
@@ -170,13 +174,15 @@ def make_partition(
     )
 
 
-def _natural(dataset: Dataset, sites: int) -> dict[str, np.ndarray]:
+def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[str, np.ndarray]:
     if dataset.site is None:
         raise DataError(
             f"data set {dataset.name} has no sites of its own: choose another kind of partition, "
             "or name the site of each record (site=...)"
         )
     records = splits.natural(dataset.site)
+    if dataset.held is not None and settings.held_out != "own":
+        records = {name: _own_parts(dataset, part)[0] for name, part in records.items()}
     if len(records) != sites:
         raise DataError(
             f"sites is {sites} and data set {dataset.name} has {len(records)} sites of its own: "
@@ -189,6 +195,17 @@ def _natural(dataset: Dataset, sites: int) -> dict[str, np.ndarray]:
             f"({', '.join(sorted(map(_safe, records)))}): rename the sites"
         )
     return dict(sorted(named.items()))
+
+
+def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a site's records less its own test part, and that part. Raises DataError: no such."""
+    if dataset.held is None:
+        raise DataError(
+            f'held_out = "own" and data set {dataset.name} has no test parts at its sites: give a '
+            "fraction"
+        )
+    held = dataset.held.numpy()[part]
+    return part[~held], part[held]
 
 
 def _safe(name: str) -> str:

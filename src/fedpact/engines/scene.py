@@ -48,7 +48,7 @@ class Scene:
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
         raw = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
-        if raw.x.ndim == 2 and (data is not None or _is_file(plan.data)):
+        if raw.x.ndim == 2 and (data is not None or _is_table(plan.data)):
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
             advise(raw.name, plan.records, names, raw.x)
         raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
@@ -92,8 +92,13 @@ def _is_file(data: str) -> bool:
     return Path(data).suffix.lower() in SUFFIXES
 
 
+def _is_table(data: str) -> bool:
+    """Whether what its records hold is declared by the plan alone."""
+    return _is_file(data) or data in datasets.TABLES
+
+
 def _loaded(plan: Plan) -> Dataset:
-    if not _is_file(plan.data):
+    if not _is_table(plan.data):
         return datasets.refitted(datasets.load(plan.data, plan.label, plan.site), plan.records)
     return datasets.load(
         plan.data,

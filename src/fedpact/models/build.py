@@ -1,4 +1,4 @@
-"""From a name to a module: one of models.papers, or the user's own `package.module:factory`."""
+"""From a name to a module: the papers', one for text, or the user's `package.module:factory`."""
 
 import importlib
 import os
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-from fedpact.models import papers
+from fedpact.models import papers, text
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module"
-_PAPERS = {f.__name__: f for f in (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)}
+_OF_IMAGES = (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)
+_KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.lstm, text.transformer)}
 
 
 def build(
@@ -27,8 +28,8 @@ def build(
 ) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
-    name: logistic, mlp, cnn, cnn_padded; or "package.module:factory", where factory(shape, classes)
-    returns a module that maps records [B, *shape] to logits [B, classes].
+    name: logistic, mlp, cnn, cnn_padded, lstm, transformer; or "package.module:factory", where
+    factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes].
     example: one record [*shape], for its shape and type only. settings: of "logistic" alone.
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
@@ -36,7 +37,7 @@ def build(
     if name == "logistic":
         factory = partial(papers.logistic, settings=settings)
     else:
-        factory = _PAPERS.get(name) or own_factory(name, "model", list(_PAPERS), _FORM)
+        factory = _KNOWN.get(name) or own_factory(name, "model", list(_KNOWN), _FORM)
     shape = tuple(example.shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

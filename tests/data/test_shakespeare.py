@@ -1,0 +1,79 @@
+"""Next characters, a site for each role, from a made-up text; the models that take them."""
+
+import pytest
+import torch
+
+from fedpact.data.datasets import load
+from fedpact.data.text import shakespeare
+from fedpact.engines.simulation import simulate
+from fedpact.engines.workshop import Workshop
+from fedpact.errors import DataError, ModelError
+from fedpact.models.build import build
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+
+SPEECHES = "ANN:\nTo be,\nor not.\n\nFirst Lord:\nAy: no.\n\nANN:\nThat is it.\n"
+
+
+def made(pieces=6):
+    """Two roles whose next character follows from the last one: letters in a circle."""
+    circle = "abcdefgh" * 100
+    return {
+        name: circle[k : k + pieces * (shakespeare.LENGTH + 1)]
+        for k, name in enumerate(("ANN", "BOB"))
+    }
+
+
+def test_a_role_says_all_its_speeches_one_after_another():
+    assert shakespeare.roles(SPEECHES) == {
+        "ANN": "To be,\nor not.\nThat is it.",
+        "First Lord": "Ay: no.",
+    }
+
+
+def test_pieces_do_not_overlap_and_carry_their_next_character():
+    data = shakespeare.of_roles(made() | {"MUTE": "ab"}, least=3)
+    assert (data.x.shape, len(data.classes)) == ((12, 40), 65)
+    assert data.site == ("ANN",) * 6 + ("BOB",) * 6
+    whole = torch.cat([data.x[:6], data.y[:6, None]], 1).reshape(-1)
+    assert "".join(shakespeare.CHARACTERS[k] for k in whole.tolist()) == made()["ANN"]
+    with pytest.raises(DataError, match="no role has 100 pieces"):
+        shakespeare.of_roles(made())
+
+
+@pytest.mark.parametrize("model", ["lstm", "transformer"])
+def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
+    """What follows from the last character alone is learnt; the first guess is 1 of 65."""
+    data = shakespeare.of_roles(made(18), least=3)
+    plan = Plan.parse(
+        {
+            "model": model,
+            "sites": 2,
+            "rounds": 40,
+            "sampling_rate": 1.0,
+            "partition": {"kind": "natural"},
+            "records": {"vocabulary": 65},
+            "settings": {"learning_rate": 1.0},
+            "server": {"optimiser": "momentum"},
+            "privacy": {"epsilon": 1e3},
+        }
+    )
+    kernel = Workshop(plan, data.x[0], 65).bench(check=True).private
+    assert kernel.way(data.x[:4], data.y[:4]) == "graph"
+    assert simulate(plan, tmp_path / "run", data=data).summary["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(("model", "size"), [("lstm", 26257), ("transformer", 14049)])
+def test_their_sizes_are_those_that_are_told(model, size):
+    example = torch.zeros(40, dtype=torch.int64)
+    assert FlatModel(build(model, example, 65, 0)).size == size
+    with pytest.raises(ModelError, match=r"expected words, \(length,\)"):
+        build(model, torch.zeros(1, 8, 8), 10, 0)
+
+
+def test_the_published_text(real_data):
+    data = load("shakespeare")
+    assert len(set(data.site)) == 71
+    assert data.x.shape == (20378, 40)
+    text = (real_data / "shakespeare" / "input.txt").read_text()
+    assert sorted(set(text)) == list(shakespeare.CHARACTERS)
