@@ -36,6 +36,7 @@ from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.fair import FairnessSettings
+from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
@@ -148,8 +149,9 @@ class Plan(BaseModel):
                 f'model is {self.model!r} with a table [logistic]: it is of model = "logistic" '
                 "alone; leave it out"
             )
-        if self.privacy.mode != "none" and self.features.why_unstated:
-            raise ValueError(self.features.why_unstated)
+        why = self.features.why_unstated if self.privacy.mode != "none" else ""
+        if why := why or why_not(self.records.released, self.features, self.privacy):
+            raise ValueError(why)
         method = self.method
         if self.privacy.mode != "none" and method.settings.plain_only:
             raise ValueError(
@@ -215,6 +217,7 @@ class Plan(BaseModel):
             self.robust,
             self.secure_aggregation,
             self.rounds,
+            len(self.records.released),
         )
 
     @cached_property
@@ -312,6 +315,7 @@ class Plan(BaseModel):
             size_noise=self.privacy.size_noise if self.noisy_sizes else None,
             honest=self.privacy.honest,
             grid=self.method.units,
+            columns=self.privacy.release_of(self.records.released, name, names, 1 + spare),
         )
 
     @staticmethod

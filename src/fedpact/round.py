@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from fedpact.errors import FedpactError
 from fedpact.folder import Checkpoint
 from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
 from fedpact.methods.folding import folded
@@ -98,11 +99,37 @@ class Rounds:
                         self.status = "budget"
                     yield outcome
 
+    def opened(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
+        """Return a run's start after round 0, in which sites release what it begins with.
+
+        The same of a run that begins with nothing. Nothing is trained, and nothing committed: what
+        ends before the start is written is carried out again. Raises FedpactError: no site replied.
+        """
+        if not self.plan.method.opens_run:
+            return at, record
+        tasks = self._tasks(at, self._begin(at), 0)
+        tally = _Tally()
+        replies = tally.through(self.transport.exchange(tasks))
+        first = next(replies, None)
+        if first is None:
+            refused = ", ".join(f"{site} {code}" for site, code in tally.refused.items())
+            raise FedpactError(
+                f"round 0, in which sites release what scales their columns: no site replied "
+                f"({refused or 'none was asked'}); see to what they refuse, and start again"
+            )
+        state = self._updated(at.state, _put_back(first, replies), tally)
+        down = sum(task.wire_bytes for task in tasks.values())
+        down, up = self.transport.traffic or (down, tally.bytes)
+        costs = replace(at.costs, sent=at.costs.sent + down + up)
+        included = dict.fromkeys(tally.replied, 0)
+        after = Checkpoint(state, 0, included, costs)
+        return after, replace(record, bytes_down=down, bytes_up=up, refused=tally.refused)
+
     def _round(self, at: Checkpoint) -> tuple[Checkpoint, RoundRecord] | None:
         """Carry out one round; None where every site refused."""
         started = time.perf_counter()
         began, method, state = self._clock(), self.plan.method, self._begin(at)
-        tasks = self._tasks(at, state)
+        tasks = self._tasks(at, state, at.round + 1)
         tally = _Tally()
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
@@ -163,14 +190,14 @@ class Rounds:
         }
         return State(at.state.vectors, {**at.state.numbers, **left})
 
-    def _tasks(self, at: Checkpoint, state: State) -> dict[str, Task]:
+    def _tasks(self, at: Checkpoint, state: State, number: int) -> dict[str, Task]:
         method = self.plan.method
         told, short = method.task(state), method.short(state)
         included = {site: at.included.get(site, -1) for site in self.transport.sites}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
         distinct = dict[int, Task]()
         for last in set(included.values()):
-            told_by = self.run, at.round + 1, self.plan.algorithm, told.vectors, told.numbers, last
+            told_by = self.run, number, self.plan.algorithm, told.vectors, told.numbers, last
             # Who took part in the last round has what it was told then.
             if short is not None and last == at.round:
                 distinct[last] = ShortenedTask(*told_by, changes=short)
@@ -187,7 +214,7 @@ class Rounds:
         if at.round:
             expected = at.costs.sent / at.round
         else:
-            tasks = self._tasks(at, at.state).values()
+            tasks = self._tasks(at, at.state, 1).values()
             expected = 2 * sum(task.wire_bytes for task in tasks)
         spare = 2 * len(self.transport.sites) * _DIGITS
         return max(0.0, (allowed - spare - at.costs.sent) // expected)

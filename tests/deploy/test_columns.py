@@ -1,6 +1,9 @@
 """Columns that are filled, encoded and scaled: a deployment trains on what its simulation does."""
 
 import csv
+import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +12,17 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES
+from tests.deploy.grid import NAMES, Clock
 
+from fedpact.engines.flower import codec, transport, underway
+from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation
-from fedpact.engines.parties.site import Site
+from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.parties.stored import LastReply
 from fedpact.engines.simulation import simulate
+from fedpact.errors import PlanError
+from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.params import FlatModel
 from fedpact.plan import Plan
 
 DECLARED = {
@@ -65,8 +74,162 @@ def test_a_site_reads_its_own_table_and_says_which_columns_are_wide(make, tmp_pa
     (home / "site.toml").write_text(text)
     caplog.clear()
     with Site(home) as site:
-        assert site._records.x.shape == (90, 5)
-        assert site._records.x[:, 2:].sum(1).tolist() == [1.0] * 90
+        records = site._records._records
+        assert records.x.shape == (90, 5)
+        assert records.x[:, 2:].sum(1).tolist() == [1.0] * 90
     # By the declaration: 60, not the widest value that this site has.
     assert "bmi (60)" in caplog.text
     assert "federation.toml" in caplog.text
+
+
+MEANS = "columns/means"
+RELEASED = {
+    "age": {"range": [15, 90], "clamp": True, "fill": 50, "scale": "released"},
+    "bmi": {"range": [10, 40], "clamp": True, "fill": 25, "scale": "released"},
+    "ward": {"categories": ["A", "B", "C"], "other": "C", "fill": "A", "scale": "one-hot"},
+}
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    for module in (transport, underway):
+        monkeypatch.setattr(module, "time", Clock())
+
+
+@pytest.fixture
+def begin(federate, tmp_path):
+    """begin(choices, **plan) -> a federation whose columns are scaled by released numbers."""
+    asked = {"data": table(tmp_path / "t.csv"), "label": "out", "rounds": 2}
+
+    def new(choices=None, **changes):
+        whole = {**asked, "records": {"columns": RELEASED}, **changes}
+        return federate(choices, **whole), whole
+
+    return new
+
+
+def releases(node):
+    lines = (node.directory / "ledger.jsonl").read_text().splitlines()
+    entries = [e for e in map(json.loads, lines) if e.get("purpose") == ["columns moments"]]
+    return [(e["round"], e["attempt"], e["count"]) for e in entries]
+
+
+def tensors(path):
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_what_scales_columns_is_released_once_and_is_the_simulations(begin, tmp_path, threshold):
+    """Under secure aggregation, too, where no single site's means are seen."""
+    run, asked = begin({"seeds": "test"}, secure_aggregation={"threshold": threshold})
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
+    simulate(plan, tmp_path / "s")
+    there = run.directory / "server" / "run"
+    deployed, simulated = tensors(there), tensors(tmp_path / "s")
+    assert all(torch.equal(deployed[name], simulated[name]) for name in simulated)
+    found = json.loads((there / "columns.json").read_text())
+    assert list(found) == ["age", "bmi"]
+    assert found == json.loads((tmp_path / "s" / "columns.json").read_text())
+    assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
+    told = json.loads((there / "privacy.json").read_text())
+    assert any("released once with noise" in line for line in told["covers"])
+    assert records[-1].epsilon == pytest.approx(
+        {node.site.name: node.site.epsilon() for node in run.nodes}
+    )
+    # The server is started again: nothing is asked for a second time.
+    run()
+    assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
+
+
+def test_a_lost_reply_costs_no_second_release(begin):
+    """The same question gets the stored reply."""
+    run, _ = begin()
+    heard = []
+
+    def loses(message, answer):
+        reply = answer()
+        heard.append(message)
+        return None if len(heard) == 1 else reply
+
+    run.nodes[0].behave = loses
+    assert run.refused() == [{}, {}]
+    assert releases(run.nodes[0]) == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize(("spare", "again"), [(0, [(0, 0, 1)]), (1, [(0, 0, 1), (0, 0, 1)])])
+def test_a_site_that_died_in_between_pays_again_and_only_from_what_was_reserved(
+    begin, spare, again
+):
+    run, _ = begin(budget={"spare_rounds": spare})
+    node, heard = run.nodes[0], []
+
+    def dies(message, answer):
+        heard.append(message)
+        if len(heard) == 1:
+            answer()
+            # Charged, and gone before the reply was written down.
+            (node.directory / "reply.bin").unlink()
+            node.site._last = LastReply(node.directory / "reply.bin")
+            return None
+        return answer()
+
+    node.behave = dies
+    records = run()
+    assert releases(node) == again
+    assert records[0].refused == ({} if spare else {node.site.name: "budget"})
+    # It is told the others' constants, and trains.
+    assert [record.refused for record in records[1:]] == [{}, {}]
+    assert node.site.epsilon() <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] + 100}}, "far off"),
+        (
+            lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] * math.nan}},
+            "not finite",
+        ),
+        (lambda r: {"numbers": {"columns/noise": 0.0}}, "far off"),
+        (lambda r: {"numbers": {}}, "form"),
+        (lambda r: {"vectors": {MEANS: r.vectors[MEANS][:2]}}, "form"),
+    ],
+)
+def test_a_lie_about_columns_is_rejected_and_the_run_begins_without_it(begin, lie, why):
+    run, _ = begin()
+    node = run.nodes[1]
+
+    def lies(message, answer):
+        reply = from_bytes(codec.unpack(answer().content)[0])
+        if isinstance(reply, Reply) and reply.round == 0:
+            return node.forge(message, to_bytes(replace(reply, **lie(reply))))
+        return answer()
+
+    node.behave = lies
+    records = run()
+    assert records[0].refused == {node.site.name: f"rejected: {why}"}
+    found = json.loads((run.directory / "server" / "run" / "columns.json").read_text())
+    assert all(-1 <= one["mean"] <= 1 and one["deviation"] <= 1 for one in found.values())
+
+
+def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
+    run = federate(None, rounds=2)
+    node = run.nodes[0]
+    w = FlatModel(Coordinator.of(run.directory / "server").module()).vector
+    task = Task(node.site.run, 0, "fedavg", {"w": w}, {})
+    refusal = from_bytes(answer(node.site, to_bytes(task))[0])
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "task"
+    assert node.site.ledger.spent(node.site.run) == {}
+
+
+def test_parties_that_declare_otherwise_do_not_open(begin):
+    run, _ = begin()
+    node = run.nodes[0]
+    path = node.directory / "federation.toml"
+    path.write_text(path.read_text().replace('"released"', '"range"', 1))
+    node.site.ledger.close()
+    with pytest.raises(PlanError, match=r'1 columns of scale = "released", plan\.json 2'):
+        Site(node.directory)

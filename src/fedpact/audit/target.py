@@ -12,6 +12,7 @@ from fedpact.draws.seeded import Draws, SeededDraws, stream
 from fedpact.engines.scene import Scene
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State, Task
+from fedpact.methods.released import check_as_declared
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.weighting import UNIFORM, Fair, Weighting
 from fedpact.plan import Plan
@@ -56,6 +57,7 @@ class Target:
             raise PlanError(
                 f"{scene.plan.why_unprotected}: it claims no ε that an audit could contradict"
             )
+        check_as_declared(scene.plan.method)
         sites = {s.name: s for s in scene.sites}
         name = next(iter(sites)) if site is None else site
         if name not in sites:
@@ -152,6 +154,10 @@ class Recorder:
     def opening(self, *channels: str) -> Any:
         """See Oracle."""
         return self._recorded(self._inner.opening(*channels), opening=True)
+
+    def columns(self) -> tuple[Tensor, float]:
+        """See Oracle."""
+        return self._inner.columns()
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle. A run that asks for this is not private, and not audited."""

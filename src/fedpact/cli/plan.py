@@ -202,6 +202,13 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
             "shares and tell nobody; ε alone holds against everybody together."
         )
+    for name, terms in document["sites"].items():
+        if (of := terms["columns"]) is not None:
+            out.print(
+                f"{name} releases what scales {len(plan.records.released)} columns before "
+                f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
+                f"{plan.privacy.column_share:.3g} of the budget"
+            )
     out.print(
         f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
         f"every release of the run. {document['per_person']} Channels and their σ: "

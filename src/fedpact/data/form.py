@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+_OF_COLUMNS: Final = ("standard", "released", "one-hot")
 _BY_RANGE: Final = ("range", "unit", "released")
 
 
@@ -39,7 +40,8 @@ class ValueRange(BaseModel):
 
     fill: stands for a value that is missing. scale: what becomes of a number x before it is trained
     on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
-    "standard", (x - mean) / deviation, which are declared, and "one-hot", of categories.
+    "standard", (x - mean) / deviation, which are declared; "released", the same with what the sites
+    release with noise (privacy.columns), of values between low and high; "one-hot", of categories.
     """
 
     model_config = _FROZEN
@@ -47,7 +49,7 @@ class ValueRange(BaseModel):
     high: float | None = None
     clamp: bool = False
     fill: str | float | None = None
-    scale: Literal["none", "range", "unit", "standard", "one-hot"] = "none"
+    scale: Literal["none", "range", "unit", "standard", "released", "one-hot"] = "none"
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -168,7 +170,7 @@ class RecordForm(ValueRange):
 
     @model_validator(mode="after")
     def _words_or_numbers(self) -> Self:
-        if isinstance(self.fill, str) or self.scale in ("standard", "one-hot"):
+        if isinstance(self.fill, str) or self.scale in _OF_COLUMNS:
             raise ValueError(
                 f'fill = {self.fill!r}, scale = "{self.scale}" for all values: expected a number, '
                 'and "none", "range" or "unit"; declare the rest in [records.columns.NAME]'
@@ -180,6 +182,11 @@ class RecordForm(ValueRange):
                 "none; leave one out"
             )
         return self
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """The columns that are scaled by what the sites release."""
+        return tuple(name for name, own in self.columns.items() if own.scale == "released")
 
     def of(self, column: str) -> ValueRange:
         """Return a column's own form, else that of all."""

@@ -19,9 +19,11 @@ from fedpact.engines.statement import with_epsilon
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore, State
+from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate, of_sites
 from fedpact.params import FlatModel
+from fedpact.privacy.columns import scaled_by
 from fedpact.theory.accounting import History
 
 _SHARE_OF_TIME = 0.1
@@ -46,6 +48,8 @@ class Evaluator:
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
         self._threads = torch.get_num_threads()
+        # What the sites' columns are scaled by, in the state that is measured.
+        self._by: Tensor | None = None
         self._began, self._spent = time.perf_counter(), 0.0
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
@@ -71,6 +75,7 @@ class Evaluator:
         return self._spent <= max(_FREE_SECONDS, _SHARE_OF_TIME * elapsed)
 
     def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+        self._by = at.state.vectors.get(CONSTANTS)
         w = at.state.vectors["w"]
         found = self._of(w, self._own_models(at), record)
         average = averaged(at.state)
@@ -118,6 +123,8 @@ class Evaluator:
         return scores
 
     def _scored(self, x: Tensor, y: Tensor) -> SiteScore:
+        if self._by is not None:
+            x = scaled_by(x, self._scene.released, self._by)
         x, y = x.to(self._device), y.to(self._device)
         return evaluate(self._model.module, cross_entropy, x, y)
 

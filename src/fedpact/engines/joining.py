@@ -19,6 +19,7 @@ from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder
+from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel
 from fedpact.personal.joining import (
     METHOD,
@@ -48,6 +49,7 @@ def of_run(
     folder = Folder(path)
     plan = Plan.parse(folder.read_json("plan.json"))
     _check(folder)
+    check_as_declared(plan.method)
     scene = Scene.of(plan, data, Partition.load(folder.partition))
     if not any(len(site.y_held) for site in scene.sites):
         raise PlanError(

@@ -16,6 +16,7 @@ from torch import nn
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import RoundRecord
+from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
 from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
@@ -45,15 +46,18 @@ def start(
     plan: Plan,
     module: Callable[[], nn.Module],
     evaluate: Callable[[Checkpoint, RoundRecord], RoundRecord],
+    opened: Callable[[Checkpoint, RoundRecord], tuple[Checkpoint, RoundRecord]],
 ) -> tuple[Checkpoint, list[RoundRecord]]:
     """Return the last committed round and the records up to it; of a new run, commit round 0.
 
-    module: makes the model with its initial weights. Raises DataError: a damaged folder.
+    module: makes the model with its initial weights. opened: has the sites release what a run
+    begins with. Raises DataError: a damaged folder. Raises what `opened` raises.
     """
     if (folder.path / "state.safetensors").exists():
         return folder.restore()
     at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
-    record = evaluate(at, RoundRecord(round=0))
+    at, record = opened(at, RoundRecord(round=0))
+    record = evaluate(at, record)
     # A start that was cut off before its state was written may have left its record.
     (folder.path / "rounds.jsonl").unlink(missing_ok=True)
     folder.commit(at, record)
@@ -79,6 +83,11 @@ def finish(
             model.load(w)
             tensors = {key: value.clone() for key, value in module.state_dict().items()}
             write_whole(folder.path / f"{name}.safetensors", save_tensors(tensors), private=False)
+    if CONSTANTS in at.state.vectors:
+        # Whoever uses the model scales records by the same.
+        mean, deviation = at.state.vectors[CONSTANTS].chunk(2)
+        named = zip(plan.records.released, mean.tolist(), deviation.tolist(), strict=True)
+        folder.write_json("columns.json", {n: {"mean": m, "deviation": d} for n, m, d in named})
     found = _summary(plan, terms, records, status) | {"model_parameters": model.size}
     folder.write_json("summary.json", found)
     return found

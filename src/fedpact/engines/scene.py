@@ -70,6 +70,11 @@ class Scene:
         return scene
 
     @property
+    def released(self) -> tuple[int, ...]:
+        """The places in a record that are scaled by what sites release."""
+        return self.plan.stage().released(self.raw.x[0], self.raw.features)
+
+    @property
     def sizes(self) -> dict[str, float]:
         """Each site's N_i, as it is declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}

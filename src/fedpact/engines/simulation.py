@@ -108,13 +108,17 @@ def simulate(
         evaluator = Evaluator(
             scene, charged, lambda site, included: remembered(memories[site], included)
         )
-        at, records = start(folder, plan, scene.module, evaluator)
-        check_complete(at, run, ledgers)
+        rounds = Rounds(plan, run, transport, evaluator, stop, own=True)
+        if not known:
+            check_draws(folder, environment)
+        at, records = start(folder, plan, scene.module, evaluator, rounds.opened)
+        if known:
+            # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
+            check_complete(at, run, ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
         for record in records:
             on_round(record)
-        rounds = Rounds(plan, run, transport, evaluator, stop, own=True)
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
@@ -194,6 +198,10 @@ def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
 
 
 def _write_setting(folder: Folder, scene: Scene) -> None:
+    if (folder.path / "environment.json").exists():
+        # It ended before round 0 was written. What was released till then is released again, as the
+        # same draws of the same run, so that it is not charged twice.
+        return
     name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
     environment = environment_of(name, cores=available_cores(), draws=DRAWS)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +238,7 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
             name=site.name,
             plan=scene.plan,
             run=run,
-            records=Records(site.x, site.y),
+            records=Records(site.x, site.y, scene.released),
             memory=home / "memory.safetensors",
             terms=terms,
             ledger=ledger.absolute() if terms else None,

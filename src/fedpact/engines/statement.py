@@ -161,13 +161,26 @@ def _scope(plan: Plan) -> tuple[list[str], list[str]]:
     """Return what the guarantee covers, and what it does not."""
     if not plan.private:
         return [], []
+    covers = [*_COVERS, *released_columns(plan)]
     if not plan.noisy_sizes:
-        return _COVERS, [*_DOES_NOT_COVER, _PUBLIC_SIZES]
+        return covers, [*_DOES_NOT_COVER, _PUBLIC_SIZES]
     released = (
         "Each site's size: a count with noise of standard deviation "
         f"{plan.privacy.size_noise:g}, released once, before training, as an event of its own."
     )
-    return [*_COVERS, released], [*_DOES_NOT_COVER, _NOISY_SIZES]
+    return [*covers, released], [*_DOES_NOT_COVER, _NOISY_SIZES]
+
+
+def released_columns(plan: Plan) -> list[str]:
+    """Return what is said of columns that are scaled by what the sites release; or nothing."""
+    names = plan.records.released
+    if not (names and plan.private):
+        return []
+    return [
+        f"What scales the columns {', '.join(names)}: means and mean squares of values in their "
+        "declared ranges, released once with noise, before training, as one event with all "
+        f"records. It takes {plan.privacy.column_share:.3g} of the budget, by 1/σ²."
+    ]
 
 
 def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
@@ -216,6 +229,7 @@ def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "sigma_joint": terms.event.sigma,
         "steps": terms.steps,
         "opening": _opening(terms),
+        "columns": _columns(terms),
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
@@ -230,6 +244,15 @@ def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         # "best" is the smallest of several: which it was.
         "epsilon_by": bound_by(history, terms.delta, terms.accountant).upper(),
     }
+
+
+def _columns(terms: Terms) -> dict[str, Any] | None:
+    """Return the event that scales columns, or None where there is none."""
+    of = terms.columns
+    if of is None:
+        return None
+    alone = epsilon({of.event: 1}, terms.delta, terms.accountant)
+    return {"sigma": of.event.sigma, "count": of.times, "epsilon": alone}
 
 
 def with_epsilon(

@@ -1,6 +1,6 @@
 """A site of a simulation, wherever it is trained: by a thread of this process, or by an actor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.ledger.ledger import Ledger
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task
+from fedpact.methods.released import ColumnRecords
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
@@ -53,11 +54,12 @@ class VirtualSite:
     def client(self, ledger: Ledger | None) -> Client[Bench]:
         """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
-        records = Records(self.records.x.to(device), self.records.y.to(device))
+        x, y = self.records.x.to(device), self.records.y.to(device)
+        scaled = ColumnRecords(replace(self.records, x=x, y=y))
         size, seed, private = self.size, plan.seed, plan.private
 
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
-            draws = bench.draws(seed, self.name, task.round)
+            draws, records = bench.draws(seed, self.name, task.round), scaled(task)
             if terms is None or ledger is None:
                 opening = plan.method.opening
                 rates = plan.rate(self.name, size), opening.rate if opening else 1.0

@@ -46,6 +46,10 @@ class FeatureStage:
         """Return the columns of what comes out of a table's; none of features."""
         return () if self.settings.used else self._scaling(record, features).names
 
+    def released(self, record: Tensor, features: Sequence[str]) -> tuple[int, ...]:
+        """Return the places in what comes out that are scaled by what sites release."""
+        return () if self.settings.used else self._scaling(record, features).released
+
     def example(self, record: Tensor) -> Tensor:
         """Return something of the form that a record [*shape] comes out in.
 

@@ -54,6 +54,11 @@ class Method:
         return self.settings.controlled
 
     @property
+    def opens_run(self) -> bool:
+        """Whether sites release something before the first round, in round 0."""
+        return False
+
+    @property
     def iterations(self) -> int | None:
         """Of a controlled τ: the local iterations of all rounds together, where they are given."""
         return self.settings.total_iterations

@@ -7,13 +7,14 @@ has the table.
 from collections.abc import Mapping
 from typing import Final
 
-from fedpact.algorithms import BaseSettings
+from fedpact.algorithms import BaseSettings, Summed
 from fedpact.errors import PlanError
 from fedpact.methods import Method
 from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.gridded import Gridded
+from fedpact.methods.released import Released
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
@@ -71,6 +72,10 @@ NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
 }
 """Table of a plan -> why it does not go with [secure_aggregation]."""
 
+RELEASED_NEEDS_SIZES: Final = (
+    "it weighs replies by other numbers than declared sizes, by which means over sites are"
+)
+
 
 def combined(
     name: str,
@@ -82,8 +87,10 @@ def combined(
     robust: RobustSettings,
     secure: SecureSettings,
     rounds: int,
+    columns: int = 0,
 ) -> Method:
-    """Return the algorithm with everything around it. rounds: of the run.
+    """Return the algorithm with everything around it. rounds: of the run. columns: that are
+    scaled by what the sites release.
 
     Raises PlanError: they do not go together.
     """
@@ -120,6 +127,21 @@ def combined(
         check_summed(method)
     if server.average != "none":
         method = Averaged(method, server, rounds)
+    if columns:
+        # Outside of all: its round is before the first one, and no algorithm's.
+        if compression.kind == "grid":
+            raise PlanError(
+                'compression.kind = "grid" does not go with records.columns of scale = "released": '
+                "it tells whole numbers of the gradients' noise, and what scales columns has "
+                "another; take another kind, or declare mean and deviation"
+            )
+        if secure.threshold and method.summed != Summed():
+            raise PlanError(
+                f'[secure_aggregation] with records.columns of scale = "released" does not go with '
+                f"algorithm = {name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
+                "choose another algorithm"
+            )
+        method = Released(method, columns)
     return method
 
 

@@ -79,6 +79,10 @@ class _Units:
         self.opened.add(self._given)
         return _Unit(self)
 
+    def columns(self) -> tuple[Tensor, float]:
+        """See oracle.Oracle."""
+        raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
+
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See oracle.Oracle."""
         del w

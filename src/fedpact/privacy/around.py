@@ -66,6 +66,10 @@ class OracleAround:
         """See Oracle."""
         return self._inner.shares
 
+    def columns(self) -> tuple[Tensor, float]:
+        """See Oracle."""
+        return self._inner.columns()
+
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
         return self._inner.unprotected(w)

@@ -36,12 +36,12 @@ from torch import Tensor
 from fedpact.check import count as at_least_one
 from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
-from fedpact.ledger.ledger import Ledger
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel, mean_over
 from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
-from fedpact.privacy import reach
+from fedpact.privacy import columns, reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
+from fedpact.privacy.charge import Charge
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
 from fedpact.privacy.terms import Opening, Terms
@@ -103,6 +103,14 @@ class Oracle(Protocol):
         """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         ...
 
+    def columns(self) -> tuple[Tensor, float]:
+        """Return what scales the site's columns, once, before the first round.
+
+        The released sums (privacy.columns) over N_i, float64 [2 m], and N_i times the variance of
+        their noise in each coordinate, a public number.
+        """
+        ...
+
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge.
 
@@ -113,10 +121,14 @@ class Oracle(Protocol):
 
 @dataclass(frozen=True)
 class Records:
-    """A site's training records: x [n, ...], y [n]. Only oracles hold one."""
+    """A site's training records: x [n, ...], y [n]. Only oracles hold one.
+
+    columns: of a row's numbers those that are scaled by what sites release; in [-1, 1] till then.
+    """
 
     x: Tensor
     y: Tensor
+    columns: tuple[int, ...] = ()
 
     def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
         """Return copies of the records of these indices, which ascend.
@@ -166,6 +178,10 @@ class PlainOracle:
         """See Oracle."""
         return self._batch(self._opening_rate, channels)
 
+    def columns(self) -> tuple[Tensor, float]:
+        """See Oracle."""
+        return columns.sums(self._records.x[:, list(self._records.columns)]) / self._size, 0.0
+
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
         return mean_over(self._kernel, self._records.x, self._records.y, w)
@@ -175,46 +191,6 @@ class PlainOracle:
         self._step += 1
         x, y = self._records.at(chosen)
         return PlainBatch(self._kernel, x, y, rate * self._size, channels)
-
-
-@dataclass(frozen=True)
-class Charge:
-    """How an oracle's events are written down: the ledger, and what tells this request apart.
-
-    digest: of all that the answer follows from besides records and seed, so that what a
-    hypothetical ledger takes for a repetition is one. `run` has to stand for one seed.
-    """
-
-    ledger: Ledger
-    run: str
-    round: int
-    digest: str
-    attempt: int = 0
-
-    def steps_left(self, terms: Terms) -> float:
-        """Return how many of the reserved batches the ledger leaves the run."""
-        return terms.steps_after(self.ledger.spent(self.run))
-
-    def __call__(self, terms: Terms, first: int, count: int, channels: tuple[str, ...]) -> None:
-        """Charge `count` joint events, the first of them the request's step `first`.
-
-        An event is charged whole, as the terms' event, even where fewer channels are asked for.
-        Raises PolicyRefused: a channel that the terms do not name, or none, or one twice.
-        """
-        if not channels or len(set(channels)) < len(channels) or set(channels) - set(terms.sigmas):
-            raise PolicyRefused(
-                f"channels {list(channels)} were asked for: this run's terms at the site name "
-                f"{sorted(terms.sigmas)}, each once a batch"
-            )
-        self.ledger.charge(
-            self.run,
-            f"{self.round}/{first}/{self.digest}",
-            terms.event,
-            count,
-            purpose=channels,
-            round_number=self.round,
-            attempt=self.attempt,
-        )
 
 
 class PrivateOracle:
@@ -282,6 +258,12 @@ class PrivateOracle:
         self._charge(opening, self._step, 1, channels)
         self._step += 1
         return self._batch(opening, self._step - 1, channels)
+
+    def columns(self) -> tuple[Tensor, float]:
+        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no such release."""
+        once = self._charge.once if isinstance(self._charge, Charge) else None
+        u = self._records.x[:, list(self._records.columns)]
+        return columns.answered(self._terms.columns, u, self._terms.size, once, self._draws)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""

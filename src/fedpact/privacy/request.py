@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fedpact import check
 from fedpact.errors import PlanError
+from fedpact.privacy.once import Once
 from fedpact.privacy.terms import (
     Channels,
     Opening,
@@ -32,6 +33,7 @@ from fedpact.theory.calibration import smallest_scale
 class TermsRequest:
     """What a site's terms follow from, but for the noise. See Terms for what is not said here.
 
+    columns: how the site releases what scales its columns, None where it does not.
     channels: of the batches. opening: the event that opens each round, None where there is none;
     openings: how many are planned. Raises InputError, and PlanError: no channel.
     """
@@ -50,6 +52,7 @@ class TermsRequest:
     openings: int = 0
     honest: int = 0
     grid: float = 0.0
+    columns: Once | None = None
 
     def __post_init__(self) -> None:
         check_ratios(self.channels)
@@ -75,7 +78,7 @@ class TermsRequest:
         if self.opening:
             least = _relative(self.mechanism, self.opening.channels) / unit
             planned[SampledGaussian(self.opening.rate, least)] += self.openings
-        before = self._affordable_size()
+        before = self._affordable()
         whole = smallest_scale(self._priced, planned, self.accountant, spent=before)
         sigma = whole / unit
         # Rounding in the joint multipliers must not push the reservation past the budget.
@@ -96,7 +99,7 @@ class TermsRequest:
         check.positive(sigma=sigma)
         check.count(steps=self.steps)
         full = self._terms(sigma)
-        self._affordable_size()
+        self._affordable()
         whole = full.history(full.steps, full.openings)
         if epsilon(whole, self._priced.delta, self.accountant) <= self.budget.epsilon:
             # How many more there could be is not asked, and costs a search far beyond the plan.
@@ -132,12 +135,13 @@ class TermsRequest:
             self.openings if opening else 0,
             self.honest,
             self.grid,
+            self.columns,
         )
 
-    def _affordable_size(self) -> History:
-        """Return what a released size costs before training. Raises PlanError: the whole budget."""
-        event, budget = size_event(self.size_noise), self.budget
-        cost = epsilon(event, budget.delta, self.accountant)
+    def _affordable(self) -> History:
+        """Return what is released before training. Raises PlanError: it costs the whole budget."""
+        size, budget = size_event(self.size_noise), self.budget
+        cost = epsilon(size, budget.delta, self.accountant)
         if not cost < budget.epsilon:
             raise PlanError(
                 f"privacy.size_noise is {self.size_noise:g}: the noisy size of site {self.site!r} "
@@ -145,7 +149,18 @@ class TermsRequest:
                 f"{budget.epsilon:g} that it grants; raise size_noise, or declare sizes with "
                 'privacy.sizes = "public"'
             )
-        return event
+        if self.columns is None:
+            return size
+        before = Counter(size) + self.columns.history
+        cost = epsilon(before, budget.delta, self.accountant)
+        if not cost < budget.epsilon:
+            raise PlanError(
+                f"what scales the columns of site {self.site!r} costs ε = {cost:.4g} at δ = "
+                f"{budget.delta:g} ({ADJACENCY}) with {self.columns.times} releases and what else "
+                f"comes before training, of the ε = {budget.epsilon:g} that it grants; lower "
+                "privacy.column_share or budget.spare_rounds, or declare mean and deviation"
+            )
+        return before
 
 
 def _relative(mechanism: str, channels: Channels) -> float:

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedpact.errors import PlanError
+from fedpact.privacy import columns
 from fedpact.privacy.mechanisms import MECHANISMS
+from fedpact.privacy.once import Once
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
 
@@ -68,6 +70,8 @@ class Privacy(BaseModel):
     before training, which its budget pays for. A plain run has exact ones.
     size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation
     in records.
+    column_share: of the budget, what the release takes by which columns with scale = "released" are
+    scaled: 1/σ² adds up over Gaussian releases, and this is the release's part of it.
     trust: "own", each site's noise is enough alone; or "sum": sites share the noise out, and only
     sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the larger
     one that needs none is stated beside it; see docs/noise-for-the-sum.md.
@@ -86,6 +90,7 @@ class Privacy(BaseModel):
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
     sizes: Literal["public", "noisy"] = "public"
     size_noise: float = Field(default=10.0, gt=0)
+    column_share: float = Field(default=0.04, gt=0, lt=1)
     trust: Literal["own", "sum"] = "own"
     honest: int = Field(default=0, ge=0)
     person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
@@ -150,6 +155,15 @@ class Privacy(BaseModel):
         return Budget(
             grant.epsilon or _at(self.epsilon, place), grant.delta or _at(self.delta, place)
         )
+
+    def release_of(
+        self, released: tuple[str, ...], site: str, sites: tuple[str, ...], times: int
+    ) -> Once | None:
+        """Return how one of these sites releases what scales its columns; None: there are none."""
+        if not released:
+            return None
+        budget = self.budget(site, sites)
+        return columns.release(len(released), budget, self.accountant, self.column_share, times)
 
     def noise(self, site: str, sites: tuple[str, ...]) -> float | None:
         """Return σ_i where it is given, None where it is to be calibrated."""

@@ -14,7 +14,7 @@ from fedpact.check import positive
 from fedpact.draws import grid
 from fedpact.draws.seeded import Draws
 from fedpact.ledger.ledger import Ledger
-from fedpact.privacy.terms import Terms
+from fedpact.privacy.terms import Terms, size_event
 
 
 def noisy_size(records: int, noise: float, draws: Draws) -> float:
@@ -35,5 +35,5 @@ def charge_size(ledger: Ledger, run: str, terms: Terms) -> None:
 
     Raises what Ledger.charge raises.
     """
-    for event, count in terms.history(0).items():
+    for event, count in size_event(terms.size_noise).items():
         ledger.charge(run, "size", event, count, purpose=("size",), round_number=0)

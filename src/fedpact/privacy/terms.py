@@ -14,6 +14,7 @@ from fedpact import check
 from fedpact.errors import InputError, PlanError
 from fedpact.ledger.reservations import Shared
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
+from fedpact.privacy.once import Once
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
     Accountant,
@@ -32,6 +33,7 @@ Channels = Mapping[str, float]
 # What a policy calls the other releases; no channel has such a name, which would stand for both.
 _SIZE: Final = "size"
 _ANCHOR: Final = "anchor "
+_COLUMNS: Final = "columns "
 
 SUMMED: Final = frozenset({"gradient", "loss", "below"})
 """The channels of which sites can release shares that are summed."""
@@ -64,6 +66,7 @@ class Terms:
     which the events were counted. mechanism: of MECHANISMS. size_noise: the noise multiplier of
     the released size; None where it is declared. opening_rate, opening_sigmas, openings: the same
     of the event that opens a round, and how many are reserved; no sigmas: there is none.
+    columns: how the site releases what its columns are scaled by, once; None where it does not.
     honest: h, how many sites' shares of noise protect a record together, where only sums over sites
     are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
     grid: ν >= theory.shares.UNITS where each release is rounded to a grid of 1/ν of its noise's
@@ -87,6 +90,7 @@ class Terms:
     openings: int = 0
     honest: int = 0
     grid: float = 0.0
+    columns: Once | None = None
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
@@ -96,10 +100,11 @@ class Terms:
         check.natural(openings=self.openings)
         check.natural(honest=self.honest)
         for name in (*self.sigmas, *self.opening_sigmas):
-            if name == _SIZE or name.startswith(_ANCHOR):
+            if name == _SIZE or name.startswith((_ANCHOR, _COLUMNS)):
                 raise InputError(
-                    f"a channel is called {name!r}: expected another name than {_SIZE!r} and "
-                    f"{_ANCHOR + '...'!r}, by which a policy allows other releases"
+                    f"a channel is called {name!r}: expected another name than {_SIZE!r}, "
+                    f"{_ANCHOR + '...'!r} and {_COLUMNS + '...'!r}, by which a policy allows other "
+                    "releases"
                 )
         noisy = [
             check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
@@ -139,10 +144,12 @@ class Terms:
                 f"{self.openings}, mechanism {self.mechanism!r}: expected sums over the "
                 f"batch, of {', '.join(sorted(SUMMED))}, and a gradient's among them"
             )
-        if self.size_noise is not None or not self.delta > 0:
+        once = self.size_noise is not None or self.columns is not None
+        if once or not self.delta > 0:
             raise InputError(
-                f"honest is {self.honest} with size_noise {self.size_noise} and δ = "
-                f"{self.budget.delta:g}: expected declared sizes, and δ > {shares.ADDED_DELTA:g}"
+                f"honest is {self.honest} with size_noise {self.size_noise}, columns "
+                f"{self.columns} and δ = {self.budget.delta:g}: expected declared sizes and scales,"
+                f" and δ > {shares.ADDED_DELTA:g}"
             )
 
     @property
@@ -172,12 +179,13 @@ class Terms:
         """Everything the site releases -> its noise multiplier.
 
         The channels of the batches; "anchor gradient" and the like, those of the event that opens a
-        round; "size", a noisy one. A policy names what it allows by these, and no other name is
-        anything's.
+        round; "size", a noisy one; "columns moments", what scales them. A policy names what it
+        allows by these, and no other name is anything's.
         """
         size = {} if self.size_noise is None else {_SIZE: self.size_noise}
         opening = {_ANCHOR + name: s for name, s in self.opening.multipliers.items()}
-        return self.multipliers | (opening if self.openings else {}) | size
+        columns = {} if self.columns is None else self.columns.releases
+        return self.multipliers | (opening if self.openings else {}) | size | columns
 
     @cached_property
     def opening(self) -> "Terms":
@@ -221,11 +229,18 @@ class Terms:
     def history(self, steps: int, openings: int | None = None) -> Counter[SampledGaussian]:
         """Return the run's events up to `steps` batches and `openings`, by default all openings.
 
-        The released size comes before them. No steps means no openings either.
+        A released size, and what scales columns, come before them. No steps means no openings
+        either.
         """
         opened = min(steps, self.openings) if openings is None else openings
         opening = Counter({self.opening.event: opened}) if opened else Counter[SampledGaussian]()
-        return Counter(size_event(self.size_noise)) + opening + Counter({self.event: steps})
+        return self.before + opening + Counter({self.event: steps})
+
+    @property
+    def before(self) -> Counter[SampledGaussian]:
+        """What is released once, before training."""
+        columns = Counter[SampledGaussian]() if self.columns is None else self.columns.history
+        return Counter(size_event(self.size_noise)) + columns
 
     def steps_after(self, spent: History) -> int:
         """Return how many of the reserved batches are left after `spent`, a public number >= 0.

@@ -3,6 +3,7 @@
     "range"      (2 x - low - high) / (high - low)      in -1..1
     "unit"       (x - low) / (high - low)               in 0..1
     "standard"   (x - mean) / deviation
+    "released"   as "range", and then by what sites release of that (privacy.columns)
     "one-hot"    for each category a number, 1 for the record's own and 0 for the others
 
 A record's numbers follow from that record and the constants alone, so the numbers that are clipped
@@ -47,6 +48,18 @@ class Scaling:
         named = [[name, *_each(name, self.form.of(name))] for name in self.features]
         return tuple(name for first, *rest in named for name in rest or [first])
 
+    @property
+    def released(self) -> tuple[int, ...]:
+        """The places, in what comes out, of columns that are scaled by what sites release.
+
+        In the order of the declaration, which is the same at all sites.
+        """
+        places, place = dict[str, int](), 0
+        for name in self.features:
+            places[name] = place
+            place += len(_each(name, self.form.of(name))) or 1
+        return tuple(places[name] for name in self.form.released)
+
     def example(self, record: Tensor) -> Tensor:
         """Return zeros of the form that a record [*shape] comes out in.
 
@@ -81,7 +94,7 @@ def _scaled(x: Tensor, own: ValueRange) -> Tensor:
         if own.mean is not None and own.deviation is not None:
             return (x - own.mean) / own.deviation
     low, high = own.low or 0.0, own.high or 0.0
-    if own.scale == "range":
+    if own.scale in ("range", "released"):
         return (2 * x - low - high) / (high - low)
     return (x - low) / (high - low) if own.scale == "unit" else x
 

@@ -29,7 +29,6 @@ from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import FedpactError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.privacy.oracle import Records
 from fedpact.theory.accounting import History
 
 _EACH = {"num_cpus": 1, "num_gpus": 0.0}
@@ -143,7 +142,8 @@ class _Backend(RayBackend):
 
 def _alone(site: VirtualSite) -> VirtualSite:
     """The site with records of its own: a view would take its whole tensor along."""
-    return replace(site, records=Records(site.records.x.clone(), site.records.y.clone()))
+    x, y = site.records.x.clone(), site.records.y.clone()
+    return replace(site, records=replace(site.records, x=x, y=y))
 
 
 def _start_ray(actors: int) -> bool:

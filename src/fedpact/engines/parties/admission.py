@@ -58,7 +58,8 @@ def expected_form(workshop: Workshop, task: Task) -> Form:
     """Return the form of every honest reply to this task, on records that are nobody's."""
     x, y = workshop.made_up()
     kernel = PlainKernel(FlatModel(workshop.module()), cross_entropy)
-    oracle = PlainOracle(Records(x, y), kernel, 1.0, float(len(y)), SeededDraws(0))
+    records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
+    oracle = PlainOracle(records, kernel, 1.0, float(len(y)), SeededDraws(0))
     local = workshop.plan.method.local(task, oracle, State())
     return replace(Form.of(local.vectors, local.numbers), coded=workshop.plan.method.coded)
 

@@ -21,17 +21,19 @@ from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
-from fedpact.engines.statement import Side, statement, with_epsilon
+from fedpact.engines.statement import Side, released_columns, statement, with_epsilon
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
 from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.columns import scaled_by
 from fedpact.privacy.rounding import check_grid
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
@@ -103,11 +105,11 @@ class Coordinator:
         """
         self._begin()
         evaluator = _Evaluator(self)
-        at, records = start(self.folder, self.plan, self.module, evaluator)
+        rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
+        at, records = start(self.folder, self.plan, self.module, evaluator, rounds.opened)
         evaluator.go_on(records)
         for record in records:
             on_round(record)
-        rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
         for committed, record in rounds(at):
             at = committed
             self.folder.commit(at, record)
@@ -146,7 +148,7 @@ class Coordinator:
         side = Side(
             randomness="seeded test: protects nobody" if test else "secure, at each site",
             separation=self.workshop().separation(),
-            covers=_COVERS,
+            covers=[*_COVERS, *released_columns(self.plan)],
             does_not_cover=_DOES_NOT_COVER,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)
@@ -161,6 +163,10 @@ class _Evaluator:
         self._model = FlatModel(coordinator.module())
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         self._test = _test_set(coordinator)
+        federation, plan = coordinator.federation, coordinator.plan
+        stage = federation.stage(plan, coordinator.directory)
+        # Of a test set, which is of arrays; how the columns of the sites' tables lie, nobody tells.
+        self._released = stage.released(federation.example(), ()) if self._test else ()
 
     def go_on(self, records: list[RoundRecord]) -> None:
         """Count on from the rounds that are committed."""
@@ -176,6 +182,8 @@ class _Evaluator:
         if self._test is None:
             return record
         x, y = self._test
+        if CONSTANTS in at.state.vectors:
+            x = scaled_by(x, self._released, at.state.vectors[CONSTANTS])
         score, average = self._score(at.state.vectors["w"], x, y), averaged(at.state)
         record = dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
         if average is None:

@@ -126,7 +126,17 @@ class Federation(BaseModel):
         return tuple(sorted(self.sites))
 
     def terms(self, plan: Plan) -> dict[str, Terms]:
-        """Return every site's terms, from public numbers alone."""
+        """Return every site's terms, from public numbers alone.
+
+        Raises PlanError: plan and federation do not declare the same.
+        """
+        here, there = len(self.records.released), len(plan.records.released)
+        if here != there:
+            raise PlanError(
+                f'federation.toml has {here} columns of scale = "released", plan.json {there}: '
+                "expected the same declarations in both; write them again with `fedpact deploy "
+                "init`"
+            )
         return plan.terms({name: member.size for name, member in self.sites.items()})
 
     def workshop(self, plan: Plan, at: Path) -> Workshop:

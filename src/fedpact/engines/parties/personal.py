@@ -21,6 +21,7 @@ from fedpact.engines.parties.site import SiteSettings, own_records
 from fedpact.engines.process import one_thread
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
+from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel
 from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
 
@@ -47,6 +48,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     settings = parse_toml(SiteSettings, directory / "site.toml")
     federation = Federation.read(directory / "federation.toml")
     plan = read_plan(directory / "plan.json")
+    check_as_declared(plan.method)
     source = _final(directory, federation.run, model)
     module = federation.workshop(plan, directory).module()
     flat = FlatModel(module)

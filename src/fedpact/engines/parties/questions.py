@@ -23,6 +23,7 @@ class Questions:
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
         self._always = frozenset(told.numbers)
+        self._first = 0 if plan.method.opens_run else 1
         self._told = dict[int, Vectors]()
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
@@ -60,7 +61,7 @@ class Questions:
 
     def _wrong(self, task: Task) -> str | None:
         for name, value, least, most in (
-            ("round", task.round, 1, self._rounds),
+            ("round", task.round, self._first, self._rounds),
             ("included", task.included, -1, task.round - 1),
             ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
         ):

@@ -52,6 +52,7 @@ from fedpact.messages import (
     from_bytes,
     to_bytes,
 )
+from fedpact.methods.released import ColumnRecords
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
@@ -107,7 +108,7 @@ class Site:
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
-        self._records = self._load()
+        self._records = ColumnRecords(self._load())
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self._last = LastReply(directory / "reply.bin")
@@ -272,12 +273,13 @@ class Site:
         )
         left = partial(charge.steps_left, self._terms)
         draws = test or self._secure
-        return PrivateOracle(self._records, bench.private, self._terms, draws, charge, left)
+        return PrivateOracle(self._records(task), bench.private, self._terms, draws, charge, left)
 
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
         found = own_records(self._directory, self.settings, self.federation, self.plan, bench)
-        return Records(found.x.to(self._device), found.y.to(self._device))
+        x, y = found.x.to(self._device), found.y.to(self._device)
+        return replace(found, x=x, y=y)
 
 
 def own_records(
@@ -297,7 +299,8 @@ def own_records(
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
     good = taken(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
-    return Records(staged.x[good], found.y[good])
+    released = stage.released(of.example(), found.features)
+    return Records(staged.x[good], found.y[good], released)
 
 
 def decode_task(block: bytes) -> Task:

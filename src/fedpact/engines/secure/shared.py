@@ -185,6 +185,10 @@ class OfSum:
         """See Oracle."""
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
+    def columns(self) -> tuple[Tensor, float]:
+        """See Oracle."""
+        raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
+
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
         del w

@@ -62,7 +62,8 @@ class Opened:
         if charged:
             there = "is missing" if found is None else f"is of run {found!r}"
             raise DataError(f"{self._path} {there}, and this site has released in {run!r}: {_LOST}")
-        self._keep((run, 0, 0, ()))
+        # Before every round that there may be: a run may open with round 0.
+        self._keep((run, -1, 0, ()))
 
     def make_room(self, task: Task, sites: Iterable[str]) -> None:
         """Take room on the disk for a sum of a task over any of these sites, kept until `allows`.

@@ -1,0 +1,154 @@
+"""Columns that are scaled by numbers which the sites release, around any method.
+
+Round 0, before the first one: each site releases means and mean squares of its columns, once, as an
+event of its own (privacy.columns), and nothing is trained. The server makes of their weighted mean
+the constants that all sites are told from then on, with every task; each scales its records by
+them (`records_for`), and what is trained does not notice.
+
+    columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
+                        before they are known
+    columns/means       [2 m], a site's reply to round 0, with columns/noise: N_i times the variance
+                        of its noise, so that the weighted mean of both says how loud their sum is
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import PlanError
+from fedpact.features.settings import FeatureSettings
+from fedpact.local import weighted_mean
+from fedpact.messages import Local, Reply, State, Task, join, split
+from fedpact.methods import Around, Method
+from fedpact.privacy import columns
+from fedpact.privacy.oracle import Bounds, Oracle, Records, Terms, reach
+from fedpact.privacy.settings import Privacy
+
+CONSTANTS: Final = "columns/constants"
+_PREFIX: Final = "columns/"
+_OWN: Final = "constants"
+_MEANS: Final = "columns/means"
+_NOISE: Final = "columns/noise"
+
+
+def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy) -> str:
+    """Return why such columns do not go with [features], or shared noise; "" where they do."""
+    if released and features.used:
+        return (
+            'records.columns of scale = "released" with [features]: features are computed once, '
+            "before the first round, of records as they are declared; take another scale"
+        )
+    if released and privacy.honest:
+        return (
+            'privacy.trust = "sum" does not go with records.columns of scale = "released": noise '
+            "is shared out for what rounds release; declare mean and deviation with scale = "
+            '"standard", or take trust = "own"'
+        )
+    return ""
+
+
+def check_as_declared(method: Method) -> None:
+    """Raise PlanError where a method's records are not scaled as they are declared."""
+    if method.opens_run:
+        raise PlanError(
+            'records.columns of scale = "released": audits, comparisons and tuning take records '
+            "as they are declared, and this run's were scaled by what its sites released; for that, "
+            'run it with declared mean and deviation (scale = "standard")'
+        )
+
+
+class Released(Around):
+    """See the module; outermost of all. count: m."""
+
+    def __init__(self, inner: Method, count: int) -> None:
+        super().__init__(inner)
+        self.count = count
+
+    @property
+    def opens_run(self) -> bool:
+        """See Method."""
+        return True
+
+    def init(self, w: Tensor) -> State:
+        """See Method."""
+        nothing = State({_OWN: torch.zeros(2 * self.count, dtype=torch.float64)})
+        return join(nothing, _PREFIX, self.inner.init(w))
+
+    def task(self, state: State) -> State:
+        """See Method."""
+        own, rest = split(state, _PREFIX)
+        return join(own, _PREFIX, self.inner.task(rest))
+
+    def bounds(self, task: Task, terms: Terms) -> Bounds:
+        """See Method. A record's part is at most Δ long, and N_i of them and noise are sent."""
+        if task.round:
+            return self.inner.bounds(_without(task), terms)
+        if terms.columns is None:
+            return Bounds({}, {})
+        noise = columns.deviation(terms.columns)
+        longest = reach.RECORDS * columns.most_moved(self.count)
+        release = reach.Release(longest, noise / terms.size)
+        loud = reach.about(noise**2 / terms.size)
+        return Bounds({_MEANS: release.longest(2 * self.count)}, {_NOISE: loud})
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """See Method."""
+        if task.round:
+            return self.inner.local(_without(task), oracle, memory)
+        means, noise = oracle.columns()
+        return Local({_MEANS: means}, {_NOISE: noise}, memory)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """See Method."""
+        own, rest = split(state, _PREFIX)
+        if bool(own.vectors[_OWN].any()):
+            return join(own, _PREFIX, self.inner.update(rest, replies))
+        weights = _Weights(replies)
+        mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE])
+        loud = math.sqrt(mean.numbers[_NOISE] / weights.total)
+        found = State({_OWN: columns.constants(mean.vectors[_MEANS], loud)})
+        return join(found, _PREFIX, rest)
+
+    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """See Method."""
+        if _MEANS in reply.vectors:
+            return reply
+        return self.inner.opened(reply, {k: v for k, v in told.items() if k != CONSTANTS})
+
+
+class _Weights:
+    """Replies on their way, and the sum of their weights."""
+
+    def __init__(self, replies: Iterable[Reply]) -> None:
+        self._replies, self.total = replies, 0.0
+
+    def __iter__(self) -> Iterator[Reply]:
+        for reply in self._replies:
+            self.total += reply.weight
+            yield reply
+
+
+class ColumnRecords:
+    """A site's records, scaled as its tasks say."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = self._scaled = records
+        self._by: Tensor | None = None
+
+    def __call__(self, task: Task) -> Records:
+        """Return the records that a task is trained on."""
+        by = task.vectors.get(CONSTANTS)
+        if by is None or task.round == 0:
+            return self._records
+        if self._by is None or not torch.equal(by, self._by):
+            x = columns.scaled_by(self._records.x, self._records.columns, by)
+            self._scaled, self._by = replace(self._records, x=x), by.clone()
+        return self._scaled
+
+
+def _without(task: Task) -> Task:
+    return replace(task, vectors={k: v for k, v in task.vectors.items() if k != CONSTANTS})

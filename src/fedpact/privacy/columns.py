@@ -1,0 +1,124 @@
+"""Means and mean squares of a site's columns, released once with noise: what scales them.
+
+A record's columns u_1, ..., u_m are in [-1, 1], by their declared ranges. It adds u_j and
+u_j² - 1/2 to 2 m sums, together one vector of length
+
+    sqrt(Σ_j u_j² + (u_j² - 1/2)²) = sqrt(Σ_j u_j⁴ + 1/4) <= sqrt(5 m / 4) =: Δ
+
+as u_j <= 1. So the 2 m sums with noise N(0, σ² Δ²) in each are one Gaussian event at q = 1 with
+multiplier σ, under add/remove of one record. What is added is rounded to multiples of 2^-20, and
+whole numbers below 2^53 add without error: nothing else moves a sum.
+
+Divided by the declared N_i and weighted by it, the sites' releases are (Σ sums + noise) / Σ N_i.
+From there on all is post-processing: mean μ_j, deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j
+the mean square and s the noise's own deviation, as what lies below it is noise. A deviation that
+came out too small would blow the column up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact import check
+from fedpact.draws.seeded import Draws
+from fedpact.errors import PolicyRefused
+from fedpact.privacy.once import Once
+from fedpact.theory.accounting import Accountant, Budget, SampledGaussian
+from fedpact.theory.calibration import smallest_scale
+
+ChargeOnce = Callable[[SampledGaussian, tuple[str, ...]], None]
+"""Writes an event down, and what it is for."""
+
+_UNIT: Final = 2.0**-20
+_SLACK: Final = 1 + 2.0**-18
+_LEAST_VARIANCE: Final = 2.0**-16
+_CHANNEL: Final = "moments"
+
+
+def most_moved(columns: int) -> float:
+    """Return Δ of m columns.
+
+    >>> round(most_moved(5), 4)
+    2.5
+    """
+    return math.sqrt(1.25 * columns) * _SLACK
+
+
+def release(columns: int, budget: Budget, accountant: Accountant, share: float, times: int) -> Once:
+    """Return the event of m columns that takes a share of a budget. times: how many are reserved.
+
+    1 / σ² adds up over Gaussian releases, and is what a budget has: with σ_1 the noise at which one
+    release alone would cost all of (ε, δ), σ = σ_1 / sqrt(share). share: in (0, 1). Raises
+    InputError.
+    """
+    least = smallest_scale(budget, {SampledGaussian(1.0, 1.0): 1}, accountant)
+    sigma = least / math.sqrt(check.positive(share=share))
+    return Once("columns", {_CHANNEL: most_moved(columns)}, sigma, times, budget, accountant)
+
+
+def covers(of: Once, columns: int) -> bool:
+    """Whether the event is that of so many columns."""
+    return columns > 0 and of.bounds.get(_CHANNEL) == most_moved(columns)
+
+
+def deviation(of: Once) -> float:
+    """Return the noise's standard deviation in each sum."""
+    return of.sigma * of.bounds[_CHANNEL]
+
+
+def released(of: Once, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
+    """Return `sums` of records u [n, m] with noise, float64 [2 m]. Raises what `charge` raises."""
+    return of.release(charge, lambda: {_CHANNEL: sums(u)}, draws)[_CHANNEL]
+
+
+def answered(
+    of: Once | None, u: Tensor, size: float, charge: ChargeOnce | None, draws: Draws
+) -> tuple[Tensor, float]:
+    """Return Oracle.columns of records u [n, m]; size: N_i. Raises PolicyRefused: no such release.
+
+    Raises what `charge` raises.
+    """
+    # The bound is that of so many columns; the sums of more would be farther apart.
+    if of is None or charge is None or not covers(of, u.shape[1]):
+        raise PolicyRefused(
+            f"what scales {u.shape[1]} columns was asked for: this run has {of} for the site"
+        )
+    return released(of, charge, u, draws) / size, deviation(of) ** 2 / size
+
+
+def sums(u: Tensor) -> Tensor:
+    """Return Σ u_j, then Σ (u_j² - 1/2), of records u [n, m]: float64 [2 m] on the CPU.
+
+    What is beyond [-1, 1] counts as the nearer end, and what is no number as 0.
+    """
+    u = u.double().nan_to_num(0.0).clamp(-1, 1)
+    u = (u / _UNIT).round()
+    squares = ((u * _UNIT).square() - 0.5) / _UNIT
+    return torch.cat([u.sum(0), squares.round().sum(0)]).cpu() * _UNIT
+
+
+def constants(means: Tensor, noise: float) -> Tensor:
+    """Return μ, then the deviations, float64 [2 m], from the released means [2 m] of `sums`.
+
+    noise: the standard deviation of the means' noise; 0 for none.
+    """
+    mean, square = means.double().chunk(2)
+    mean = mean.clamp(-1, 1)
+    least = max(check.non_negative(noise=noise), _LEAST_VARIANCE)
+    variance = (square + 0.5 - mean.square()).clamp(least, 1.0 if least < 1 else least)
+    return torch.cat([mean, variance.sqrt()])
+
+
+def scaled_by(x: Tensor, columns: Sequence[int], by: Tensor) -> Tensor:
+    """Return records x [n, d] with (u - μ) / deviation in the place of these columns.
+
+    by: what `constants` returned.
+    """
+    mean, deviation = by.to(x.device).double().chunk(2)
+    at = torch.tensor(columns, device=x.device)
+    found = x.clone()
+    found[:, at] = ((x[:, at].double() - mean) / deviation).to(x.dtype)
+    return found
