@@ -13,6 +13,7 @@ from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Folder, check_out
+from fedpact.methods.released import check_as_declared
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
@@ -80,6 +81,7 @@ def compare(
 def _holds_out(plans: Mapping[str, Plan]) -> None:
     """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
     for name, plan in plans.items():
+        check_as_declared(plan.method)
         if not plan.partition.held_out:
             raise PlanError(
                 f"{name}: partition.held_out is {plan.partition.held_out:g}: what joining is worth "

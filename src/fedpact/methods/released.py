@@ -56,8 +56,8 @@ def check_as_declared(method: Method) -> None:
     if method.opens_run:
         raise PlanError(
             'records.columns of scale = "released": audits, comparisons and tuning take records '
-            "as they are declared, and this run's were scaled by what its sites released; for that, "
-            'run it with declared mean and deviation (scale = "standard")'
+            "as they are declared, and this run's were scaled by what its sites released; for "
+            'that, run it with declared mean and deviation (scale = "standard")'
         )
 
 
