@@ -12,6 +12,7 @@ from tests.deploy.grid import NAMES, Clock, charged
 from fedpact.engines.flower import codec, transport, underway
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.secure import opened as opened_module
 from fedpact.engines.secure import site as site_module
 from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
@@ -26,12 +27,13 @@ from fedpact.privacy.oracle import PrivateOracle
 
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}
-
+FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
 
 SHARED = {
     "secure_aggregation": {"threshold": 3},
     "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
 }
+SHARED_BY_FIVE = {**SHARED, "secure_aggregation": {"threshold": 4}}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,8 @@ def loses(node, step, number, times=None):
     def behave(message, answer):
         asked = from_bytes(node.heard[-1])
         given = answer()
-        if (asked.round, asked.step) == (number, step) and (times is None or len(lost) < times):
+        at = step if isinstance(step, tuple) else (step,)
+        if asked.round == number and asked.step in at and (times is None or len(lost) < times):
             lost.append(given)
             return None
         return given
@@ -82,7 +85,14 @@ def loses(node, step, number, times=None):
     return lost
 
 
-STEPS = list(wire.STEPS)
+AHEAD = list(wire.AHEAD)
+SUM = ["masked", "open"]
+SLOW = ["masked", "consistency", "unmask"]
+
+
+def slow(node, number):
+    """A site that is never in the sum of this round, so that the others agree on a list."""
+    return loses(node, "masked", number)
 
 
 def test_it_runs_and_charges_what_the_run_without_it_does(federation):
@@ -92,7 +102,7 @@ def test_it_runs_and_charges_what_the_run_without_it_does(federation):
     assert run.summary["status"] == "finished"
     assert [charged(node) for node in nodes] == [4, 4, 4]
     for node in nodes:
-        assert steps_of(node) == [(number, step) for number in (1, 2) for step in STEPS]
+        assert steps_of(node) == [(1, s) for s in [*AHEAD, *SUM]] + [(2, s) for s in SUM]
 
 
 # float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the
@@ -161,27 +171,32 @@ def test_a_step_is_refused_where_the_plan_has_none(federation):
     assert from_bytes(block).code == "policy"
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
 def test_a_site_that_drops_out_at_any_step_costs_itself_only(federation, step):
-    """From `consistency` on it is in the sum already, and stays in it."""
-    run, nodes = federation(seeds="test")
-    lost = loses(nodes[1], step, 2)
+    """Who has dealt shares is in the session, who has masked is in the sum, and stays in it."""
+    number = 1 if step in AHEAD else 2
+    run, nodes = federation(seeds="test", rounds=number, **FIVE)
+    lost = loses(nodes[1], step, number)
+    if step in ("consistency", "unmask"):
+        slow(nodes[3], number)
     records = run()
     assert lost
-    assert records[1].refused == {}
-    summed = step in ("consistency", "unmask")
-    assert records[2].refused == ({} if summed else {"site-01": "absent"})
-    check_mean(run, NAMES if summed else ("site-00", "site-02"))
-    assert [charged(node) for node in nodes] == [4, 2 if step in STEPS[:2] else 4, 4]
+    assert all(record.refused == {} for record in records[1:number])
+    gone = {"consistency": "site-03", "unmask": "site-03", "open": None}.get(step, "site-01")
+    assert records[number].refused == ({gone: "absent"} if gone else {})
+    check_mean(run, [node.site.name for node in nodes if node.site.name != gone], number)
+    spent = [2 * number] * 5
+    spent[1] -= 2 if step in AHEAD else 0
+    assert [charged(node) for node in nodes] == spent
 
 
-def check_mean(run, sites):
+def check_mean(run, sites, number=2):
     """The server's last w is the weighted mean of what these sites have on their disks."""
     replies = []
     for site in sites:
         block = (run.directory / "sites" / site / "reply.bin").read_bytes().partition(b"\n")[2]
         replies.append(from_bytes(block))
-    assert all(reply.round == 2 for reply in replies)
+    assert all(reply.round == number for reply in replies)
     total = sum(reply.weight for reply in replies)
     w = sum(reply.weight / total * reply.vectors["w"].double() for reply in replies)
     own = Folder(run.directory / "server" / "run").restore()[0].state.vectors["w"]
@@ -192,38 +207,46 @@ def check_mean(run, sites):
 
 def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
     run, nodes = federation()
-    for node, step in zip(nodes, ("shares", "masked", "unmask"), strict=True):
+    for node, step in zip(nodes, ("shares", "masked", "open"), strict=True):
         loses(node, step, 1, times=1)
     records = run()
     assert [record.refused for record in records] == [{}] * 3
     assert [charged(node) for node in nodes] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
 def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federation, step):
-    """One of three is left at round 2. Before `consistency` nobody has agreed to any sum, and the
+    """Two of five are left. Before `open` and `consistency` nobody has agreed to any sum, and the
     run goes on later without new charges; of a sum that was agreed to, one site's shares open
     nothing, and the round is a new attempt, charged anew."""
-    run, nodes = federation(budget={"spare_rounds": 3})
-    for node in nodes[1:]:
-        loses(node, step, 2)
-    with pytest.raises(BelowThreshold, match=r"1 sites .*threshold of secure aggregation is 2"):
+    number = 1 if step in AHEAD else 2
+    run, nodes = federation(budget={"spare_rounds": 3}, **FIVE)
+    for node in nodes[1:4]:
+        loses(node, step, number)
+    if step in ("consistency", "unmask"):
+        nodes[3].behave = lambda _, answer: answer()
+        nodes[4].behave = lambda _, answer: answer() if heard(nodes[4])[-1].round == 1 else None
+        for node in nodes[1:3]:
+            # In the second try all of the session are in the sum, and nobody signs a list.
+            loses(node, (step, "open"), number)
+    with pytest.raises(BelowThreshold, match=r"2 sites .*threshold of secure aggregation is 3"):
         run()
-    assert [record.round for record in run.records] == [0, 1]
-    agreed = [from_bytes(b).step for b in nodes[0].heard].count("consistency")
+    assert [record.round for record in run.records] == [0, 1][:number]
+    late = step in ("consistency", "unmask", "open")
     tries = 2  # patience.retries + 1
-    late = step in ("consistency", "unmask")
-    assert agreed == (1 + tries if late else 1)
+    agreed = [m.step in ("consistency", "open") for m in heard(nodes[0]) if m.round == number]
+    assert sum(agreed) == (tries if late else 0)
     before = [charged(node) for node in nodes]
     for node in nodes:
         node.behave = lambda _, answer: answer()
     assert [record.round for record in run()] == [0, 1, 2]
     after = [charged(node) for node in nodes]
     if late:
-        assert before == [6, 6, 6]
-        assert after == [8, 8, 8]
+        away = step != "open"
+        assert before == [6, 6, 6, 6, 2 if away else 6]
+        assert after == [8, 8, 8, 8, 4 if away else 8]
     else:
-        assert after == [4, 4, 4]
+        assert after == [4] * 5
 
 
 def test_a_site_that_is_started_again_in_a_session_has_dropped_out_of_it(federation):
@@ -276,7 +299,7 @@ def test_a_site_that_comes_late_is_in_the_next_sum(federation):
     nodes[2].here = False
 
     def then_come(message, answer):
-        nodes[2].here = nodes[2].here or from_bytes(nodes[0].heard[-1]).step == "unmask"
+        nodes[2].here = nodes[2].here or from_bytes(nodes[0].heard[-1]).step == "open"
         return answer()
 
     nodes[0].behave = then_come
@@ -355,12 +378,12 @@ def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypa
     """A sum that cannot be written down is not opened: what was charged for it would be lost."""
     run, nodes = federation()
     held, left = {}, []
-    real = site_module.make_room
+    real = opened_module.make_room
     home = nodes[0].directory
 
     def behave(message, answer):
         asked = from_bytes(nodes[0].heard[-1])
-        if (asked.round, asked.step) == (2, "consistency"):
+        if (asked.round, asked.step) == (2, "open"):
             held["room"] = (home / "opened.json.room").stat().st_size
         return answer()
 
@@ -371,7 +394,7 @@ def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypa
         real(length, *paths)
 
     nodes[0].behave = behave
-    monkeypatch.setattr(site_module, "make_room", full)
+    monkeypatch.setattr(opened_module, "make_room", full)
     records = run()
     assert [sorted(record.refused) for record in records[1:]] == [["site-00"], []]
     assert left == [0]
@@ -388,7 +411,7 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
     # From the first opening on, so that its lack tells before anything was opened, too.
     first = json.loads((home / "opened.json").read_bytes())
     assert first == [nodes[0].site.run, 0, 0, []]
-    lost = loses(nodes[0], "unmask", 1)
+    lost = loses(nodes[0], "open", 1)
     run()
     assert lost
     nodes[0].site.ledger.close()
@@ -410,7 +433,7 @@ def test_a_site_that_deals_shares_of_nothing_is_left_out_of_the_next_attempt(
     class Lying(site_module.Secrets):
         def advert(self):
             found = super().advert()
-            return replace(found, commitment=b"x" * 32) if lying else found
+            return replace(found, commitment=b"x" * len(found.commitment)) if lying else found
 
     def behave(message, answer):
         lying.append(True)
@@ -437,7 +460,7 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     records = run()
     assert run.summary["status"] == "budget"
     assert [record.round for record in records] == [0]
-    assert "unmask" not in [step for _, step in steps_of(nodes[0])]
+    assert {step for _, step in steps_of(nodes[0])} == {*AHEAD, "masked"}
     for node in nodes:
         spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
@@ -621,13 +644,14 @@ def test_a_site_that_lost_its_reply_makes_no_second_share_of_one_attempt(federat
     assert sorted(made) == [(site, 1, attempt) for site in NAMES for attempt in (0, 1)]
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step):
-    """A site is started again at each step of a session, and its answer is lost at the next: what
-    is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
-    made, opened = shared_words(monkeypatch), []
+@pytest.mark.parametrize("who", ["site", "server"])
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step, who):
+    """One of five sites, or the server, dies at each step of a session, and its answer with it:
+    what is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
+    made, opened, number = shared_words(monkeypatch), [], 1 if step in AHEAD else 2
     run, nodes = federation(
-        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, **SHARED
+        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, sites=5, **SHARED_BY_FIVE
     )
     mean = SharedSum.mean
 
@@ -638,16 +662,21 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
     monkeypatch.setattr(SharedSum, "mean", summed)
     killed = []
 
-    def restart(message, answer):
+    def die(message, answer):
         asked = from_bytes(nodes[1].heard[-1])
-        if (asked.round, asked.step) == (2, step) and not killed:
-            killed.append(asked)
-            nodes[1].site.ledger.close()
-            nodes[1].site = Site(nodes[1].directory)
-        return answer()
+        if (asked.round, asked.step) != (number, step) or killed:
+            return answer()
+        killed.append(answer())
+        if who == "server":
+            raise KeyboardInterrupt
+        nodes[1].site.ledger.close()
+        nodes[1].site = Site(nodes[1].directory)
+        return None
 
-    nodes[1].behave = restart
-    with suppress(BelowThreshold):
+    nodes[1].behave = die
+    if step in ("consistency", "unmask"):
+        slow(nodes[4], number)
+    with suppress(BelowThreshold, KeyboardInterrupt):
         run()
     run()
     assert killed

@@ -1,6 +1,6 @@
 """A session without any engine: sites and a server that speak through the codec."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,11 +11,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.algorithms import Summed
 from fedpact.engines.secure import ring, wire
+from fedpact.engines.secure.circle import Circle
+from fedpact.engines.secure.opened import Opened
 from fedpact.engines.secure.server import Session
-from fedpact.engines.secure.site import Masker, Opened
-from fedpact.messages import Reply, Task, from_bytes, to_bytes
+from fedpact.engines.secure.site import Masker
+from fedpact.messages import MOST_VECTORS, Reply, Task, from_bytes, to_bytes
 
 DIMENSION = 40
+SLOW = (*wire.AHEAD, "masked", "consistency", "unmask")
+FAST = (*wire.AHEAD, "masked", "open")
 
 
 def names(count):
@@ -24,19 +28,27 @@ def names(count):
 
 @dataclass
 class Party:
-    """`count` sites of unlike sizes with a made-up reply each, and a threshold."""
+    """`count` sites of unlike sizes with a made-up reply each, and a threshold.
+
+    against: how many of them may be the server's; as many as the threshold bears where it is 0.
+    masked: the masked replies of the last sum.
+    """
 
     count: int
     threshold: int
+    against: int = 0
     length: int = DIMENSION
     summed: Summed = Summed()  # noqa: RUF009
     sizes: dict = field(default_factory=dict)
     replies: dict = field(default_factory=dict)
     maskers: dict = field(default_factory=dict)
+    masked: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.sites = names(self.count)
-        self.keys = {site: ec.generate_private_key(ec.SECP384R1()) for site in self.sites}
+        against = self.against or max(1, 2 * self.threshold - self.count - 1)
+        self.circle = Circle(self.sites, self.threshold, against)
+        self.keys = {site: ec.generate_private_key(ec.SECP256R1()) for site in self.sites}
         self.public = {site: key.public_key() for site, key in self.keys.items()}
         generator = torch.Generator().manual_seed(self.count)
         self.sizes = {site: 10.0 + 7 * i for i, site in enumerate(self.sites)}
@@ -50,43 +62,48 @@ class Party:
         self.task = Task("run", 1, "fedavg", {"w": torch.zeros(self.length).double()}, {})
 
     def masker(self, site, opened):
-        args = site, self.keys[site], self.public, self.threshold, self.weighing, opened
+        args = site, self.keys[site], self.public, self.circle, self.weighing, opened
         return Masker(*args)
 
-    def session(self, number=1):
-        return Session.of("run", number, self.public, self.threshold, self.weighing)
+    def session(self, number=1, slots=1):
+        return Session.of("run", number, self.public, self.circle, slots)
 
     def answer(self, site, question):
         """A site's answer; question and answer go through the codec."""
-        question = from_bytes(to_bytes(question))
+        most = MOST_VECTORS + 4 * self.count
+        question = from_bytes(to_bytes(question), most)
         given = self.maskers[site].answer(question, lambda _: self.replies[site])
-        return from_bytes(to_bytes(given))
+        return from_bytes(to_bytes(given), most)
 
-    def up_to(self, session, last, away=None):
-        """Carry a session through its steps up to `last`. away: site -> the step it is gone at.
+    def up_to(self, session, last, away=None, number=1):
+        """Carry a session through its steps, and one sum of a round, up to the step `last`.
 
-        A site that is away at a step is away from then on. Returns the masked replies.
+        away: site -> the step it is gone at; from then on it is away. A session that has agreed on
+        its sites goes on with its next slot. Returns the sum, None where it did not come to one.
         """
-        away, masked = away or {}, {}
-        order = wire.STEPS
-        for step in order[: order.index(last) + 1]:
-            asks = {
-                "keys": session.ask_keys,
-                "shares": session.ask_shares,
-                "masked": lambda: session.ask_masked(dict.fromkeys(self.sites, self.task)),
-                "consistency": session.ask_consistency,
-                "unmask": session.ask_unmask,
-            }[step]()
+        away, this = away or {}, None
+        order = FAST if last == "open" else SLOW
+        steps = order[: order.index(last) + 1]
+        for step in steps[3:] if session.signatures else steps:
+            if step == "masked":
+                this = session.slot(number, self.weighing)
+                task = replace(self.task, round=number)
+                asks = this.ask_masked(dict.fromkeys(self.sites, task))
+                self.masked = {}
+            else:
+                asks = getattr(this or session, f"ask_{step}")()
             for site, question in asks.items():
                 if site in away and order.index(away[site]) <= order.index(step):
                     continue
                 answer = self.answer(site, question)
                 if step == "masked":
-                    masked[site] = wire.reply_in(answer)
-                    session.take_masked(site, masked[site])
+                    self.masked[site] = wire.reply_in(answer)
+                    this.take_masked(site, self.masked[site])
+                elif step in ("open", "unmask"):
+                    this.take_opened(site, answer)
                 else:
-                    getattr(session, f"take_{step}")(site, answer)
-        return masked
+                    getattr(this or session, f"take_{step}")(site, answer)
+        return this
 
     def mean(self, sites):
         """Σ N_i x_i / Σ N_i of these sites' vectors and losses, in float64."""

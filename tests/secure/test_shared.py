@@ -82,16 +82,16 @@ def session(party):
         masker._coding = coding
         whole = torch.randint(-300, 300, (mine.length,), generator=generator)
         mine.replies[site] = Reply("run", 1, site, terms[site].size, {"gradient": whole}, {})
-    mine.coding = coding
+    mine.weighing = mine.coding = coding
     return mine
 
 
 @pytest.mark.parametrize("gone", [None, "site-01", "site-04"])
 def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
     """With one of two local parts that fedavg's clients have: w - η Σ e unit / Σ q N."""
-    tried = session.session()
-    tried.coding = session.coding
-    masked = session.up_to(tried, "unmask", {gone: "masked"} if gone else {})
+    last, away = ("unmask", {gone: "masked"}) if gone else ("open", {})
+    tried = session.up_to(session.session(), last, away)
+    masked = session.masked
     there = [site for site in session.sites if site != gone]
     total = sum(session.replies[site].vectors["gradient"] for site in there)
     width = shared.bits(session.coding.terms)
@@ -111,10 +111,8 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
 
 def test_a_masked_share_is_spread_evenly(session):
     """Of 40 words the low 16 bits; an unmasked one has 11 of them equal to its sign."""
-    tried = session.session()
-    tried.coding = session.coding
-    masked = session.up_to(tried, "masked")
-    words = np.concatenate([session.coding.words(m) for m in masked.values()])
+    session.up_to(session.session(), "masked")
+    words = np.concatenate([session.coding.words(m) for m in session.masked.values()])
     # 200 words: each of the top bits is set in half of them, but once in 10^9 (8.5 deviations).
     for bit in range(8, 16):
         share = float(((words >> np.uint64(bit)) & np.uint64(1)).mean())

@@ -114,6 +114,16 @@ class FlowerTransport:
         _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
 
+    def within_reach(self, number: int) -> dict[str, str]:
+        """See secure.exchange.Carrier."""
+        self._wait_for_all()
+        return {
+            site: self._since[site]
+            for site in self._present()
+            if self._slow.may_be_asked(site, number)
+            and not self._admission.standing.is_barred(site)
+        }
+
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
         """See secure.exchange.Carrier."""
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from fedpact.engines.flower import seal
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation
+from fedpact.engines.secure.circle import Circle
 from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
 from fedpact.engines.secure.keys import check_secure
+from fedpact.engines.secure.opened import Opened
 from fedpact.engines.secure.ring import RANGE, Coding, Form, Layout
 from fedpact.engines.secure.shared import check_shares, coding_of
-from fedpact.engines.secure.site import Masker, Opened
+from fedpact.engines.secure.site import Masker
 from fedpact.messages import Reply, State, Task
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -36,7 +38,7 @@ def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) ->
         name,
         seal.read_private_key(directory / "site.key"),
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
-        plan.secure_aggregation.threshold,
+        Circle.of(plan, federation.sites),
         _coding(federation, plan),
         Opened(directory / "opened.json"),
     )
@@ -76,12 +78,13 @@ def secured(
         vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
         return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
 
-    threshold, patience = plan.secure_aggregation.threshold, federation.patience
+    circle, patience = Circle.of(plan, federation.sites), federation.patience
     server = Server(
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
-        threshold,
+        circle,
         coding,
-        max(threshold, patience.least_replies),
+        plan.rounds,
+        max(circle.threshold, patience.least_replies),
         patience.retries,
         layout,
         fault,

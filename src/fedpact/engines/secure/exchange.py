@@ -1,8 +1,10 @@
-"""The transport that `round.py` sees under secure aggregation: five steps in place of one exchange.
+"""The transport that `round.py` sees under secure aggregation: steps in place of one exchange.
 
-`Secured` drives a session over a carrier, which knows how questions reach the sites and answers
-come back. For each site in the sum it hands on a reply with the site's own weight, ledger and
-public numbers, and everybody's weighted mean: the algorithm's mean of equal vectors is that vector.
+`Secured` drives sessions over a carrier, which knows how questions reach the sites and answers come
+back. A session has keys and shares for several rounds, so that a round in which nobody of it is
+missing takes two steps, `masked` and `open`. For each site in the sum `Secured` hands on a reply
+with the site's own weight, ledger and public numbers, and everybody's weighted mean: the
+algorithm's mean of equal vectors is that vector.
 """
 
 import dataclasses
@@ -16,7 +18,8 @@ from typing import Protocol
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
-from fedpact.engines.secure.keys import SecretsDoNotFit
+from fedpact.engines.secure.circle import Circle
+from fedpact.engines.secure.keys import AHEAD, SecretsDoNotFit
 from fedpact.engines.secure.ring import Coding, Layout
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
@@ -47,6 +50,10 @@ class Carrier(Protocol):
         """The names of the sites, sorted."""
         ...
 
+    def within_reach(self, number: int) -> dict[str, str]:
+        """Return the sites that would be asked something in a round, each with when it started."""
+        ...
+
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
         """Ask each site its question and `take` each answer that is a Step.
 
@@ -60,16 +67,17 @@ class Carrier(Protocol):
 class Server:
     """What the server has to know beside the carrier.
 
-    keys: the sites' long-term keys. least: replies that a round needs, at least the threshold.
-    retries: how often a round is tried again. layout: of the replies to a task. fault: what is
-    wrong with a masked reply, in a word, None if nothing is. mean_fault: what shows that one of
-    these sites lied, in words, in the mean of their replies, which is off by this much in each
-    coordinate.
+    keys: the sites' long-term keys. rounds: of the run. least: replies that a round needs, at
+    least the threshold. retries: how often a round is tried again. layout: of the replies to a
+    task. fault: what is wrong with a masked reply, in a word, None if nothing is. mean_fault: what
+    shows that one of these sites lied, in words, in the mean of their replies, which is off by this
+    much in each coordinate.
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
-    threshold: int
+    circle: Circle
     coding: Coding
+    rounds: int
     least: int
     retries: int
     layout: Callable[[Task], Layout]
@@ -115,6 +123,9 @@ class Secured:
         self._carrier, self._server, self._attempts = carrier, server, attempts
         self._down = self._up = 0
         self._out = set[str]()
+        self._session: Session | None = None
+        # Who was there when it began, why sites are not in it, and for how many rounds that stays.
+        self._here, self._outside, self._pause = dict[str, str](), dict[str, str](), 1
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -145,6 +156,7 @@ class Secured:
             try:
                 return self._sum(asked, refused)
             except (BelowThreshold, SecretsDoNotFit) as error:
+                self._session = None
                 if _is_spent(refused, len(self.sites), self._server.least):
                     return {}
                 if isinstance(error, SecretsDoNotFit) and error.by:
@@ -162,24 +174,28 @@ class Secured:
                 left -= 1
 
     def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
-        """Carry one session out and return what stands for each site in its sum."""
+        """Carry one sum out and return what stands for each site in it."""
         server, task = self._server, next(iter(tasks.values()))
-        for site in sorted(self._out):
-            refused[site] = Refusal(task.run, task.round, site, "rejected: shares")
-        public = {site: key for site, key in server.keys.items() if site not in self._out}
-        session = Session.of(task.run, task.round, public, server.threshold, server.coding)
+        try:
+            session = self._ready(task)
+        finally:
+            for site, code in self._outside.items():
+                refused[site] = Refusal(task.run, task.round, site, code)
+        this = session.slot(task.round, server.coding)
 
         def masked(site: str, answer: Step) -> str | None:
             reply = wire.reply_in(answer)
             why = server.fault(site, tasks[site], reply)
             if why is None:
-                session.take_masked(site, reply)
+                this.take_masked(site, reply)
             return why
 
-        self._step(session.ask_keys(), _taking(session.take_keys), refused)
-        self._step(session.ask_shares(), _taking(session.take_shares), refused)
-        self._step(session.ask_masked(tasks), masked, refused)
-        asks = session.ask_consistency()
+        missing = self._step(this.ask_masked(tasks), masked)
+        refused |= missing
+        if session.used == session.slots or any(r.code == "session" for r in missing.values()):
+            # Who was started again has no keys of this session any more.
+            self._session = None
+        asks = this.ask_open() if this.is_whole else this.ask_consistency()
         if len(asks) < server.least:
             raise BelowThreshold(
                 f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
@@ -187,18 +203,53 @@ class Secured:
             )
         self._attempts.begin(task.round, task.attempt)
         # Who is in the sum stays in it, whether or not it signs and opens shares.
-        self._step(asks, _taking(session.take_consistency), {})
-        self._step(session.ask_unmask(), _taking(session.take_unmask), {})
-        mean, error = server.coding.mean(
-            task, session.replies, session.total(), server.layout(task)
-        )
-        self._check(task, sorted(session.replies), mean, error)
+        if not this.is_whole:
+            self._step(asks, _taking(this.take_consistency))
+            asks = this.ask_unmask()
+        self._step(asks, _taking(this.take_opened))
+        mean, error = server.coding.mean(task, this.replies, this.total(), server.layout(task))
+        self._check(task, sorted(this.replies), mean, error)
         return {
             reply.site: dataclasses.replace(
                 reply, vectors=mean.vectors, numbers={**mean.numbers, **reply.numbers}
             )
-            for _, reply in sorted(session.replies.items())
+            for _, reply in sorted(this.replies.items())
         }
+
+    def _ready(self, task: Task) -> Session:
+        """Return a session with a slot for this round; a new one where it lacks one who is here."""
+        here, session = self._carrier.within_reach(task.round), self._session
+        if session is not None and not self._is_outdated(session, here):
+            return session
+        server = self._server
+        self._session, self._here = None, here
+        self._outside = dict.fromkeys(sorted(self._out), "rejected: shares")
+        public = {site: key for site, key in server.keys.items() if site not in self._out}
+        slots = max(1, min(AHEAD, server.rounds - task.round + 1))
+        session = Session.of(task.run, task.round, public, server.circle, slots)
+        for ask, take in (
+            (session.ask_keys, session.take_keys),
+            (session.ask_shares, session.take_shares),
+            (session.ask_roster, session.take_roster),
+        ):
+            missing = self._step(ask(), _taking(take))
+            self._outside |= {site: refusal.code for site, refusal in missing.items()}
+        # Who has dealt shares is in it, whether or not it has signed.
+        self._outside = {s: code for s, code in self._outside.items() if s not in session.sealed}
+        self._pause = 2 * self._pause if self._refused() else 1
+        self._session = session
+        return session
+
+    def _refused(self) -> set[str]:
+        """Sites that were there and are not in the session, for no lasting reason."""
+        return self._here.keys() & self._outside.keys() - self._out
+
+    def _is_outdated(self, session: Session, here: Mapping[str, str]) -> bool:
+        """Whether a site has come or was started again, or may have changed its mind by now."""
+        if any(self._here.get(site) != since for site, since in here.items()):
+            return True
+        # Who would not begin with the others is asked again more and more seldom.
+        return session.used >= self._pause // 2 and bool(self._refused() & here.keys())
 
     def _check(self, task: Task, sites: list[str], mean: State, error: float) -> None:
         """Raise FalseSum unless honest sites can have this mean."""
@@ -211,7 +262,8 @@ class Secured:
                 "it was, then start the server again; the run goes on from its last round"
             )
 
-    def _step(self, asks: dict[str, Step], take: Take, refused: dict[str, Refusal]) -> None:
+    def _step(self, asks: dict[str, Step], take: Take) -> dict[str, Refusal]:
+        """Ask, and return why there is no answer of those of whom none was taken."""
         self._down += sum(encoded_length(question) for question in asks.values())
 
         def counted(site: str, answer: Step) -> str | None:
@@ -228,7 +280,7 @@ class Secured:
                 _log.warning("site %s: %s", site, error)
                 return "step"
 
-        refused.update(self._carrier.carry(asks, self._server.least, counted))
+        return self._carrier.carry(asks, self._server.least, counted)
 
 
 def _taking(take: Callable[[str, Step], None]) -> Take:

@@ -1,16 +1,15 @@
 """The cryptography of a session: what a site makes for it, masks, sealed shares, shared secrets.
 
-X25519, HKDF-SHA256, AES-256 in counter mode and AES-GCM are the library cryptography's; Shamir's
-secret sharing (over GF(2^128)) is the one that Flower has for its own secure aggregation. Every
-derivation names the session and the two sites that it is for.
+X25519, HKDF-SHA256, AES-256 in counter mode and AES-GCM are the library cryptography's, Shamir's
+secret sharing is in `shamir`. Every derivation names the session and the two sites that it is for,
+and of a session the slot: what is made for one sum, and used for no other.
 """
 
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Final
 
 import numpy as np
@@ -24,11 +23,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpact.engines.flower import seal
 from fedpact.engines.secure.ring import Words, fraction_bits
-from fedpact.errors import FedpactError, InputError
+from fedpact.errors import FedpactError
 from fedpact.plan import Plan
 
 _NONCE: Final = 12
 _SECRET: Final = 32
+
+AHEAD: Final = 20
+"""For how many sums keys and shares are made at once, at most."""
 
 
 class SecretsDoNotFit(FedpactError):
@@ -44,11 +46,19 @@ class SecretsDoNotFit(FedpactError):
 
 @dataclass(frozen=True)
 class Place:
-    """What a session's keys are for: run, round, and the session's own name."""
+    """What keys, shares and signatures are for: run, round, and the session's own name.
+
+    A session agrees on its sites once (its round is the one that it began in), and has slots, one
+    for each sum. A slot has a place of its own, with the round it is for.
+    """
 
     run: str
     round: int
     session: str
+
+    def of_slot(self, slot: int, number: int) -> "Place":
+        """Return the place of a slot of this session, 0 and up, used for a round."""
+        return Place(self.run, number, f"{self.session}/{slot}")
 
     def about(self, *what: str) -> bytes:
         """Return bytes that stand for this place and what is meant in it, and nothing else."""
@@ -57,12 +67,28 @@ class Place:
 
 @dataclass(frozen=True)
 class Advert:
-    """What a site tells everybody: M, S, the hash of b, each of 32 bytes, and its signature."""
+    """What a site tells everybody of a session: M, S, the hash of b, and its signature.
+
+    S has 32 bytes; M and the hash have 32 for each slot, in one row.
+    """
 
     mask: bytes
     seal: bytes
     commitment: bytes
     signature: bytes = b""
+
+    def mask_of(self, slot: int) -> bytes:
+        """Return M of a slot."""
+        return _part(self.mask, slot)
+
+    def commitment_of(self, slot: int) -> bytes:
+        """Return the hash of b of a slot."""
+        return _part(self.commitment, slot)
+
+    def has(self, slots: int) -> bool:
+        """Whether its parts have the lengths of those for so many slots."""
+        lengths = len(self.mask), len(self.seal), len(self.commitment)
+        return lengths == (_SECRET * slots, _SECRET, _SECRET * slots)
 
     def is_of(self, key: ec.EllipticCurvePublicKey, site: str, place: Place) -> bool:
         """Whether the owner of this long-term key signed it, as this site and for this session."""
@@ -79,78 +105,110 @@ class Advert:
 
 
 def signed_list(
-    key: ec.EllipticCurvePrivateKey, site: str, survivors: Iterable[str], attempt: int, place: Place
+    key: ec.EllipticCurvePrivateKey, site: str, what: str, names: Iterable[str], place: Place
 ) -> bytes:
-    """Return a site's signature of a list of who is in the sum: it opens no sum over another."""
-    return seal.sign(key, _purpose(site), _list(survivors, attempt, place))
+    """Return a site's signature of a list of sites. what: `roster_of` or `of_attempt`."""
+    return seal.sign(key, _purpose(site), place.about(what, *sorted(names)))
 
 
 def has_signed(
     key: ec.EllipticCurvePublicKey,
     site: str,
-    survivors: Iterable[str],
-    attempt: int,
+    what: str,
+    names: Iterable[str],
     place: Place,
     signature: bytes,
 ) -> bool:
     """Whether the owner of this long-term key made a signature as `signed_list` does."""
-    return seal.is_signed(key, _purpose(site), _list(survivors, attempt, place), signature)
+    return seal.is_signed(key, _purpose(site), place.about(what, *sorted(names)), signature)
 
 
-def _list(survivors: Iterable[str], attempt: int, place: Place) -> bytes:
-    return place.about("survivors", str(attempt), *sorted(survivors))
+def roster_of(adverts: Mapping[str, Advert]) -> str:
+    """Return what the list of a session's sites is called, which names their keys.
+
+    Its signers mask with no others, nor without one of them. A site that was started again has
+    other keys, so what it signs then counts in no session of its first life.
+    """
+    parts = ((name, a.mask, a.seal, a.commitment) for name, a in sorted(adverts.items()))
+    told = json.dumps([[name, *(part.hex() for part in rest)] for name, *rest in parts])
+    return f"roster {hashlib.sha256(told.encode()).hexdigest()}"
+
+
+def of_attempt(attempt: int, roster: str) -> str:
+    """Return what a list of who is in a sum is called: its signers open no sum over another."""
+    return f"survivors {attempt} of {roster}"
 
 
 class Secrets:
-    """What a site makes for one session and keeps in memory only: m, s and b."""
+    """What a site makes for one session and keeps in memory only: s, and for each slot m and b."""
 
-    def __init__(self) -> None:
-        self._mask, self._seal = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-        self.seed = secrets.token_bytes(_SECRET)
+    def __init__(self, slots: int) -> None:
+        self._seal = X25519PrivateKey.generate()
+        self._masks = [X25519PrivateKey.generate() for _ in range(slots)]
+        self._seeds = [secrets.token_bytes(_SECRET) for _ in range(slots)]
+        self._ciphers = dict[str, AESGCM]()
 
     @property
-    def mask_key(self) -> bytes:
-        """m."""
-        return self._mask.private_bytes_raw()
+    def slots(self) -> int:
+        """For how many sums they are."""
+        return len(self._seeds)
+
+    def mask_key(self, slot: int) -> X25519PrivateKey:
+        """Return m."""
+        return self._masks[slot]
+
+    def seed(self, slot: int) -> bytes:
+        """Return b."""
+        return self._seeds[slot]
 
     def advert(self) -> Advert:
         """Return what goes to everybody, not signed yet."""
         return Advert(
-            self._mask.public_key().public_bytes_raw(),
+            b"".join(m.public_key().public_bytes_raw() for m in self._masks),
             self._seal.public_key().public_bytes_raw(),
-            hashlib.sha256(self.seed).digest(),
+            b"".join(hashlib.sha256(seed).digest() for seed in self._seeds),
         )
 
     def sealed(self, own: str, peer: str, key: bytes, content: bytes, place: Place) -> bytes:
         """Return content for a peer's eyes only. key: the peer's S."""
-        nonce = secrets.token_bytes(_NONCE)
-        cipher = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
-        return nonce + cipher.encrypt(nonce, content, place.about("share", own, peer))
+        nonce, about = secrets.token_bytes(_NONCE), place.about("share", own, peer)
+        return nonce + self._cipher(own, peer, key, place).encrypt(nonce, content, about)
 
     def opened(self, own: str, peer: str, key: bytes, block: bytes, place: Place) -> bytes:
         """Return what a peer sealed for us. Raises SecretsDoNotFit: it did not, not here."""
-        cipher = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
+        about = place.about("share", peer, own)
         try:
-            about = place.about("share", peer, own)
-            return cipher.decrypt(block[:_NONCE], block[_NONCE:], about)
+            return self._cipher(own, peer, key, place).decrypt(
+                block[:_NONCE], block[_NONCE:], about
+            )
         except (InvalidTag, ValueError):
             raise SecretsDoNotFit(f"what {peer} is said to have sealed for {own} is not") from None
 
+    def _cipher(self, own: str, peer: str, key: bytes, place: Place) -> AESGCM:
+        if peer not in self._ciphers:
+            self._ciphers[peer] = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
+        return self._ciphers[peer]
 
-def pair_seed(mask_key: bytes, public: bytes, one: str, other: str, place: Place) -> bytes:
-    """Return k_ij, 32 bytes, from m of one of two sites and M of the other, either way round."""
-    return _agreed(X25519PrivateKey.from_private_bytes(mask_key), public, place, "mask", one, other)
+
+def pair_seed(
+    mask_key: X25519PrivateKey, public: bytes, one: str, other: str, place: Place
+) -> bytes:
+    """Return k_ij, 32 bytes, from m of one of two sites and M of the other, either way round.
+
+    place: the slot's.
+    """
+    return _agreed(mask_key, public, place, "mask", one, other)
 
 
-def is_of_advert(advert: Advert, mask_key: bytes) -> bool:
-    """Whether m belongs to M."""
+def is_of_advert(advert: Advert, slot: int, mask_key: bytes) -> bool:
+    """Whether m belongs to M of a slot."""
     key = X25519PrivateKey.from_private_bytes(mask_key)
-    return key.public_key().public_bytes_raw() == advert.mask
+    return key.public_key().public_bytes_raw() == advert.mask_of(slot)
 
 
-def is_committed(advert: Advert, seed: bytes) -> bool:
-    """Whether b is the one that its site has told the hash of."""
-    return hashlib.sha256(seed).digest() == advert.commitment
+def is_committed(advert: Advert, slot: int, seed: bytes) -> bool:
+    """Whether b is the one that its site has told the hash of, for a slot."""
+    return hashlib.sha256(seed).digest() == advert.commitment_of(slot)
 
 
 def stream(seed: bytes, like: Words) -> Words:
@@ -162,29 +220,6 @@ def stream(seed: bytes, like: Words) -> Words:
     return np.frombuffer(encryptor.update(bytes(like.nbytes)), dtype=like.dtype.newbyteorder("<"))
 
 
-def shares(secret: bytes, threshold: int, sites: int) -> list[bytes]:
-    """Return one share a site; `threshold` of them give the secret of 32 bytes, fewer nothing."""
-    from flwr.common.secure_aggregation.crypto.shamir import create_shares
-
-    return create_shares(secret, threshold, sites)
-
-
-def combined(parts: Sequence[bytes]) -> bytes:
-    """Return the secret of at least its threshold of shares. Raises SecretsDoNotFit: they differ.
-
-    Fewer shares than the threshold give something else: check what comes out.
-    """
-    from flwr.common.secure_aggregation.crypto.shamir import combine_shares
-
-    try:
-        secret = combine_shares(list(parts))
-    except (ValueError, IndexError):
-        secret = b""
-    if len(secret) != _SECRET:
-        raise SecretsDoNotFit("the shares of a site's secret do not belong together")
-    return secret
-
-
 def check_adverts(
     adverts: Mapping[str, Advert], keys: Mapping[str, ec.EllipticCurvePublicKey], place: Place
 ) -> None:
@@ -194,24 +229,35 @@ def check_adverts(
             raise SecretsDoNotFit(f"the keys of {name} are not signed by {name} for this session")
 
 
-def check_usable(advert: Advert, site: str, place: Place) -> None:
+def check_usable(advert: Advert, slots: int, site: str) -> None:
     """Raise SecretsDoNotFit: a site signed what are no keys, which would stop all the others."""
-    if len(advert.commitment) != _SECRET:
-        raise SecretsDoNotFit(f"what {site} commits itself to is no hash of {_SECRET} bytes")
+    if not advert.has(slots):
+        raise SecretsDoNotFit(
+            f"the keys of {site} are not {_SECRET} bytes for each of {slots} sums, or what it "
+            "commits itself to are no hashes"
+        )
     own = X25519PrivateKey.generate()
-    for public in (advert.mask, advert.seal):
-        _agreed(own, public, place, "check", site, "server")
+    for public in (advert.seal, *map(advert.mask_of, range(slots))):
+        _exchanged(own, public, site)
 
 
 def _agreed(
     own: X25519PrivateKey, public: bytes, place: Place, what: str, one: str, other: str
 ) -> bytes:
-    try:
-        secret = own.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError:  # not 32 bytes, or a point that gives everybody the same
-        raise SecretsDoNotFit(f"a key of {one} or {other} is no X25519 key") from None
+    secret = _exchanged(own, public, f"{one} or {other}")
     about = place.about(what, *sorted((one, other)))
     return HKDF(hashes.SHA256(), 32, salt=None, info=about).derive(secret)
+
+
+def _exchanged(own: X25519PrivateKey, public: bytes, whose: str) -> bytes:
+    try:
+        return own.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:  # not 32 bytes, or a point that gives everybody the same
+        raise SecretsDoNotFit(f"a key of {whose} is no X25519 key") from None
+
+
+def _part(row: bytes, slot: int) -> bytes:
+    return row[_SECRET * slot : _SECRET * (slot + 1)]
 
 
 def _purpose(site: str) -> str:
@@ -223,12 +269,3 @@ def check_secure(plan: Plan, sites: int) -> None:
     if plan.secure_aggregation.threshold:
         plan.secure_aggregation.check_sites(sites)
         fraction_bits(sites)
-        _need_flower()
-
-
-def _need_flower() -> None:
-    if find_spec("flwr") is None:
-        raise InputError(
-            "[secure_aggregation] takes its secret sharing from Flower, which is not installed: "
-            "run pip install 'fedpact[deploy]', or leave the table out"
-        )

@@ -9,10 +9,12 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
+from fedpact.engines.secure.circle import Circle
 from fedpact.engines.secure.exchange import Attempts, Secured, Server, Take
+from fedpact.engines.secure.opened import Opened
 from fedpact.engines.secure.ring import Coding, Form, Layout
 from fedpact.engines.secure.shared import coding_of
-from fedpact.engines.secure.site import Masker, Opened
+from fedpact.engines.secure.site import Masker
 from fedpact.errors import InputError
 from fedpact.messages import Refusal, Reply, Step, Task
 from fedpact.plan import Plan
@@ -27,16 +29,15 @@ def secured(
 
     sizes: N_i of each site. terms: of each, in a private run.
     """
-    threshold = plan.secure_aggregation.threshold
+    circle = Circle.of(plan, inner.sites)
     coding = coding_of(plan, sizes, terms)
-    own = {site: ec.generate_private_key(ec.SECP384R1()) for site in inner.sites}
+    own = {site: ec.generate_private_key(ec.SECP256R1()) for site in inner.sites}
     public = {site: key.public_key() for site, key in own.items()}
     maskers = {
-        site: Masker(site, key, public, threshold, coding, Opened(None))
-        for site, key in own.items()
+        site: Masker(site, key, public, circle, coding, Opened(None)) for site, key in own.items()
     }
     carrier = _Hall(inner, maskers, coding)
-    server = Server(public, threshold, coding, threshold, 0, carrier.layout)
+    server = Server(public, circle, coding, plan.rounds, circle.threshold, 0, carrier.layout)
     return _Simulated(carrier, server)
 
 
@@ -70,6 +71,11 @@ class _Hall:
         if self._layout is None:
             raise InputError(f"round {task.round}: no site has replied yet")
         return self._layout
+
+    def within_reach(self, number: int) -> dict[str, str]:
+        """See exchange.Carrier."""
+        del number
+        return dict.fromkeys(self.sites, "")
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
         """See exchange.Carrier. Nobody is waited for."""

@@ -1,26 +1,26 @@
-"""A site's side of secure aggregation: keys, shares, one masked reply, and which shares it opens.
+"""A site's side of secure aggregation: keys, shares, masked replies, and which shares it opens.
 
 It holds one session at a time, in memory only: a site that is started again has dropped out of it.
-The rules that protect a site (docs/secure-aggregation.md) are kept here, whatever the server asks:
-each question of a session is answered once, the same question with the same answer; no other is.
+Of a session's slots it uses each for one reply, in their order, and none again. The rules that
+protect a site (docs/secure-aggregation.md) are kept here, whatever the server asks: each question
+is answered once, the same question with the same answer; no other is.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedpact.engines.secure import keys, wire
+from fedpact.engines.secure import keys, shamir, wire
+from fedpact.engines.secure.circle import Circle
 from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
+from fedpact.engines.secure.opened import Opened
 from fedpact.engines.secure.ring import Coding, Words
-from fedpact.errors import DataError, FedpactError
-from fedpact.files import make_room, understood, write_whole
+from fedpact.errors import DataError, InputError
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
 _log = logging.getLogger("fedpact.site")
@@ -28,104 +28,65 @@ _log = logging.getLogger("fedpact.site")
 Train = Callable[[Task], Reply | Refusal]
 """Answers the task that a session carries: with the stored reply where it was answered before."""
 
-_LOST = (
-    "it says which sums this site has helped to open, and without it a server could have a second "
-    "one of the same round opened: put it back from a backup, or take part in a new run only, for "
-    "which it may be moved away"
-)
-_Opened = tuple[str, int, int, tuple[str, ...]]
-
-
-class Opened:
-    """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
-
-    path: None in a simulation, which keeps it in memory.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._last: _Opened | None = None
-        if path is not None:
-            with suppress(FileNotFoundError), understood(path, _LOST):
-                run, number, attempt, names = json.loads(path.read_bytes())
-                self._last = str(run), int(number), int(attempt), tuple(map(str, names))
-
-    def begin(self, run: str, charged: bool) -> None:
-        """Take part in a run. charged: it was charged for before.
-
-        From its first charge on there is a file that names the run. Raises DataError: there is
-        none, so that nobody knows which of its sums were opened.
-        """
-        found = None if self._last is None else self._last[0]
-        if found == run:
-            return
-        if charged:
-            there = "is missing" if found is None else f"is of run {found!r}"
-            raise DataError(f"{self._path} {there}, and this site has released in {run!r}: {_LOST}")
-        # Before every round that there may be: a run may open with round 0.
-        self._keep((run, -1, 0, ()))
-
-    def make_room(self, task: Task, sites: Iterable[str]) -> None:
-        """Take room on the disk for a sum of a task over any of these sites, kept until `allows`.
-
-        Raises FedpactError: there is none.
-        """
-        if self._path is None:
-            return
-        asked = task.run, task.round, task.attempt, sorted(sites)
-        try:
-            make_room(len(json.dumps(asked).encode()), self._path)
-        except OSError as error:
-            raise FedpactError(
-                f"round {task.round} needs room on the disk for {self._path} ({error.strerror}): "
-                "nothing is charged; make room, and the site takes part again"
-            ) from error
-
-    def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
-        """Whether a sum over these sites may be opened, and remember that this one agreed to it.
-
-        Of a round and attempt that is one list only; and none of an earlier one.
-        """
-        asked = task.run, task.round, task.attempt, survivors
-        last = self._last
-        again = last is not None and last[0] == task.run and asked[1:3] <= last[1:3]
-        if again and last != asked:
-            return False
-        if last != asked:
-            self._keep(asked)
-        return True
-
-    def _keep(self, last: _Opened) -> None:
-        if self._path is not None:
-            write_whole(self._path, json.dumps(last).encode())
-        self._last = last
-
 
 @dataclass
-class _Session:
-    """What a site knows of a session. answered: step -> the question's hash, and the answer."""
+class _Asked:
+    """What was asked at a place. answered: step -> the question's hash, and the answer."""
 
     place: Place
-    secrets: Secrets
-    adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
-    held: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    task: Task | None = None
-    survivors: tuple[str, ...] = ()
     answered: dict[str, tuple[bytes, Step | Refusal]] = field(
         default_factory=dict[str, tuple[bytes, Step | Refusal]]
     )
 
     def is_next(self, step: str) -> bool:
         """Whether every question before this one was answered, and none refused."""
-        done = {s for s, (_, answer) in self.answered.items() if isinstance(answer, Step)}
-        return done == set(self.answered) == set(wire.STEPS[: wire.STEPS.index(step)])
+        refused = any(isinstance(answer, Refusal) for _, answer in self.answered.values())
+        return not refused and {*wire.BEFORE[step]} <= self.answered.keys()
+
+
+@dataclass
+class _Slot(_Asked):
+    """One sum of a session. survivors: the list that this site has signed."""
+
+    number: int = 0
+    task: Task | None = None
+    survivors: tuple[str, ...] = ()
+
+
+@dataclass
+class _Session(_Asked):
+    """What a site knows of a session.
+
+    held: of each site in it, this one too, its shares for this one. roster: what the list of these
+    is called. agreed: whether enough sites have signed it.
+    """
+
+    secrets: Secrets = field(default_factory=lambda: Secrets(0))
+    adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
+    held: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    roster: str = ""
+    agreed: bool = False
+    slot: _Slot | None = None
+
+    def at(self, place: Place) -> _Asked | None:
+        """Return this session or its slot where `place` is one of them that is still of use."""
+        name, number = wire.slot_of(place.session)
+        if number < 0:
+            return self if place == self.place else None
+        whose = name == self.place.session and place.run == self.place.run
+        if not (whose and "roster" in self.answered and number < self.secrets.slots):
+            return None
+        last = -1 if self.slot is None else self.slot.number
+        if self.slot is None or number > last:
+            self.slot = _Slot(place, number=number)
+        return self.slot if self.slot.place == place else None
 
 
 class Masker:
     """See the module.
 
     key: the site's long-term key. peers: every site's, this one's too, as the site itself has them.
-    threshold: t. opened: what lasts over sessions.
+    circle: t, and who masks with whom. opened: what lasts over sessions.
     """
 
     def __init__(
@@ -133,12 +94,12 @@ class Masker:
         name: str,
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[str, ec.EllipticCurvePublicKey],
-        threshold: int,
+        circle: Circle,
         coding: Coding,
         opened: Opened,
     ) -> None:
         self._name, self._key, self._peers = name, key, dict(peers)
-        self._threshold, self._coding, self._opened = threshold, coding, opened
+        self._circle, self._coding, self._opened = circle, coding, opened
         self._session: _Session | None = None
 
     def begin(self, run: str, charged: bool) -> None:
@@ -152,18 +113,21 @@ class Masker:
         "keys", "few", "opened", "range", or what `train` refuses with.
         """
         place, digest = wire.place_of(question), hashlib.sha256(to_bytes(question)).digest()
-        if question.step == "keys" and (self._session is None or self._session.place != place):
-            self._session = _Session(place, Secrets())
-        session = self._session
-        if session is None or session.place != place or question.step not in wire.STEPS:
+        if question.step not in wire.BEFORE:
             return self._refusal(place, "session")
-        before = session.answered.get(question.step)
+        if question.step == "keys" and (self._session is None or self._session.place != place):
+            self._session = self._begun(place, question)
+        session = self._session
+        asked = None if session is None else session.at(place)
+        if session is None or asked is None or (asked is session) != (question.step in wire.AHEAD):
+            return self._refusal(place, "session")
+        before = asked.answered.get(question.step)
         if before is not None:
             return before[1] if before[0] == digest else self._refusal(place, "asked")
-        if not session.is_next(question.step):
+        if not asked.is_next(question.step):
             return self._refusal(place, "session")
-        # Whatever goes wrong, the site has dropped out of this session.
-        session.answered[question.step] = digest, self._refusal(place, "session")
+        # Whatever goes wrong, the site has dropped out of this session, or of this sum.
+        asked.answered[question.step] = digest, self._refusal(place, "session")
         try:
             given = self._answers(session, question, train)
         except SecretsDoNotFit as error:
@@ -172,128 +136,187 @@ class Masker:
             given = self._refusal(place, "keys")
         except DataError:
             given = self._refusal(place, "range")
-        session.answered[question.step] = digest, given
+        asked.answered[question.step] = digest, given
         return given
+
+    def _begun(self, place: Place, question: Step) -> _Session:
+        slots = wire.to_number(wire.block(question, "slots"))
+        if slots > keys.AHEAD:
+            raise InputError(f"keys for {slots} sums are asked for: expected {keys.AHEAD} at most")
+        return _Session(place, secrets=Secrets(slots))
 
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
         if question.step == "keys":
             advert = session.secrets.advert().signed(self._key, self._name, session.place)
-            return self._step(session, question, wire.from_advert(advert))
+            return self._step(question, wire.from_advert(advert))
         if question.step == "shares":
             return self._shares(session, question)
+        if question.step == "roster":
+            return self._roster(session, question)
+        slot = session.slot
+        if slot is None:
+            return self._refusal(session.place, "session")
         if question.step == "masked":
-            return self._masked(session, question, train)
+            return self._masked(session, slot, question, train)
+        if question.step == "open":
+            return self._open(session, slot, question)
         if question.step == "consistency":
-            return self._consistency(session, question)
-        return self._unmask(session, question)
+            return self._consistency(session, slot, question)
+        return self._unmask(session, slot, question)
 
     def _shares(self, session: _Session, question: Step) -> Step | Refusal:
-        """Check everybody's keys, and seal for each a share of m and one of b."""
-        adverts = wire.to_adverts(wire.blocks(question))
-        if len(adverts) < self._threshold:
-            return self._refusal(session.place, "few")
+        """Check everybody's keys, and seal for each a share of each b, for neighbours of each m."""
+        adverts, secrets = wire.to_adverts(wire.blocks(question)), session.secrets
         keys.check_adverts(adverts, self._peers, session.place)
-        secrets = session.secrets
+        if not self._circle.holds(adverts):
+            return self._refusal(session.place, "few")
+        for peer, advert in adverts.items():
+            if not advert.has(secrets.slots):
+                raise SecretsDoNotFit(f"{peer} has keys for another number of sums")
         # A signature of ours over other keys of ours would be another session's.
         if replace(adverts.get(self._name, Advert(b"", b"", b"")), signature=b"") != (
             secrets.advert()
         ):
             raise SecretsDoNotFit(f"the keys of {self._name} are not those that it made")
         session.adverts = dict(sorted(adverts.items()))
-        both = [
-            keys.shares(secret, self._threshold, len(adverts))
-            for secret in (secrets.mask_key, secrets.seed)
-        ]
-        sealed = dict[str, bytes]()
-        for peer, of_mask, of_seed in zip(session.adverts, *both, strict=True):
-            if peer == self._name:
-                session.held[peer] = of_mask + of_seed
-            else:
-                sealed[peer] = secrets.sealed(
-                    self._name, peer, adverts[peer].seal, of_mask + of_seed, session.place
-                )
-        return self._step(session, question, wire.under("share/", sealed))
+        dealt = self._dealt(session)
+        session.held[self._name] = dealt.pop(self._name)
+        sealed = {
+            peer: secrets.sealed(self._name, peer, adverts[peer].seal, content, session.place)
+            for peer, content in dealt.items()
+        }
+        return self._step(question, wire.under("share/", sealed))
 
-    def _masked(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
-        """Keep the others' shares, train, and mask what came of it."""
+    def _dealt(self, session: _Session) -> dict[str, bytes]:
+        """Return for each site its shares: of b of each slot, then, for a neighbour, of m."""
+        circle, secrets = self._circle, session.secrets
+        places = {peer: circle.place(peer) for peer in session.adverts}
+        near = [places[peer] for peer in session.adverts if peer in circle.around(self._name)]
+        slots = range(secrets.slots)
+        of_seeds = shamir.split(
+            [secrets.seed(slot) for slot in slots], circle.threshold, places.values()
+        )
+        masks = [secrets.mask_key(slot).private_bytes_raw() for slot in slots]
+        of_masks = shamir.split(masks, circle.graph.shares, near)
+        return {peer: of_seeds[at] + of_masks.get(at, b"") for peer, at in places.items()}
+
+    def _roster(self, session: _Session, question: Step) -> Step | Refusal:
+        """Keep the others' shares, and sign who is in this session: one list."""
         sealed = wire.blocks(question, "share/")
-        if len(sealed) + 1 < self._threshold:
-            return self._refusal(session.place, "few")
         for peer, block in sealed.items():
             if peer == self._name or peer not in session.adverts:
                 raise SecretsDoNotFit(f"{peer} has no keys in this session")
             key = session.adverts[peer].seal
-            session.held[peer] = session.secrets.opened(self._name, peer, key, block, session.place)
-        task, place = wire.task_in(question), session.place
-        if (task.run, task.round) != (place.run, place.round):
-            return self._refusal(place, "session")
+            held = session.secrets.opened(self._name, peer, key, block, session.place)
+            each = 2 if peer in self._circle.around(self._name) else 1
+            if len(held) != each * shamir.SHARE * session.secrets.slots:
+                raise SecretsDoNotFit(f"{peer} has sealed {len(held)} bytes, which are no shares")
+            session.held[peer] = held
+        if not self._circle.holds(session.held):
+            return self._refusal(session.place, "few")
+        session.roster = keys.roster_of({peer: session.adverts[peer] for peer in session.held})
+        signature = keys.signed_list(
+            self._key, self._name, session.roster, session.held, session.place
+        )
+        return self._step(question, {"signature": signature})
+
+    def _masked(
+        self, session: _Session, slot: _Slot, question: Step, train: Train
+    ) -> Step | Refusal:
+        """Train, and mask what came of it, if enough sites have signed who is in the session."""
+        if not session.agreed:
+            signatures = wire.blocks(question, "signature/")
+            if len(signatures) < self._circle.threshold:
+                return self._refusal(slot.place, "few")
+            self._check_signed(signatures, session.roster, tuple(session.held), session.place)
+            session.agreed = True
+        task = wire.task_in(question)
+        if (task.run, task.round) != (slot.place.run, slot.place.round):
+            return self._refusal(slot.place, "session")
         # Where what was opened cannot be written down, nothing is opened, and the charge in vain.
         self._opened.make_room(task, session.held)
         reply = train(task)
         if isinstance(reply, Refusal):
             return reply
-        session.task = task
+        slot.task = task
         words = self._coding.encode(reply)
-        masked = self._coding.masked(reply, words + self._mask(session, words))
-        return self._step(session, question, {"reply": to_bytes(masked)})
+        masked = self._coding.masked(reply, words + self._mask(session, slot, words))
+        return self._step(question, {"reply": to_bytes(masked)})
 
-    def _mask(self, session: _Session, words: Words) -> Words:
-        """PRG(b) ± PRG(k) of each who shares a mask with us, as many words as there are."""
-        mask = keys.stream(session.secrets.seed, words).copy()
-        for peer in session.held:
+    def _mask(self, session: _Session, slot: _Slot, words: Words) -> Words:
+        """PRG(b) ± PRG(k) of each neighbour in the session, as many words as there are."""
+        mask = keys.stream(session.secrets.seed(slot.number), words).copy()
+        mask_key = session.secrets.mask_key(slot.number)
+        for peer in self._circle.around(self._name) & session.held.keys():
             if peer != self._name:
-                public = session.adverts[peer].mask
-                add_pair(mask, session.secrets.mask_key, public, (self._name, peer), session.place)
+                public = session.adverts[peer].mask_of(slot.number)
+                add_pair(mask, mask_key, public, (self._name, peer), slot.place)
         return mask
 
-    def _consistency(self, session: _Session, question: Step) -> Step | Refusal:
+    def _open(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
+        """Open a share of every b: all of the session are in the sum, as t sites have signed."""
+        everybody = tuple(sorted(session.held))
+        if slot.task is None or not self._opened.allows(slot.task, everybody):
+            return self._refusal(slot.place, "opened")
+        return self._step(question, wire.under("seed/", self._of(session, slot, everybody)))
+
+    def _consistency(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
         """Sign who is in the sum: that is on the disk first, and no other list is signed."""
         survivors = wire.to_names(wire.block(question, "survivors"))
-        if len(survivors) < self._threshold:
-            return self._refusal(session.place, "few")
         if self._name not in survivors or not set(survivors) <= set(session.held):
-            return self._refusal(session.place, "session")
-        task = session.task
+            return self._refusal(slot.place, "session")
+        if not self._circle.holds(survivors):
+            return self._refusal(slot.place, "few")
+        task = slot.task
         if task is None or not self._opened.allows(task, survivors):
-            return self._refusal(session.place, "opened")
-        session.survivors = survivors
-        signature = keys.signed_list(self._key, self._name, survivors, task.attempt, session.place)
-        return self._step(session, question, {"signature": signature})
+            return self._refusal(slot.place, "opened")
+        slot.survivors, what = survivors, keys.of_attempt(task.attempt, session.roster)
+        signature = keys.signed_list(self._key, self._name, what, survivors, slot.place)
+        return self._step(question, {"signature": signature})
 
-    def _unmask(self, session: _Session, question: Step) -> Step | Refusal:
+    def _unmask(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
         """Open, of each site, one of its two shares, if t sites have signed this one's list."""
-        survivors, signatures = session.survivors, wire.blocks(question, "signature/")
-        if len(signatures) < self._threshold:
-            return self._refusal(session.place, "few")
-        attempt = session.task.attempt if session.task else 0
-        for peer, signature in signatures.items():
-            key = self._peers[peer] if peer in survivors else None
-            if not (
-                key and keys.has_signed(key, peer, survivors, attempt, session.place, signature)
-            ):
-                raise SecretsDoNotFit(f"{peer} has not signed that {', '.join(survivors)} are in")
-        told = dict[str, bytes]()
-        for peer, both in session.held.items():
-            of_mask, of_seed = both[: len(both) // 2], both[len(both) // 2 :]
-            if peer in survivors:
-                told["seed/" + peer] = of_seed
-            else:
-                told["mask/" + peer] = of_mask
-        return self._step(session, question, told)
+        survivors, signatures = slot.survivors, wire.blocks(question, "signature/")
+        if len(signatures) < self._circle.threshold:
+            return self._refusal(slot.place, "few")
+        what = keys.of_attempt(slot.task.attempt if slot.task else 0, session.roster)
+        self._check_signed(signatures, what, survivors, slot.place)
+        missing = self._circle.around(self._name) & (session.held.keys() - {*survivors})
+        told = wire.under("seed/", self._of(session, slot, survivors))
+        told |= wire.under("mask/", self._of(session, slot, missing, session.secrets.slots))
+        return self._step(question, told)
 
-    def _step(self, session: _Session, question: Step, blocks: Mapping[str, bytes]) -> Step:
-        return wire.step(session.place, self._name, question.step, blocks)
+    def _of(
+        self, session: _Session, slot: _Slot, peers: Iterable[str], skip: int = 0
+    ) -> dict[str, bytes]:
+        """Return the shares of this slot that these sites have dealt. skip: 0 of b, else of m."""
+        at = shamir.SHARE * (skip + slot.number)
+        return {peer: session.held[peer][at : at + shamir.SHARE] for peer in peers}
+
+    def _check_signed(
+        self, signatures: Mapping[str, bytes], what: str, names: tuple[str, ...], place: Place
+    ) -> None:
+        """Raise SecretsDoNotFit unless all of these signed this list, and are on it."""
+        for peer, signature in signatures.items():
+            key = self._peers[peer] if peer in names else None
+            if not (key and keys.has_signed(key, peer, what, names, place, signature)):
+                raise SecretsDoNotFit(
+                    f"{peer} has not signed that {', '.join(sorted(names))} are in"
+                )
+
+    def _step(self, question: Step, blocks: Mapping[str, bytes]) -> Step:
+        return wire.step(wire.place_of(question), self._name, question.step, blocks)
 
     def _refusal(self, place: Place, code: str) -> Refusal:
         return Refusal(place.run, place.round, self._name, code)
 
 
 def add_pair(
-    total: Words, mask_key: bytes, public: bytes, pair: tuple[str, str], place: Place
+    total: Words, mask_key: X25519PrivateKey, public: bytes, pair: tuple[str, str], place: Place
 ) -> None:
     """Add to `total` what the first of a pair adds for the second; the second adds its negative.
 
-    mask_key: m of one of them; public: M of the other.
+    mask_key: m of one of them; public: M of the other. place: the slot's.
     """
     own, peer = pair
     stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), total)

@@ -10,8 +10,17 @@ from fedpact.engines.secure.keys import Advert, Place
 from fedpact.errors import InputError
 from fedpact.messages import Reply, Step, Task, from_bytes
 
-STEPS = ("keys", "shares", "masked", "consistency", "unmask")
-"""The questions of a session, in their order."""
+AHEAD = ("keys", "shares", "roster")
+"""The questions that begin a session, in their order."""
+
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    **{step: AHEAD[:place] for place, step in enumerate(AHEAD)},
+    "masked": (),
+    "open": ("masked",),
+    "consistency": ("masked",),
+    "unmask": ("masked", "consistency"),
+}
+"""Question -> what has to be answered first, in the session or in its slot."""
 
 _FIELDS = ("mask", "seal", "commitment", "signature")
 
@@ -48,6 +57,30 @@ def block(message: Step, name: str) -> bytes:
 def place_of(message: Step) -> Place:
     """Return run, round and session of a step."""
     return Place(message.run, message.round, message.session)
+
+
+def slot_of(session: str) -> tuple[str, int]:
+    """Return a session's name and the slot of what `Place.of_slot` named; -1 where it names none.
+
+    >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/012"), slot_of("00ff/-1")
+    (('00ff', 12), ('00ff', -1), ('00ff/012', -1), ('00ff/-1', -1))
+    """
+    name, _, digits = session.partition("/")
+    if len(digits) <= 3 and digits.isascii() and digits.isdecimal() and str(int(digits)) == digits:
+        return name, int(digits)
+    return session, -1
+
+
+def from_number(number: int) -> bytes:
+    """Return a count as bytes."""
+    return json.dumps(number).encode()
+
+
+def to_number(given: bytes) -> int:
+    """Return what `from_number` made, 1 and more. Raises InputError: of anything else."""
+    if len(given) <= 9 and given.isdigit() and int(given) > 0:
+        return int(given)
+    raise InputError("a count is not understood: expected what wire.from_number made")
 
 
 def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
