@@ -2,7 +2,8 @@
 
 import pytest
 
-from fedpact.cli.plan import optimised
+from fedpact.cli.plan import forecast, optimised
+from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
@@ -38,3 +39,23 @@ def test_a_small_batch_is_beaten_and_the_gain_is_shown():
 def test_a_plain_run_has_nothing_to_choose():
     with pytest.raises(PlanError, match="there is none"):
         optimised(scene("privacy.mode=none"), None)
+
+
+@pytest.mark.parametrize(
+    ("sites", "threshold", "neighbours", "told"),
+    [(3, 3, 2, "all 2 others"), (20, 14, 16, "16 of the 19 others")],
+)
+def test_a_plan_says_with_how_many_others_a_site_shares_masks(
+    sites, threshold, neighbours, told, capsys
+):
+    """As many may work for the server as leave no room for two lists: c = 2t - K - 1."""
+    changes = [f"sites={sites}", "rounds=1", f"secure_aggregation.threshold={threshold}"]
+    found = forecast(Scene.of(Plan.read(None, changes)))["secure_aggregation"]
+    assert found == {
+        "threshold": threshold,
+        "sites": sites,
+        "neighbours": neighbours,
+        "against": 2 * threshold - sites - 1,
+    }
+    show_plan(None, changes)
+    assert told in capsys.readouterr().out

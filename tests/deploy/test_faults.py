@@ -21,16 +21,19 @@ from tests.waiting import wait_for
 from fedpact.deploy import local
 from fedpact.ledger.receipt import receipt
 
-NAMES = ("site-00", "site-01", "site-02")
 # Far beyond what it takes: rounds are to wait for whoever was killed.
 PATIENCE = {"round_seconds": 600, "resend_seconds": 6, "join_seconds": 600, "least_replies": 2}
 
 
+def names_of(directory):
+    return sorted(path.name for path in (directory / "sites").iterdir())
+
+
 class Federation:
-    """A deployment of three sites under attack. lines: what was committed when last looked at."""
+    """A deployment under attack. lines: what was committed when last looked at."""
 
     def __init__(self, directory):
-        self.directory, self.lines = directory, []
+        self.directory, self.lines, self.names = directory, [], names_of(directory)
         self.numbers = local.start(directory)
 
     def committed(self):
@@ -64,7 +67,7 @@ class Federation:
         assert local.look(self.directory)["status"] == "finished"
         assert self.committed() == rounds
         # Whoever was not ended by us has not ended.
-        assert all(map(self.runs, NAMES))
+        assert all(map(self.runs, self.names))
 
 
 def check_ledgers(directory, rounds, each):
@@ -72,7 +75,7 @@ def check_ledgers(directory, rounds, each):
 
     rounds: with those set aside. each: joint events of a round.
     """
-    for name in NAMES:
+    for name in names_of(directory):
         path = directory / "sites" / name / "ledger.jsonl"
         run = next(iter(receipt(path)["runs"].values()))
         assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
@@ -132,7 +135,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             # The first ones come before anything was committed, the last ones in the last round.
             federation.reached(number * (rounds + 1) // kills - 1)
             time.sleep(choose.uniform(0, pause))
-            federation.kill(choose.choice([*NAMES, "server"]))
+            federation.kill(choose.choice([*federation.names, "server"]))
         federation.finish(rounds)
         # Once more, after the end: the server finds that there is nothing left to do.
         federation.kill("server")
@@ -162,9 +165,10 @@ def test_parties_are_killed_sixty_times_under_secure_aggregation(make, tmp_path)
 
 @pytest.mark.slow
 def test_parties_are_killed_sixty_times_where_noise_is_shared(make, tmp_path):
-    """Both ε are counted anew, that of h = 2 shares and that of one alone."""
+    """Five sites. Both ε are counted anew, that of h = 2 shares and that of one alone."""
     shared = {
-        "secure_aggregation": {"threshold": 3},
+        "sites": 5,
+        "secure_aggregation": {"threshold": 4},
         "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
         "settings": {"local_steps": 1},
     }

@@ -544,7 +544,12 @@ def test_the_statement_says_what_it_adds_and_that_epsilon_does_not_use_it(federa
     run, _ = federation()
     run()
     told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
-    assert told["secure_aggregation"] == {"threshold": 2, "sites": 3}
+    assert told["secure_aggregation"] == {
+        "threshold": 2,
+        "sites": 3,
+        "neighbours": 2,
+        "against": 0,
+    }
     assert any("ε stated here does not use" in line for line in told["covers"])
     plain, _ = federation("plain", secure_aggregation={"threshold": 0})
     plain()

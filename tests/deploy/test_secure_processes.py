@@ -4,24 +4,27 @@ import json
 
 import torch
 from safetensors.torch import load_file
+from tests.deploy.grid import allow
 from tests.waiting import wait_for
 
 from fedpact.deploy import local
 from fedpact.engines.simulation import simulate
+from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 
-# float32's own rounding, as in test_secure.py.
-CLOSE = 1e-5
 
-
-def test_three_processes_train_the_model_of_the_run_without_it(make, tmp_path):
-    """Digits, two rounds, the same draws in both: the sums are exact to 4e-13."""
+def test_five_processes_that_share_noise_out_train_the_simulations_model(make, tmp_path):
+    """Digits, two rounds, the same draws in both: whole numbers are summed exactly, bit for bit."""
     directory = make(
         tmp_path / "d",
         {"seeds": "test", "patience": {"join_seconds": 3600}},
         rounds=2,
-        secure_aggregation={"threshold": 2},
+        sites=5,
+        settings={"local_steps": 1},
+        secure_aggregation={"threshold": 4},
+        privacy={"trust": "sum", "honest": 2, "accountant": "rdp"},
     )
+    allow(directory)
     local.start(directory)
     try:
         wait_for(lambda: local.look(directory)["status"] != "not ended", directory)
@@ -33,14 +36,17 @@ def test_three_processes_train_the_model_of_the_run_without_it(make, tmp_path):
     lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert [line["refused"] for line in lines] == [{}] * 3
 
-    raw = json.loads((directory / "server" / "plan.json").read_bytes())
-    plain = Plan.parse({**raw, "secure_aggregation": {"threshold": 0}})
-    reference = simulate(plain, tmp_path / "plain")
+    plan = Plan.parse(json.loads((directory / "server" / "plan.json").read_bytes()))
+    reference = simulate(plan, tmp_path / "simulated")
     found, expected = load_file(run / "model.safetensors"), reference.model.state_dict()
     assert found.keys() == expected.keys()
-    for name, w in expected.items():
-        assert float((found[name] - w).abs().max()) <= CLOSE
-    # A model that never moved would agree, too; and one that agreed bit for bit was not summed.
-    assert reference.records[-1].loss < reference.records[0].loss - 0.1
-    assert any(not torch.equal(found[name], w) for name, w in expected.items())
-    assert [line["epsilon"] for line in lines] == [r.epsilon for r in reference.records]
+    assert all(torch.equal(found[name], w) for name, w in expected.items())
+    # A model that never moved would agree, too.
+    assert reference.records[-1].loss < reference.records[0].loss
+    for line, record in zip(lines, reference.records, strict=True):
+        assert line["epsilon"] == record.epsilon
+        assert line["epsilon_alone"] == record.epsilon_alone
+    for site in sorted((directory / "sites").iterdir()):
+        spent = next(iter(receipt(site / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] == lines[-1]["epsilon"][site.name]
+        assert spent["epsilon_alone_spent"] == lines[-1]["epsilon_alone"][site.name]

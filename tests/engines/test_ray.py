@@ -1,6 +1,6 @@
 """Engine "ray": the bits, ledgers and memories of the local engine, and an orderly end.
 
-Starting Ray takes nearly all of the time, so one test does it, in a process of its own.
+Starting Ray takes nearly all of the time, so two tests do it, each in a process of its own.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from fedpact.engines.virtual import VirtualSite
 from fedpact.errors import FedpactError, InputError, LedgerError, PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.chain import read_entries
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Reply, Task, from_bytes, to_bytes
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
@@ -133,6 +134,43 @@ def test_rounds_on_ray_until_ctrl_c_and_the_rest_on_threads_are_one_run(runs, ma
         assert here == entries(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + on_ray]
     simulate(Plan.parse(PLAN), runs / "ray")
     check_that_it_is_the_same_run(runs / "local", runs / "ray")
+
+
+SHARED = {
+    "rounds": 2,
+    "sites": 5,
+    "settings": {"local_steps": 1, "learning_rate": 0.5},
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 3, "accountant": "rdp"},
+    "run": {"workers": 2},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=WITHOUT)
+def test_shares_of_noise_on_ray_add_up_to_the_sums_of_threads(marked, tmp_path):
+    """Whole numbers are summed exactly: the same model bit for bit, and the same charges."""
+    simulate(Plan.parse(SHARED), tmp_path / "local")
+    (tmp_path / "plan.json").write_text(json.dumps(SHARED))
+    done = subprocess.run(
+        [
+            *(*COMMAND, "run", str(tmp_path / "plan.json")),
+            *("--engine", "ray", "--out", str(tmp_path / "ray")),
+        ],
+        env=marked,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "ray")]
+    assert kept[0] == kept[1]
+    for number in range(5):
+        own = Path("sites") / f"site-{number:02d}" / "ledger.jsonl"
+        spent = [receipt(tmp_path / name / own)["runs"].values() for name in ("local", "ray")]
+        ((here, there),) = zip(*spent, strict=True)
+        assert here["events"] == there["events"]
+        assert here["epsilon_alone_spent"] == there["epsilon_alone_spent"] > 0
 
 
 # ---------------------------------------------------------------- inside an actor, without Ray

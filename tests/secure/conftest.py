@@ -46,7 +46,7 @@ class Party:
 
     def __post_init__(self):
         self.sites = names(self.count)
-        against = self.against or max(1, 2 * self.threshold - self.count - 1)
+        against = self.against or 2 * self.threshold - self.count - 1
         self.circle = Circle(self.sites, self.threshold, against)
         self.keys = {site: ec.generate_private_key(ec.SECP256R1()) for site in self.sites}
         self.public = {site: key.public_key() for site, key in self.keys.items()}

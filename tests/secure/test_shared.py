@@ -342,7 +342,7 @@ def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
     assert result.summary["bytes_up"] < 0.6 * plain.summary["bytes_up"]
 
 
-def test_threads_ray_and_stacked_sites_sum_the_same_shares(tmp_path):
+def test_threads_and_stacked_sites_sum_the_same_shares(tmp_path):
     """To rounding: seated sites share a product, so a sum near a half may round otherwise."""
     whole = simulate(plan_of(), tmp_path / "one")
     assert torch.equal(

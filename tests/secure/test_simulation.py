@@ -65,7 +65,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 def test_the_report_says_what_it_adds_and_that_epsilon_does_not_use_it(tmp_path):
     result = simulate(Plan.parse({**BASE, **SECURE}), tmp_path / "run")
     told = json.loads((result.folder / "privacy.json").read_bytes())
-    assert told["secure_aggregation"] == {"threshold": 2, "sites": 3}
+    assert told["secure_aggregation"] == {
+        "threshold": 2,
+        "sites": 3,
+        "neighbours": 2,
+        "against": 0,
+    }
     page = write_report(result.folder).read_text(encoding="utf-8")
     assert "Secure aggregation, threshold 2 of 3 sites" in page
     assert "adds nothing to (ε, δ): the ε stated here does not use it" in page

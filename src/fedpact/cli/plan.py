@@ -12,7 +12,7 @@ from torch import Tensor
 from fedpact.cli.console import show
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
-from fedpact.engines.statement import per_person, site_terms
+from fedpact.engines.statement import per_person, secure_terms, site_terms
 from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.methods import integers
@@ -102,6 +102,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
         "adjacency": ADJACENCY if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
         "per_person": per_person(sites),
+        "secure_aggregation": secure_terms(plan, len(scene.sites)),
         "sites": {
             name: {
                 **terms,
@@ -174,6 +175,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         f"{_rounds(scene, document)}, "
         f"about {size(document['bytes'])} of messages"
     )
+    if document["secure_aggregation"]:
+        out.print(_secured(**document["secure_aggregation"]))
     if not plan.private:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
@@ -216,6 +219,16 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
+
+
+def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
+    others = f"{neighbours} of the {sites - 1} others"
+    if neighbours == sites - 1:
+        others = f"all {neighbours} others, as no smaller graph bears more"
+    return (
+        f"Secure aggregation: at least {threshold} of {sites} sites in each sum; a site shares "
+        f"masks with {others}; {against} may work for the server, whoever they are"
+    )
 
 
 def _rounds(scene: Scene, document: dict[str, Any]) -> str:

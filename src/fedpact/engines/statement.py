@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedpact.engines.scene import Scene
+from fedpact.engines.secure.circle import colluding
 from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
@@ -12,6 +13,7 @@ from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
 from fedpact.theory.accounting import ADJACENCY, History, bound_by, epsilon
+from fedpact.theory.neighbours import neighbourhoods
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -89,7 +91,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "features": plan.features.told(),
         "covers": [*side.covers, *_own_models(plan), *_secure_lines(plan, sites)],
         "does_not_cover": [*side.does_not_cover, *uncounted, *_unprotected_weights(plan)],
-        "secure_aggregation": _secure_terms(plan, sites),
+        "secure_aggregation": secure_terms(plan, sites),
         "sites": each,
     }
 
@@ -116,10 +118,19 @@ def _own_models(plan: Plan) -> list[str]:
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 
-def _secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
-    """Return what a run's secure aggregation is, None where it has none."""
+def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
+    """Return what a run's secure aggregation is, None where it has none.
+
+    neighbours: with how many others each site shares masks. against: how many may work for the
+    server, whoever they are, and whomever it leaves out.
+    """
     threshold = plan.secure_aggregation.threshold
-    return {"threshold": threshold, "sites": sites} if threshold else None
+    if not threshold:
+        return None
+    against = colluding(plan, sites)
+    neighbours = neighbourhoods(sites, threshold, against).neighbours
+    told = {"threshold": threshold, "sites": sites}
+    return told | {"neighbours": neighbours, "against": against}
 
 
 def _secure_lines(plan: Plan, sites: int) -> list[str]:

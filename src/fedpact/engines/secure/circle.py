@@ -23,7 +23,8 @@ class Circle:
     @staticmethod
     def of(plan: Plan, names: Iterable[str]) -> "Circle":
         """Return that of a plan's run over these sites."""
-        return Circle(names, plan.secure_aggregation.threshold, against(plan, len(set(names))))
+        known = set(names)
+        return Circle(known, plan.secure_aggregation.threshold, colluding(plan, len(known)))
 
     def place(self, name: str) -> int:
         """Return at which x a site has its shares, from 1 on."""
@@ -49,10 +50,10 @@ class Circle:
         }
 
 
-def against(plan: Plan, sites: int) -> int:
+def colluding(plan: Plan, sites: int) -> int:
     """Return c, how many of the sites may work for the server: as many as h or t leave room for.
 
-    With 2t > K + c no two lists of t sites each are signed by others than those; at least 1.
+    With 2t > K + c no two lists of t sites each are signed by others than those.
     """
     threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
-    return threshold - honest if honest else max(1, 2 * threshold - sites - 1)
+    return threshold - honest if honest else 2 * threshold - sites - 1
