@@ -11,7 +11,7 @@ from types import ModuleType
 # In the order of the page.
 _ORDER = (
     "step", "brought", "stacked", "parts", "memory", "roofline", "noise",
-    "round", "hundred", "workers", "overhead", "profile", "sites", "accuracy", "card",
+    "round", "hundred", "workers", "overhead", "profile", "sites", "secure", "accuracy", "card",
 )  # fmt: skip
 
 

@@ -48,5 +48,6 @@ def test_five_processes_that_share_noise_out_train_the_simulations_model(make, t
         assert line["epsilon_alone"] == record.epsilon_alone
     for site in sorted((directory / "sites").iterdir()):
         spent = next(iter(receipt(site / "ledger.jsonl")["runs"].values()))
-        assert spent["epsilon_spent"] == lines[-1]["epsilon"][site.name]
-        assert spent["epsilon_alone_spent"] == lines[-1]["epsilon_alone"][site.name]
+        # The receipt takes the best accountant, the run the one of its plan.
+        assert 0 < spent["epsilon_spent"] <= lines[-1]["epsilon"][site.name]
+        assert spent["epsilon_alone_spent"] <= lines[-1]["epsilon_alone"][site.name]

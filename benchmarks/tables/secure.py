@@ -1,0 +1,152 @@
+"""A round of secure aggregation in one process, and over Flower."""
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from benchmarks.results import Row
+from benchmarks.scale import Scale
+from benchmarks.timing import Others, Spread
+from fedpact.algorithms import Summed
+from fedpact.deploy import local
+from fedpact.deploy.write import Choices, write
+from fedpact.engines.secure import wire
+from fedpact.engines.secure.circle import Circle
+from fedpact.engines.secure.keys import AHEAD
+from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.ring import Weighing
+from fedpact.engines.secure.server import Session
+from fedpact.engines.secure.site import Masker
+from fedpact.messages import Refusal, Reply, Step, Task
+from fedpact.plan import Plan
+from fedpact.theory.neighbours import Neighbourhoods
+
+TITLE = "Secure aggregation"
+ABOUT = (
+    "`secure`: processor time of all sites and the server together on one core, without training: "
+    "d numbers a site, two thirds of the sites have to stay, a tenth may work for the server. A "
+    "round is one in which nobody is missing, with its part, a twentieth, of a session's keys and "
+    "shares; *all others*: with masks between all, as among few sites. `deployed`: a round of "
+    "three processes and a server on this machine over Flower, TLS on, beside the same round "
+    "without secure aggregation; a SuperNode looks for work every three seconds."
+)
+NAMES = ("secure", "deployed")
+_PORT = 18950
+
+
+def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
+    """See tables."""
+    torch.set_num_threads(1)
+    return _deployed(scale) if name == "deployed" else _alone(scale)
+
+
+def _alone(scale: Scale) -> tuple[list[Row], bool]:
+    rows, others = list[Row](), Others()
+    for sites, d in scale.of(((20, 7850), (40, 7850), (100, 7850), (100, 100_000)), ((16, 10),)):
+        for everybody in (True, False):
+            begin, each = _seconds(sites, d, everybody, scale.of(3, 1))
+            goal = {"goal": 5.0} if not everybody and (sites, d) == (100, 7850) else {}
+            found = Spread.of([begin / AHEAD + one for one in each])
+            who = "all others" if everybody else f"{_circle(sites, False).graph.neighbours} others"
+            rows.append(
+                Row(
+                    f"{sites} sites, d = {d:,}, masks with {who}",
+                    found.median,
+                    found.low,
+                    found.high,
+                    "s",
+                    **goal,
+                    note=f"a session begins in {begin:.2f} s, then {found.median:.2f} s a round",
+                )
+            )
+    return rows, not others.undisturbed
+
+
+def _circle(sites: int, everybody: bool) -> Circle:
+    threshold = 2 * sites // 3 + 1
+    circle = Circle([f"site-{i:03d}" for i in range(sites)], threshold, max(1, sites // 10))
+    if everybody:
+        circle = Circle([f"site-{i:03d}" for i in range(sites)], threshold, threshold - 1)
+        circle.graph = Neighbourhoods(sites, (), threshold)
+    return circle
+
+
+def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, list[float]]:
+    """Return how long a session takes to begin, and each of its sums."""
+    circle = _circle(sites, everybody)
+    own = {f"site-{i:03d}": ec.generate_private_key(ec.SECP256R1()) for i in range(sites)}
+    public = {site: key.public_key() for site, key in own.items()}
+    coding, w = Weighing(float(sites), Summed(), sites), torch.randn(d)
+    maskers = {
+        site: Masker(site, key, public, circle, coding, Opened(None)) for site, key in own.items()
+    }
+
+    def asked(site: str, question: Step) -> Step:
+        def train(task: Task) -> Reply:
+            return Reply("run", task.round, site, 1.0, {"w": w}, {})
+
+        given = maskers[site].answer(question, train)
+        if isinstance(given, Refusal):
+            raise RuntimeError(f"{site} refuses {question.step!r}: {given.code}")
+        return given
+
+    session, began = Session.of("run", 1, public, circle, AHEAD), time.process_time()
+    for ask, take in (
+        (session.ask_keys, session.take_keys),
+        (session.ask_shares, session.take_shares),
+        (session.ask_roster, session.take_roster),
+    ):
+        for site, question in ask().items():
+            take(site, asked(site, question))
+    begin, each = time.process_time() - began, list[float]()
+    for number in range(1, rounds + 1):
+        began = time.process_time()
+        this = session.slot(number, coding)
+        task = Task("run", number, "fedavg", {"w": torch.zeros(d)}, {})
+        for site, question in this.ask_masked(dict.fromkeys(own, task)).items():
+            this.take_masked(site, wire.reply_in(asked(site, question)))
+        for site, question in this.ask_open().items():
+            this.take_opened(site, asked(site, question))
+        this.total()
+        each.append(time.process_time() - began)
+    return begin, each
+
+
+def _deployed(scale: Scale) -> tuple[list[Row], bool]:
+    others, rounds = Others(), scale.of(AHEAD, 1)
+    plan = Plan.parse({"sites": 3, "rounds": rounds, "run": {"evaluate_every": 10**6}})
+    if scale.tiny:
+        plain, masked = [1.0], [2.0]
+    else:
+        plain = _rounds(plan)
+        secure = plan.secure_aggregation.model_copy(update={"threshold": 2})
+        masked = _rounds(plan.model_copy(update={"secure_aggregation": secure}))
+    one, other = (Spread.of(each) for each in (plain, masked))
+    # As a mean: the session's first questions come in the first round, for all of them.
+    ratio = statistics.mean(masked) / statistics.mean(plain)
+    rows = [
+        Row("a plain round", one.median, one.low, one.high, "s"),
+        Row("a masked round", other.median, other.low, other.high, "s"),
+        Row(f"masked beside plain, mean of {rounds} rounds", ratio, goal=2.2),
+    ]
+    return rows, not others.undisturbed
+
+
+def _rounds(plan: Plan) -> list[float]:
+    """Return the seconds of each round of a deployment on this machine."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "deployment"
+        write(directory, plan, Choices(port=_PORT))
+        local.start(directory)
+        try:
+            while local.look(directory)["running"]["server"]:
+                time.sleep(0.5)
+        finally:
+            local.stop(directory)
+        lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+    return [record["seconds"] for record in map(json.loads, lines) if record["round"]]
