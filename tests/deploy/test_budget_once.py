@@ -30,7 +30,7 @@ from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError, FedpactError, LedgerError
 from fedpact.ledger.ledger import read_entries
-from fedpact.messages import Refusal, Reply, from_bytes, to_bytes
+from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 
 STEPS = 2  # local iterations of a round: what each round is charged
 EVIDENCE = ("reply.bin", "memory.safetensors", "pending-memory.safetensors", "log.txt", "opened")
@@ -352,14 +352,18 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
     original, copy = node.directory, tmp_path / "copy"
 
     def behave(message, answer):
-        if asked(node) == 2 and not copy.exists():
-            node.site.ledger.close()
-            shutil.copytree(original, copy)
-            move(node, original)
-        turn = copy if asked(node) in (2, 4) else original
-        if node.directory != turn:
-            move(node, turn)
-        return answer()
+        given, question = answer(), from_bytes(node.heard[-1])
+        refused = isinstance(from_bytes(codec.unpack(given.content)[0]), Refusal)
+        ends = refused or isinstance(question, Task) or question.step == "open"
+        if ends and question.round < 4:
+            if not copy.exists():
+                node.site.ledger.close()
+                shutil.copytree(original, copy)
+                move(node, original)
+            # It is there anew, for the next round.
+            node.since = f"after {question.round}"
+            move(node, copy if question.round in (1, 3) else original)
+        return given
 
     node.behave = behave
     assert run.refused() == [{}, {}, {"site-01": "ledger"}, {}]
@@ -496,7 +500,7 @@ def test_no_sum_is_opened_under_a_policy_that_was_tightened_in_its_round(federat
 
     def behave(message, answer):
         step = from_bytes(nodes[0].heard[-1]).step
-        if (asked(nodes[0]), step) == (2, "unmask"):
+        if (asked(nodes[0]), step) == (2, "open"):
             change(nodes[0].directory / "policy.toml", 'algorithms = ["fedavg"]', "algorithms = []")
         given = answer()
         heard.append(from_bytes(codec.unpack(given.content)[0]))
