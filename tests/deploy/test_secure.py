@@ -12,9 +12,9 @@ from tests.deploy.grid import NAMES, Clock, charged
 from fedpact.engines.flower import codec, transport, underway
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.secure import exchange, wire
 from fedpact.engines.secure import opened as opened_module
 from fedpact.engines.secure import site as site_module
-from fedpact.engines.secure import wire
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold
 from fedpact.engines.secure.shared import SharedSum, bits, centred
@@ -307,6 +307,52 @@ def test_a_site_that_comes_late_is_in_the_next_sum(federation):
     assert records[1].refused == {"site-02": "absent"}
     assert records[2].refused == {}
     assert [charged(node) for node in nodes] == [4, 4, 2]
+
+
+def test_a_session_ends_with_its_slots(federation, monkeypatch):
+    monkeypatch.setattr(exchange, "AHEAD", 2)
+    run, nodes = federation(rounds=5)
+    assert [record.refused for record in run()[1:]] == [{}] * 5
+    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
+    assert begun == [1, 3, 5]
+    slots = [m.session.partition("/")[2] for m in heard(nodes[0]) if m.step == "masked"]
+    assert slots == ["0", "1", "0", "1", "0"]
+
+
+def test_a_site_that_would_not_begin_is_asked_again_more_and_more_seldom(federation):
+    """The others' keys go on meanwhile; once it begins, all is as it was."""
+    run, nodes = federation(rounds=9)
+
+    def behave(message, answer):
+        question = from_bytes(nodes[0].heard[-1])
+        if question.step == "keys" and question.round < 8:
+            return nodes[0].forge(
+                message, to_bytes(Refusal(question.run, question.round, "site-00", "policy"))
+            )
+        return answer()
+
+    nodes[0].behave = behave
+    records = run()
+    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
+    assert begun == [1, 2, 4, 8]
+    assert [r.refused for r in records[1:]] == [{"site-00": "policy"}] * 7 + [{}] * 2
+    assert [charged(node) for node in nodes] == [4, 18, 18]
+
+
+def test_a_site_that_was_started_again_is_in_the_next_sum(federation):
+    """Its node says so, and a session is begun with its new keys."""
+    run, nodes = federation(rounds=3)
+
+    def behave(message, answer):
+        given, question = answer(), from_bytes(nodes[0].heard[-1])
+        if (question.round, question.step) == (1, "open"):
+            nodes[0].site.ledger.close()
+            nodes[0].site, nodes[0].since = Site(nodes[0].directory), "later"
+        return given
+
+    nodes[0].behave = behave
+    assert [record.refused for record in run()[1:]] == [{}] * 3
+    assert [n for n, step in steps_of(nodes[1]) if step == "keys"] == [1, 2]
 
 
 def test_sites_and_server_that_restart_before_a_sum_is_opened_charge_nothing_more(

@@ -126,6 +126,8 @@ class Secured:
         self._session: Session | None = None
         # Who was there when it began, why sites are not in it, and for how many rounds that stays.
         self._here, self._outside, self._pause = dict[str, str](), dict[str, str](), 1
+        # Who was told the last model.
+        self._told = set[str]()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -190,7 +192,10 @@ class Secured:
                 this.take_masked(site, reply)
             return why
 
-        missing = self._step(this.ask_masked(tasks), masked)
+        # Whoever lacks the last model cannot do with changes to it.
+        in_full = {s: t if s in self._told else unshortened(t) for s, t in tasks.items()}
+        missing = self._step(this.ask_masked(in_full), masked)
+        self._told = set(this.replies)
         refused |= missing
         if session.used == session.slots or any(r.code == "session" for r in missing.values()):
             # Who was started again has no keys of this session any more.
