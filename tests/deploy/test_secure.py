@@ -456,7 +456,7 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
     home = nodes[0].directory
     # From the first opening on, so that its lack tells before anything was opened, too.
     first = json.loads((home / "opened.json").read_bytes())
-    assert first == [nodes[0].site.run, 0, 0, []]
+    assert first == [nodes[0].site.run, -1, 0, []]
     lost = loses(nodes[0], "open", 1)
     run()
     assert lost
