@@ -318,7 +318,8 @@ def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
     for number, site, length in straight.blocks:
         is_new = number == 1 or site in absent.get(number - 1, ())
         bits = 8 * length / D / vectors
-        assert bits > 32 if is_new else bits < 6, (number, site, bits)
+        most = 3.4 if vectors == 1 else 4.8
+        assert bits > 32 if is_new else bits < most, (number, site, bits)
     # From any round on, by a server that has only what it wrote down, and by sites as they were.
     at = Checkpoint.from_bytes(b"".join(outcomes[2][0].to_parts()))
     again = Recorded(plan, absent)
@@ -330,18 +331,24 @@ def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
         assert (first.bytes_down, first.bytes_up) == (second.bytes_down, second.bytes_up)
 
 
-def test_what_the_server_rounds_is_little():
-    """1/1728 of the variance of a change, if it is normal: χ² to within 10 % at D coordinates."""
+def test_what_the_server_leaves_out_does_not_add_up():
+    """After T rounds the model is the sum of all changes, but for the last rounding: r/2 at most.
+
+    Without what is kept it would be off by sqrt(T) r/sqrt(12) in the mean, 2.9 r for T = 100.
+    """
     plan = plan_of()
-    before = State({"w": torch.zeros(D, dtype=torch.float64)})
-    w = torch.randn(D, generator=stream("down"), dtype=torch.float64)
-    codes, step = integers.coded(w, integers.fine_step(w))
-    off = (integers.moved(before.vectors["w"], codes, step) - w).square().mean()
-    assert float(off) == pytest.approx(1 / 1728, rel=0.1)
-    reply = Reply("run", 1, "a", 1.0, {"w": integers.encode(codes, step)}, {})
-    after = plan.method.update(before, [reply])
-    short = plan.method.short(after)
-    assert 8 * len(short["grid/w"]) / D < 6
+    state, total = State({"w": torch.zeros(D)}), torch.zeros(D, dtype=torch.float64)
+    for number in range(100):
+        x = torch.randn(D, generator=stream("down", number), dtype=torch.float64)
+        codes, step = integers.coded(x, 1 / UNITS)
+        reply = Reply("run", number, "a", 1.0, {"w": integers.encode(codes, step)}, {})
+        total += codes * step
+        state = plan.method.update(state, [reply])
+    block = plan.method.short(state)["grid/w"]
+    _, r = integers.decode(block, D)
+    assert 0.4 < r < 0.6
+    assert float((state.vectors["w"].double() - total).abs().max()) <= r / 2 * (1 + 1e-3)
+    assert 8 * len(block) / D < 3.2
 
 
 @pytest.mark.parametrize("change", ["unknown", "torn", "twice"])

@@ -110,6 +110,6 @@ def test_a_vector_that_diverged_is_seen():
 @pytest.mark.parametrize("x", [[0.0], [0.0, 0.0, 1e-30], [1e300, 1.0, 0.0], [1e-300, 0.0]])
 def test_any_numbers_have_a_step(x):
     x = torch.tensor(x, dtype=torch.float64)
-    codes, step = integers.coded(x, integers.fine_step(x))
+    codes, step = integers.coded(x, integers.step_of(x))
     off = integers.moved(torch.zeros_like(x), codes, step) - x
     assert float(off.abs().max()) <= 0.5 * step * (1 + 1e-9)

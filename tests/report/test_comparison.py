@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from fedpact.messages import RoundRecord, SiteScore
-from fedpact.report.comparison import document, guarantees, inequality, rows, write_comparison
+from fedpact.report.comparison import (
+    document,
+    guarantees,
+    inequality,
+    render,
+    rows,
+    write_comparison,
+)
 from fedpact.report.equality import differences, flatten
 from fedpact.report.outcomes import Comparison, read_comparison, run_folder
 from fedpact.report.overlay import curve
+from fedpact.report.reached import reached
 
 from .conftest import terms
 from .test_page import Page
@@ -319,3 +327,27 @@ def test_flatten_keeps_every_leaf() -> None:
         "a.d": [],
         "e": None,
     }
+
+
+def test_bytes_to_an_accuracy_are_those_up_to_the_first_evaluation_with_it(tmp_path: Path) -> None:
+    """300 bytes a round; both runs of an entry, or how many of them."""
+    for seed, course in ((3, {0: 0.2, 2: 0.71, 4: 0.62}), (4, {0: 0.2, 2: 0.5, 4: 0.8})):
+        put(tmp_path, "one", seed, course)
+        put(tmp_path, "two", seed, {0: 0.2, 4: 0.66})
+    table = reached(read(tmp_path, ["one", "two"], [3, 4]))
+    assert table is not None
+    assert table.levels == ["65.0 %", "70.0 %", "75.0 %", "80.0 %"]
+    # Seed 3 after two rounds, seed 4 after four: 600 and 1,200 bytes.
+    assert table.rows[0] == (
+        "one",
+        *["900 B ± 424 B"] * 2,
+        *["1.2 kB (1 of 2 runs)"] * 2,
+    )
+    assert table.rows[1] == ("two", "1.2 kB ± 0 B", "–", "–", "–")
+    assert reached(Comparison(tmp_path, [])) is None
+
+
+def test_a_page_shows_bytes_to_an_accuracy(tmp_path: Path) -> None:
+    page = render(two(tmp_path))
+    assert "Bytes to an accuracy" in page
+    assert "1.2 kB (1 of 2 runs)" in page

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedpact.papers.rates import STEP, rates
+from fedpact.papers.wire import wire
 from fedpact.report.reading import read_run
 
 Build = Callable[..., Path]
@@ -87,3 +88,41 @@ def test_the_page_says_what_is_bounded_and_in_which_unit(build: Build) -> None:
     for words in ("differential entropy", "nats", "no bound", "says nothing about privacy"):
         assert words in page
     assert "one noisy gradient a reply" in render(read_run(change(build(SITES), "plan", rounds=4)))
+
+
+def coordinate(row: tuple[str, str, str, str]) -> float:
+    return float(row[2].removesuffix(" bits").replace(",", ""))
+
+
+def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
+    """Up over the replies, of which one is missing; down over what was asked."""
+    folder = build(SITES, refused={"b": "budget"})
+    run = read_run(folder)
+    table = wire(run, len(SITES))
+    assert not isinstance(table, str)
+    down, up = run.bytes
+    asked = len(SITES) * ROUNDS
+    assert len(table.rows) == 2
+    assert coordinate(table.rows[0]) == pytest.approx(8 * up / D / (asked - 1), rel=1e-3)
+    assert coordinate(table.rows[1]) == pytest.approx(8 * down / D / asked, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "units"),
+    [
+        ({}, []),
+        ({"compression": {"kind": "grid"}}, [4.0, 2.0]),
+        ({"compression": {"kind": "grid"}, "secure_aggregation": {"threshold": 2}}, [2.0]),
+        ({"privacy": {"trust": "sum"}, "secure_aggregation": {"threshold": 2}}, [4.0]),
+    ],
+)
+def test_entropies_are_of_what_the_run_rounds(build: Build, plan, units) -> None:
+    table = wire(read_run(change(build(SITES), "plan", **plan)), len(SITES))
+    assert not isinstance(table, str)
+    found = [coordinate(row) for row in table.rows[2:]]
+    expected = [math.log2(each * math.sqrt(2 * math.pi * math.e)) for each in units]
+    assert found == pytest.approx(expected, abs=0.02)
+
+
+def test_a_run_that_has_not_ended_has_no_bits_yet(build: Build) -> None:
+    assert "has not ended" in str(wire(read_run(build(SITES, rounds=0)), len(SITES)))

@@ -16,6 +16,7 @@ from fedpact.engines.statement import per_person, secure_terms, site_terms
 from fedpact.errors import PlanError
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.methods import integers
+from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
@@ -154,7 +155,7 @@ def _message_bytes(scene: Scene) -> int:
     if method.coded:
         up = {name: _coded(vector, UNITS) for name, vector in up.items()}
     if scene.plan.compression.kind == "grid":
-        down = {name: _coded(vector, integers.EXACT) for name, vector in down.items()}
+        down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
     task = Task("run", 1, scene.plan.algorithm, down, told.numbers)
     reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
     return (task.wire_bytes + encoded_length(reply)) * len(scene.sites)

@@ -121,9 +121,8 @@ class SeededDraws:
         return noise
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """See Draws."""
-        like = torch.empty(0, dtype=torch.float64, device=total.device)
-        noise = self.gaussian(total.numel(), like, step, purpose)
+        """See Draws. The noise is that of `add_noise`, so that runs differ by rounding alone."""
+        noise = self.gaussian(total.numel(), total, step, purpose).double()
         return rounded(total, unit, units, noise)
 
     def add_noise(

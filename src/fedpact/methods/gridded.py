@@ -3,15 +3,18 @@
 With x = (a vector of the reply) - (what the sites were told under that name, 0 where nothing was):
 
     up      code = floor(x / s + 1/2),   s = sqrt(Σ c_t² v_t) / 4, the deviation of x's noise over 4
-    down    code = floor((w' - w) / r + 1/2),   r = a twelfth of the median deviation of w' - w;
-            the server goes on from w + r code, which is what the sites have
+    down    code = floor((w' - w + e) / r + 1/2),   r = half the median deviation of w' - w + e;
+            the server goes on from w + r code, which is what the sites have, and adds what is left
+            out, e, to the next change
 
 c_t are the weights with which released gradients enter the reply (`linear`), v_t their noise's
 variance: public numbers. Rounding adds s²/12, 1/192 of that variance, and its error is as good as
 independent of x: of a rounded normal of deviation ν = 4 the law differs by less than 1e-33 from
 that of a normal with a uniform number added (theory.shares). Where a reply is one release times a
-public number, x / s is what the oracle has rounded already, and is only found again. What the
-server rounds adds another 1/1728 of the variance of w' - w. Codes are written by `integers`.
+public number, x / s is what the oracle has rounded already, and is only found again. Down nothing
+is lost: after any number of rounds w is off by the last rounding alone, r/2 a coordinate at most.
+What else is told, as scaffold's c, is new in each round and no sum of changes: it is rounded to a
+twelfth of its change's deviation, and nothing is kept. Codes are written by `integers`.
 
 All of it is post-processing of releases, lengths too: it spends no privacy.
 
@@ -22,6 +25,7 @@ A site that took part in the last round is sent the codes alone, every other one
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,6 +38,13 @@ from fedpact.params import all_finite
 from fedpact.privacy.around import OracleAround
 from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
 from fedpact.theory.shares import FINE_UNITS, UNITS
+
+_MODEL: Final = "w"
+_LEFT: Final = "left/w"
+"""In the server's state: what rounding has left out of the model so far [d]."""
+
+UNITS_DOWN: Final = 2.0
+"""The deviation of a model's change in units of the grid that it is rounded to."""
 
 _Question = tuple[int, tuple[tuple[str, float], ...]]
 
@@ -87,25 +98,30 @@ class Gridded(Around):
             x = vector.double() if told is None else vector.double() - told.double()
             step = _step(found[name], oracle.noise_variance, opened.variance)
             # Without noise, as on the records that are nobody's, nothing says how coarse.
-            vectors[name] = integers.encode(*integers.coded(x, step or integers.fine_step(x)))
+            vectors[name] = integers.encode(*integers.coded(x, step or integers.step_of(x)))
         return replace(local, vectors=vectors)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
-        _, rest = split(state, PREFIX)
+        own, rest = split(state, PREFIX)
         before = self.inner.task(rest).vectors
         after = self.inner.update(rest, self._all_opened(replies, before))
         if not all(map(all_finite, after.vectors.values())):
             # A run that diverges is to be seen as it is.
             return after
-        vectors, codes = dict(after.vectors), dict[str, Tensor]()
+        vectors, sent = dict(after.vectors), dict[str, Tensor]()
         for name, start in before.items():
             if name in vectors:
                 change = vectors[name].double() - start.double()
-                whole, step = integers.coded(change, integers.fine_step(change))
-                vectors[name] = integers.moved(start, whole, step)
-                codes[name] = integers.encode(whole, step)
-        return join(State(codes), PREFIX, State(vectors, after.numbers))
+                if name == _MODEL and _LEFT in own.vectors:
+                    change += own.vectors[_LEFT]
+                units = UNITS_DOWN if name == _MODEL else integers.EXACT
+                codes, step = integers.coded(change, integers.step_of(change, units))
+                vectors[name] = integers.moved(start, codes, step)
+                sent[name] = integers.encode(codes, step)
+                if name == _MODEL:
+                    sent[_LEFT] = (change - (vectors[name].double() - start.double())).float()
+        return join(State(sent), PREFIX, State(vectors, after.numbers))
 
     def task(self, state: State) -> State:
         """See Method."""
@@ -117,12 +133,13 @@ class Gridded(Around):
 
     def short(self, state: State) -> Vectors | None:
         """See Method."""
-        codes, rest = split(state, PREFIX)
-        told = self.inner.task(rest).vectors
-        if not codes.vectors:
+        own, rest = split(state, PREFIX)
+        codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
+        if not codes:
             return None
-        whole = {name: vector for name, vector in told.items() if name not in codes.vectors}
-        return whole | {PREFIX + name: block for name, block in codes.vectors.items()}
+        told = self.inner.task(rest).vectors
+        whole = {name: vector for name, vector in told.items() if name not in codes}
+        return whole | {PREFIX + name: block for name, block in codes.items()}
 
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """See Method."""

@@ -33,32 +33,35 @@ EXACT: Final = 12.0
 _NORMAL: Final = 1.4826
 """A normal law's deviation over the median of its absolute values."""
 
-# Level 1: the higher ones look for what repeats, and what they find of noise costs more bits.
+# What repeats in noise is found by chance, and costs more bits than it saves: look for long
+# repetitions only, and for few.
 _LEVEL: Final = 1
+_LONG: Final = {"min_match": 7, "hash_log": 6}
 
 
 class _OfThread(threading.local):
     """What each thread compresses with: making one takes longer than a small model's vector."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
+        how = zstandard.ZstdCompressionParameters.from_level(_LEVEL, **_LONG)
+        self.compressor = zstandard.ZstdCompressor(compression_params=how)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
 _own = _OfThread()
 
 
-def fine_step(x: Tensor) -> float:
-    """Return a twelfth of the deviation of x [d] by its median, 1 where x is 0.
+def step_of(x: Tensor, units: float = EXACT) -> float:
+    """Return the deviation of x [d], by its median, over `units`; 1 where x is 0.
 
-    Rounding to it adds 1/1728 of the variance of a normal x. The median is the same on any number
-    of threads.
+    Rounding to it adds 1/(12 units²) of the variance of a normal x. The median is the same on any
+    number of threads.
     """
     lengths = x.detach().abs()
     deviation = _NORMAL * float(lengths.median()) if x.numel() else 0.0
     if not deviation > 0:
         deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
-    return deviation / EXACT if deviation > 0 else 1.0
+    return deviation / units if deviation > 0 else 1.0
 
 
 def coded(x: Tensor, step: float) -> tuple[Tensor, float]:

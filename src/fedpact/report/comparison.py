@@ -19,6 +19,7 @@ from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
 from fedpact.report.reading import RunFolder
+from fedpact.report.reached import reached
 from fedpact.text import duration, number, percent, size, upper, written
 
 Measure = Callable[[Outcome], float | None]
@@ -164,6 +165,7 @@ def render(comparison: Comparison) -> str:
         joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
         joining_note=NOTE,
         joining_headings=HEADINGS,
+        reached=reached(comparison),
         runs=_run_rows(comparison),
     )
 

@@ -61,6 +61,7 @@ def render(run: RunFolder) -> str:
     """Return the page as one HTML document."""
     # The papers' theory is loaded when it is asked.
     from fedpact.papers.rates import rates
+    from fedpact.papers.wire import wire
 
     template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -77,6 +78,7 @@ def render(run: RunFolder) -> str:
             "epsilon": budgets.epsilon(run),
             "bytes": budgets.traffic(run),
         },
+        wire=wire(run, len(run.sites)),
         rates=rates(run),
         fair=_fair(run),
         sites=_site_rows(run),

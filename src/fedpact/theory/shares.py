@@ -14,6 +14,7 @@ wherever the a_i lie and however coarse the grid. docs/noise-for-the-sum.md has 
 two laws differ by is added to δ: `added_delta`, which UNITS keeps below ADDED_DELTA.
 """
 
+import itertools
 import math
 from typing import Final
 
@@ -44,6 +45,20 @@ def distance(units: float, shares: int) -> float:
         raise InputError(f"units is {units!r}: expected a number >= 0.5, in units of the grid")
     alpha = 1.28 * math.exp(-0.5 * (math.pi * units) ** 2)
     return math.expm1(at_least_one(shares=shares) * math.log1p(alpha)) + alpha
+
+
+def entropy(units: float) -> float:
+    """Return the bits in a normal number of deviation `units` > 0 that is rounded to an integer.
+
+    log2(units sqrt(2πe)) as soon as that is one or more.
+
+    >>> round(entropy(4.0), 4), round(math.log2(4.0 * math.sqrt(2 * math.pi * math.e)), 4)
+    (4.0508, 4.0471)
+    """
+    scale, most = positive(units=units) * math.sqrt(2), math.ceil(_TAIL * units)
+    ends = [math.erf((n - 0.5) / scale) for n in range(-most, most + 2)]
+    masses = [(after - before) / 2 for before, after in itertools.pairwise(ends)]
+    return -math.fsum(p * math.log2(p) for p in masses if p > 0)
 
 
 def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -> float:
