@@ -2,7 +2,7 @@
 
     python experiments/fewer_bytes/run.py digits [SEEDS]
     FEDPACT_DATA=DIR python experiments/fewer_bytes/run.py fashion_mnist [SEEDS]
-    FEDPACT_DATA=DIR python experiments/fewer_bytes/run.py to80 [SEEDS]
+    FEDPACT_DATA=DIR python experiments/fewer_bytes/run.py to80 [SEEDS] [MODEL]
 
 The first two train each algorithm with and without; the third counts bytes until the model is at
 80 % on Fashion-MNIST's test set, also where replies are masked. Results are stored as they come
@@ -116,11 +116,14 @@ def _plain(name: str) -> list[str]:
     return ["settings={learning_rate = 0.5}"] if name != "ali_dpfl" else ["settings={}"]
 
 
-def to80(seeds: int) -> None:
-    """Print the bytes to 80 % by model, by whose noise, and by kind."""
+def to80(seeds: int, model: str) -> None:
+    """Print the bytes to 80 % by whose noise, and by kind."""
     for whose, own in MASKED.items():
         for kind in KINDS:
-            runs = [stored(f"to80/{whose}/{kind}/{s}", plan(kind, s, own)) for s in range(seeds)]
+            runs = [
+                stored(f"to80/{model}/{whose}/{kind}/{s}", plan(kind, s, [*own, f"model={model}"]))
+                for s in range(seeds)
+            ]
             reached = [run["to80"] for run in runs if run["to80"]]
             sent = [(run["down"] + run["up"]) / 1e6 for run in reached]
             rounds = [float(run["round"]) for run in reached]
@@ -134,6 +137,6 @@ def to80(seeds: int) -> None:
 if __name__ == "__main__":
     what, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3
     if what == "to80":
-        to80(count)
+        to80(count, sys.argv[3] if len(sys.argv) > 3 else "logistic")
     else:
         compare(what, count)

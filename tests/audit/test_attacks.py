@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedpact.audit.many_runs import attacks, many_runs
 from fedpact.audit.membership import membership
-from fedpact.audit.noise_level import noise_levels
+from fedpact.audit.noise_level import noise_levels, noise_tests
 from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target, mislabelled, play, private_oracle
 from fedpact.engines.scene import Scene
@@ -101,6 +101,20 @@ def test_noise_level_of_batch_clipping(audited):
     assert found.noise[0].measured == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
     assert bounds_fail(many_runs(broken, runs=200))
+
+
+@pytest.mark.parametrize("tables", [[], ["algorithm=fedfdp"]])
+def test_noise_on_a_coarse_grid_is_found_as_it_is(audited, tables):
+    """Rounded to a quarter of its deviation, or a sixteenth; half of it is found all the same."""
+    target = audited.target("compression.kind=grid", *tables)
+    assert target.terms.grid
+    queries = attacks(target)[0].queries
+    for level in noise_levels(target, queries):
+        assert level.passed
+        assert level.measured == pytest.approx(level.claimed, rel=0.25)
+    assert all(test.passed for test in noise_tests(target, queries))
+    broken = dataclasses.replace(target, make=audited.broken["noise halved"])
+    assert not any(level.passed for level in noise_levels(broken, queries))
 
 
 def test_the_canary_is_as_bad_as_it_can_be(plain):
