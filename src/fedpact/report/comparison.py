@@ -18,8 +18,8 @@ from fedpact.report.drawing import Drawing
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
-from fedpact.report.reading import RunFolder
 from fedpact.report.reached import reached
+from fedpact.report.reading import RunFolder
 from fedpact.text import duration, number, percent, size, upper, written
 
 Measure = Callable[[Outcome], float | None]
