@@ -210,13 +210,17 @@ class Rounds:
         allowed = self.plan.budget.bytes
         if allowed is None:
             return math.inf
+        tasks = self._tasks(at, at.state, at.round + 1).values()
         # Before the first round a reply is taken to be as long as its task.
         if at.round:
             expected = at.costs.sent / at.round
         else:
-            tasks = self._tasks(at, at.state, 1).values()
             expected = 2 * sum(task.wire_bytes for task in tasks)
         spare = 2 * len(self.transport.sites) * _DIGITS
+        if any(isinstance(task, ShortenedTask) for task in tasks):
+            # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
+            spare += expected / 4
+            spare += sum(t.wire_bytes for t in tasks if not isinstance(t, ShortenedTask))
         return max(0.0, (allowed - spare - at.costs.sent) // expected)
 
 

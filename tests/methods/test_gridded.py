@@ -331,6 +331,20 @@ def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
         assert (first.bytes_down, first.bytes_up) == (second.bytes_down, second.bytes_up)
 
 
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_byte_budget_is_not_exceeded_by_a_model_for_who_comes_back(missing):
+    """Whatever the budget: the mean of rounds without a model in full says nothing of one with."""
+    absent = {number: {"a", "b"} for number in ([5] if missing else [])}
+    start = Checkpoint(plan_of().method.init(torch.zeros(D)), 0, {})
+    free = [r for _, r in rounds_of(plan_of(rounds=8), Recorded(plan_of(), absent), start)]
+    sent = [record.bytes_down + record.bytes_up for record in free]
+    for allowed in range(2 * sent[0], sum(sent), sent[-1] // 3):
+        plan = plan_of(rounds=8, budget={"bytes": allowed})
+        found = [r for _, r in rounds_of(plan, Recorded(plan, absent), start)]
+        assert found
+        assert sum(r.bytes_down + r.bytes_up for r in found) <= allowed
+
+
 def test_what_the_server_leaves_out_does_not_add_up():
     """After T rounds the model is the sum of all changes, but for the last rounding: r/2 at most.
 
