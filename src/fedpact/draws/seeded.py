@@ -19,7 +19,7 @@ from fedpact.draws.keystream import KeyStream, normals, poisson
 from fedpact.draws.shares import rounded
 from fedpact.params import at_hand, from_numpy
 
-DRAWS: Final = 2
+DRAWS: Final = 3
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 

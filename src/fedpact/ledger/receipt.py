@@ -104,10 +104,9 @@ def _per_person(
         return None
     left = delta - (shares.ADDED_DELTA if honest else 0.0)
     # An infinite budget stands for exact numbers that have left.
-    return {
-        str(k): max(budget if math.isinf(budget) else 0.0, epsilon_per_person(events, left, k))
-        for k in PERSON_RECORDS
-    }
+    least = budget if math.isinf(budget) else 0.0
+    found = {k: max(least, epsilon_per_person(events, left, k)) for k in PERSON_RECORDS}
+    return {str(k): shares.covered(e, budget) if honest else e for k, e in found.items()}
 
 
 def _spent(run: str, entries: list[Entry]) -> tuple[Counter[SampledGaussian], bool]:

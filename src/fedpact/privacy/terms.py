@@ -284,12 +284,14 @@ class Terms:
     def per_person(self, records: int, *, alone: bool = False) -> float:
         """Return ε at δ of all that is reserved for a person's `records` records together.
 
-        alone: if no other site's share is noise.
+        alone: if no other site's share is noise. inf: no bound is stated, see shares.covered.
         """
         history, delta = self.history(self.steps), self.delta
         if alone and self.honest:
             history, delta = shares.all_alone(history, self.honest), self.budget.delta
-        return epsilon_per_person(history, delta, records)
+        cost = epsilon_per_person(history, delta, records)
+        shared = self.honest and not alone
+        return shares.covered(cost, self.budget.epsilon) if shared else cost
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

@@ -30,6 +30,7 @@ FINE_UNITS: Final = 16.0
 """ν where what is released is rounded once more: this rounding adds 0.03 %."""
 
 ADDED_DELTA: Final = 1e-15
+_COVERED: Final = 12.0
 """What is taken off a budget's δ for the difference of the laws."""
 
 _TAIL: Final = 40.0
@@ -74,7 +75,8 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
 
 
 def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
-    """Raise InputError where the shares' laws would cost more than ADDED_DELTA."""
+    """Raise InputError where the shares' laws cost more than ADDED_DELTA; see `covered`."""
+    epsilon = max(epsilon, _COVERED)
     cost = added_delta(epsilon, UNITS, shares, coordinates)
     if not cost <= ADDED_DELTA:
         raise InputError(
@@ -82,6 +84,15 @@ def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
             f"{epsilon:g} costs δ = {cost:.3g}: expected at most {ADDED_DELTA:g}; lower ε, or "
             "train fewer rounds"
         )
+
+
+def covered(cost: float, budget: float) -> float:
+    """Return an ε at δ - ADDED_DELTA, as of several records; inf where that δ does not cover it.
+
+    budget: ε >= 0 of the run's promise. The laws' distance costs more δ at a larger ε, and
+    `check_added_delta` has looked no farther than 12 or the promise.
+    """
+    return cost if cost <= max(budget, _COVERED) else math.inf
 
 
 def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
