@@ -30,7 +30,7 @@ FINE_UNITS: Final = 16.0
 """ν where what is released is rounded once more: this rounding adds 0.03 %."""
 
 ADDED_DELTA: Final = 1e-15
-_COVERED: Final = 12.0
+_COVERED: Final = 10.0
 """What is taken off a budget's δ for the difference of the laws."""
 
 _TAIL: Final = 40.0
@@ -90,7 +90,7 @@ def covered(cost: float, budget: float) -> float:
     """Return an ε at δ - ADDED_DELTA, as of several records; inf where that δ does not cover it.
 
     budget: ε >= 0 of the run's promise. The laws' distance costs more δ at a larger ε, and
-    `check_added_delta` has looked no farther than 12 or the promise.
+    `check_added_delta` has looked no farther than 10 or the promise.
     """
     return cost if cost <= max(budget, _COVERED) else math.inf
 
