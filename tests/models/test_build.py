@@ -1,11 +1,15 @@
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from fedpact.errors import ModelError, PlanError
+from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 
 
@@ -15,6 +19,9 @@ from fedpact.plan import Plan
         ("cnn", (1, 28, 28), 582_026),
         ("cnn", (3, 32, 32), 878_538),
         ("cnn_padded", (1, 28, 28), 1_663_370),
+        # Convolutions and their norms, and a layer on 32 maps of 4x4.
+        ("cnn_group_norm", (1, 28, 28), 192 + 4704 + 9312 + 5130),
+        ("cnn_group_norm", (3, 32, 32), 480 + 4704 + 9312 + 5130),
         ("logistic", (13,), 13 * 10 + 10),
         ("mlp", (1, 8, 8), 64 * 128 + 128 + 128 * 10 + 10),
     ],
@@ -56,7 +63,7 @@ def test_a_users_own_factory_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnet", "expected one of cnn, cnn_padded, logistic, lstm, mlp, transformer"),
+        ("resnet", "expected one of cnn, cnn_group_norm, cnn_padded, logistic, lstm, mlp, tr"),
         ("nowhere:make", "nowhere"),
         (":make", "package.module:factory"),
         ("..a:make", "package.module:factory"),
@@ -65,6 +72,7 @@ def test_a_users_own_factory_is_found(monkeypatch):
         ("test_build:broken", "no weights today"),
         ("test_build:no_module", "expected an nn.Module"),
         ("cnn", "expected images"),
+        ("cnn_group_norm", "'cnn_group_norm' got records .* expected images"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_told(monkeypatch, name, told):
@@ -91,6 +99,58 @@ def test_logistic_may_start_at_zero_and_have_no_bias():
     ):
         assert torch.equal(one, other)
         assert one.any()
+
+
+def test_a_scaled_bias_is_a_weight_of_an_input_of_that_size():
+    """Rows [u, s] and weights [W, b] in one layer without a bias, by every way of the kernel, and
+    each record's gradient by autograd; float64."""
+    scale, generator = 0.3, torch.Generator().manual_seed(1)
+    x = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (40,), generator=generator)
+    settings = LogisticSettings(bias=scale)
+    ours = FlatModel(build("logistic", x[0].float(), 3, 0, settings).double())
+    rows = torch.cat([x, torch.full((40, 1), scale, dtype=torch.float64)], 1)
+    layer = nn.Linear(6, 3, bias=False, dtype=torch.float64)
+    w, b = ours.vector[:15].reshape(3, 5), ours.vector[15:].reshape(3, 1)
+    layer.weight.data = torch.cat([w, b], 1)
+    assert torch.allclose(ours.module(x), rows @ layer.weight.T, rtol=1e-12)
+    each = PerSampleKernel(FlatModel(layer), cross_entropy).alone(rows, y)
+    kernel = PerSampleKernel(ours, cross_entropy)
+    kernel.verify(x, y)
+    assert kernel.way(x, y) == "graph"
+    dense, plain = kernel._passes.dense, PlainKernel(ours, cross_entropy)
+    for clip in (0.05, 1.0, math.inf):
+        factors = (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)
+        wanted = (each * factors).sum(0).reshape(3, 6)
+        wanted = torch.cat([wanted[:, :5].reshape(-1), wanted[:, 5]])
+        for way in (None, dense):
+            kernel._passes.dense = way
+            torch.testing.assert_close(kernel.clipped_sum(x, y, clip), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain.weighted_sum(x, y, None), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_bias_of_one_is_a_bias():
+    example, one = torch.zeros(4), LogisticSettings(bias=1.0)
+    ours, usual = (build("logistic", example, 3, 0, s) for s in (one, None))
+    x = torch.randn(7, 4)
+    assert torch.equal(ours(x), usual(x))
+    for bias in (0.0, -0.3, math.nan, math.inf):
+        with pytest.raises(PlanError, match=r"logistic\.bias"):
+            Plan.parse({"logistic": {"bias": bias}})
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+def test_the_group_norm_cnn_trains_in_private(shape):
+    """Its ways keep records apart, and a clipped sum is that of single gradients; float64."""
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = torch.tensor([0, 1, 2, 3, 9])
+    model = FlatModel(build("cnn_group_norm", x[0].float(), 10, 0).double())
+    kernel = PerSampleKernel(model, cross_entropy)
+    kernel.verify(x, y)
+    each = kernel.alone(x, y)
+    clip = float(each.norm(dim=1).median())
+    wanted = (each * (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)).sum(0)
+    torch.testing.assert_close(kernel.clipped_sum(x, y, clip), wanted, rtol=0, atol=1e-12)
 
 
 def test_settings_of_logistic_with_another_model_are_refused():

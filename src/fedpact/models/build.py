@@ -15,7 +15,7 @@ from fedpact.models import papers, text
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module"
-_OF_IMAGES = (papers.cnn, papers.cnn_padded, papers.logistic, papers.mlp)
+_OF_IMAGES = (papers.cnn, papers.cnn_group_norm, papers.cnn_padded, papers.logistic, papers.mlp)
 _KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.lstm, text.transformer)}
 
 
@@ -28,7 +28,7 @@ def build(
 ) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
-    name: logistic, mlp, cnn, cnn_padded, lstm, transformer; or "package.module:factory", where
+    name: of a function of models.papers or models.text; or "package.module:factory", where
     factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes].
     example: one record [*shape], for its shape and type only. settings: of "logistic" alone.
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.

@@ -1,26 +1,28 @@
 """The papers' models for records of any fitting shape: functions (shape, classes) -> module."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from fedpact.errors import ModelError
+from fedpact.persample.chain import ScaledBias
 
 
 class LogisticSettings(BaseModel):
     """The [logistic] table of a plan, for model = "logistic".
 
     start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
-    classes are alike, which on unit rows is nearer to where it ends than any draw. bias: whether a
-    class has a weight for an input of 1. On unit rows that input is half of a gradient's squared
-    length, so it takes 1 - 1/sqrt(2) of what a clip leaves of the rest.
+    classes are alike, which on unit rows is nearer to where it ends than any draw. bias: the input,
+    > 0, for which a class has a weight; true is 1, false leaves it out. On unit rows an input of 1
+    is half of a gradient's squared length, so it takes 1 - 1/sqrt(2) of what a clip leaves of the
+    rest; one of 0.3 takes 4 %.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     start: Literal["random", "zero"] = "random"
-    bias: bool = True
+    bias: bool | Annotated[float, Field(gt=0)] = True
 
 
 def logistic(
@@ -28,7 +30,10 @@ def logistic(
 ) -> nn.Module:
     """Multinomial logistic regression (the convex task of FedProxVR)."""
     chosen = settings or LogisticSettings()
-    linear = nn.Linear(math.prod(shape), classes, bias=chosen.bias)
+    if isinstance(chosen.bias, bool):
+        linear = nn.Linear(math.prod(shape), classes, bias=chosen.bias)
+    else:
+        linear = ScaledBias(math.prod(shape), classes, chosen.bias)
     if chosen.start == "zero":
         for parameter in linear.parameters():
             nn.init.zeros_(parameter)
@@ -52,13 +57,34 @@ def cnn_padded(shape: tuple[int, ...], classes: int) -> nn.Module:
     return _cnn(shape, classes, padding=2)
 
 
-def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
+def cnn_group_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small CNN, as private training likes it: d = 19,338 on 1x28x28, 19,626 on 3x32x32.
+
+    Three 3x3 convolutions of stride 2 (16, 32, 32 maps), each with GroupNorm over groups of 8,
+    which keeps records apart where BatchNorm does not, and Tanh (Papernot, Thakurta, Song, Chien,
+    Erlingsson, arXiv 2007.14191); then one linear layer.
+    """
+    channels, *sides = _image("cnn_group_norm", shape)
+    layers: list[nn.Module] = []
+    for maps in (16, 32, 32):
+        layers += [nn.Conv2d(channels, maps, 3, stride=2, padding=1)]
+        layers += [nn.GroupNorm(maps // 8, maps), nn.Tanh()]
+        channels, sides = maps, [(side + 1) // 2 for side in sides]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * math.prod(sides), classes))
+
+
+def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an image. Raises ModelError: of something else."""
     if len(shape) != 3:
         raise ModelError(
-            f"model 'cnn' got records of shape {shape}: expected images (channels, height, width); "
-            "use 'logistic' or 'mlp' for other records"
+            f"model {name!r} got records of shape {shape}: expected images (channels, height, "
+            "width); use 'logistic' or 'mlp' for other records"
         )
-    channels, *sides = shape
+    return shape
+
+
+def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
+    channels, *sides = _image("cnn", shape)
     for _ in range(2):
         sides = [(side + 2 * padding - 4) // 2 for side in sides]
     if min(sides) < 1:

@@ -6,8 +6,8 @@ on a GPU torch does both. The records of all sites stand side by side, as the co
 each site's columns are multiplied by its own weights, and all else is done for everybody in one go.
 No column enters another's numbers, so what is summed for a site is what its records alone give.
 
-For a chain of nn.Linear, ReLU, Tanh and Sigmoid behind at most a Flatten, with cross_entropy. Norms
-are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
+For a chain of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
+cross_entropy. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
 import math
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import chain_of, flattens
+from fedpact.persample.chain import ScaledBias, chain_of, flattens
 from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.products import ALIKE, wanted
 from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
 from fedpact.persample.weighting import Weights, weights_of
+
+_LINEAR: Final = (nn.Linear, ScaledBias)
 
 MOST: Final = 2**20
 """Of records times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -57,7 +59,9 @@ class Dense:
         named = {id(p): name for name, p in model.module.named_parameters()}
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
         self._flattens = flattens
-        self._kinds = [type(m) for m in layers]
+        self._kinds = [nn.Linear if isinstance(m, nn.Linear) else type(m) for m in layers]
+        # What a bias is multiplied with, by layer.
+        self._input = {i: m.input if isinstance(m, ScaledBias) else 1.0 for i, m in linears}
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
         self._bias = {i: name for i, name in biases.items() if name is not None}
@@ -78,10 +82,10 @@ class Dense:
             return None
         flat = bool(chain) and flattens(chain[0])
         layers = chain[1:] if flat else chain
-        if not layers or type(layers[0]) is not nn.Linear:
+        if not layers or type(layers[0]) not in _LINEAR:
             return None
-        linears = [m for m in layers if type(m) is nn.Linear]
-        fitting = all(type(m) is nn.Linear or type(m) in columns.ACTIVATIONS for m in layers)
+        linears = [m for m in layers if type(m) in _LINEAR]
+        fitting = all(type(m) in _LINEAR or type(m) in columns.ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
@@ -162,7 +166,7 @@ class Dense:
                 known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
                 c, made = _without_bad(asked, c, known, made)
-            totals = _weighted(self._order, c, made)
+            totals = _weighted(self._order, c, made, self._input)
             # Coefficients are in units of the clip, so that a small clip keeps its digits.
             totals = [t.mul_(unit_of(one.clip)) for t, one in zip(totals, asked, strict=True)]
         if not self._at_hand:
@@ -209,7 +213,7 @@ class Dense:
                 product = columns.by_columns if i else columns.of_records
                 z = columns.array(product(w[self._weight[i]], rows))
                 if i in self._bias:
-                    z += columns.array(w[self._bias[i]])[:, None]
+                    z += columns.array(w[self._bias[i]] * self._input[i])[:, None]
                 made.append(z)
             values.append(columns.side_by_side(made))
         return _Pass(xs, weights, bounds, own, values, {})
@@ -241,7 +245,8 @@ class Dense:
             each = [columns.squares(read)] if i else list(of_x)
             made.lengths[i] = columns.side_by_side(each)
             # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
-            factor = made.lengths[i] + 1 if i in self._bias else made.lengths[i]
+            own = self._input[i] ** 2 if i in self._bias else 0.0
+            factor = made.lengths[i] + own
             total = total + columns.squares(g) * factor
         return total
 
@@ -266,8 +271,10 @@ class _Pass:
     exact: list[bool] = field(default_factory=list[bool])
 
 
-def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tensor]:
-    """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
+def _weighted(
+    order: list[tuple[int, bool]], c: Array, made: _Pass, inputs: dict[int, float]
+) -> list[Tensor]:
+    """Return each site's Σ_j c_j g_j [d]; the gradients are written over. inputs: of biases."""
     reads, grads = _scaled(made)
     for i in made.grads:
         # A coefficient times a gradient may have no digits where the layer reads very long vectors.
@@ -278,7 +285,7 @@ def _weighted(order: list[tuple[int, bool]], c: Array, made: _Pass) -> list[Tens
         parts: list[Array] = []
         for i, weight in order:
             if not weight:
-                parts.append(columns.added(made.grads[i][:, own], exact))
+                parts.append(columns.added(made.grads[i][:, own], exact) * inputs[i])
                 continue
             read = made.values[i][:, own] if i else x.t()
             read = reads[i][:, own] if i in reads else read
