@@ -6,7 +6,12 @@ import pytest
 
 from fedpact import algorithms
 from fedpact.errors import PlanError
-from fedpact.methods.combine import NEEDS_SINGLE_REPLIES, READS_SINGLE_REPLIES, REFUSED
+from fedpact.methods.combine import (
+    NEEDS_PLAIN_STEPS,
+    NEEDS_SINGLE_REPLIES,
+    READS_SINGLE_REPLIES,
+    REFUSED,
+)
 from fedpact.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -16,6 +21,7 @@ COLUMNS = {
     "robust": {"robust": {"rule": "median"}},
     "secure_aggregation": {"secure_aggregation": {"threshold": 3}},
     "server": {"server": {"optimiser": "momentum"}},
+    "local": {"local": {"momentum": 0.9}},
     "per_sample": {},
     "batch_clipped": {"privacy": {"mode": "batch_clipped"}},
     "none": {},
@@ -72,6 +78,7 @@ def test_the_reasons_are_the_codes():
 def test_what_other_tables_refuse_is_the_codes():
     assert block("single") == single(NEEDS_SINGLE_REPLIES)
     assert block("reads") == single(READS_SINGLE_REPLIES)
+    assert block("plain") == single(NEEDS_PLAIN_STEPS)
 
 
 TABLES = {

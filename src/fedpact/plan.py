@@ -9,6 +9,7 @@ data = "digits"              top level: what to train on what, how long
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
 [server]                     what becomes of the aggregate    (methods.server.ServerSettings)
+[local]                      momentum, schedule of sites      (methods.stepped.LocalSettings)
 [compression]                what sites' replies are cut to   (methods.compressed)
 [robust]                     an aggregate against lying sites (methods.robust)
 [secure_aggregation]         the server sees sums only        (methods.secure)
@@ -40,6 +41,7 @@ from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
+from fedpact.methods.stepped import LocalSettings
 from fedpact.models.papers import LogisticSettings
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.request import TermsRequest
@@ -124,6 +126,7 @@ class Plan(BaseModel):
     fairness: FairnessSettings = FairnessSettings()
     control: ControlSettings = ControlSettings()
     server: ServerSettings = ServerSettings()
+    local: LocalSettings = LocalSettings()
     compression: CompressionSettings = CompressionSettings()
     robust: RobustSettings = RobustSettings()
     secure_aggregation: SecureSettings = SecureSettings()
@@ -216,6 +219,7 @@ class Plan(BaseModel):
             self.compression,
             self.robust,
             self.secure_aggregation,
+            self.local,
             self.rounds,
             len(self.records.released),
         )

@@ -176,6 +176,18 @@ def variants(name: str) -> list[Method]:
 COMBINATIONS: list[dict[str, Any]] = [
     {"algorithm": "fedavg", "settings": {"local_steps": 3}, "server": {"optimiser": "momentum"}},
     {"algorithm": "fedfdp", "server": {"optimiser": "adam"}},
+    {"algorithm": "fedavg", "settings": {"local_steps": 3}, "local": {"momentum": 0.9}},
+    {
+        "algorithm": "fedprox",
+        "settings": {"local_steps": 3},
+        "local": {"momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
+    },
+    {
+        "algorithm": "fedfdp",
+        "settings": {"local_steps": 2},
+        "local": {"schedule": "inverse"},
+        "compression": {"kind": "topk"},
+    },
     {"algorithm": "fedproxvr", "server": {"optimiser": "yogi"}},
     {"algorithm": "fedavg", "settings": {"local_steps": 3}, "fairness": {"weight": 0.3}},
     {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},

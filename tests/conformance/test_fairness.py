@@ -44,6 +44,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
         "fairness": {"weight": 0.1},
         "control": {"kind": "ali"},
         "server": {"optimiser": "momentum"},
+        "local": {"momentum": 0.5},
         "robust": {"rule": "median"},
         "secure_aggregation": {"threshold": 3},
     }

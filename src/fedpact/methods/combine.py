@@ -18,6 +18,7 @@ from fedpact.methods.released import Released
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
+from fedpact.methods.stepped import LocalSettings, Stepped
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
 
@@ -43,6 +44,16 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "ldp_fedsgd": "it weighs releases by their noise, and robust aggregates have no weights",
         "qffl": "its weights follow the losses that sites report, so a lie would choose its own",
     },
+    "local": {
+        "ali_dpfl": "its controller's estimates are of plain steps",
+        "feddyn": "its h_i adds up what plain steps moved, as a gradient where they end",
+        "fedfair": "it scales each step by the loss where it is made, and with momentum a step is "
+        "made of earlier ones, too",
+        "fedproxvr": "its differences are clipped by how far plain steps move",
+        "ldp_fedsgd": "its step is the server's: [server] has momentum and schedules",
+        "qffl": "it takes the noise of plain steps off the way that a site has moved",
+        "scaffold": "its control variate is the mean gradient of plain steps, their way over τ η",
+    },
     "server": {
         "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
         "optimiser would integrate the sites' drift a second time",
@@ -63,6 +74,11 @@ READS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "algorithm = 'fedfdp' has its F among what the robust rule aggregates",
 }
 """Table of a plan -> why it does not go with [robust]."""
+
+NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
+    "control": "the controller's estimates are of plain steps, and their number follows them",
+}
+"""Table of a plan -> why it does not go with [local]."""
 
 NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "robust": "it compares the sites' vectors with each other",
@@ -86,6 +102,7 @@ def combined(
     compression: CompressionSettings,
     robust: RobustSettings,
     secure: SecureSettings,
+    local: LocalSettings,
     rounds: int,
     columns: int = 0,
 ) -> Method:
@@ -106,6 +123,10 @@ def combined(
         _check("robust", name)
         _check_tables("robust", READS_SINGLE_REPLIES, chosen)
         method = Robust(method, robust)
+    if not local.plain:
+        _check("local", name)
+        _check_tables("local", NEEDS_PLAIN_STEPS, chosen)
+        method = Stepped(method, local, rounds)
     if chosen["fairness"]:
         _check("fairness", name)
         method = FairMethod(method, fairness)

@@ -7,11 +7,7 @@ arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the alg
     adam      m ← β1 m + (1 - β1) Δ,  v ← β2 v + (1 - β2) Δ²       w ← w + η_s m / (sqrt(v) + a)
     yogi      m as above,  v ← v - (1 - β2) Δ² sign(v - Δ²)        w ← w + η_s m / (sqrt(v) + a)
 
-and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t):
-
-    constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
-    a list    f(1), f(2), ..., whose last number holds for all rounds after it
-
+and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t); see theory.schedules.
 With one local step a round this is a schedule of η itself. An average of the models w_1, w_2, ...
 stands beside the last one, and is told to nobody (Polyak, Juditsky, SIAM J. Control Optim. 30,
 1992; of the tail: Rakhlin, Shamir, Sridharan, arXiv 1109.5647):
@@ -23,31 +19,30 @@ All of it is post-processing of what the sites released: no privacy is spent.
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedpact.messages import Reply, State
 from fedpact.methods import Around, Method, join, split
+from fedpact.theory.schedules import Scheduled
 
 _PREFIX = "server/"
 _AVERAGE = "average/"
 
-Factor = Annotated[float, Field(ge=0)]
 
-
-class ServerSettings(BaseModel):
+class ServerSettings(Scheduled):
     """The [server] table of a plan.
 
     optimiser: "none" takes the algorithm's next model as it is. learning_rate: η_s > 0; left out,
     1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in every coordinate.
     momentum: β1 in [0, 1). second_moment: β2 in [0, 1). adaptivity: a > 0, which keeps steps short
-    where v is small. schedule: f, see the module; a list is of numbers >= 0. halved_after: h > 0,
-    the rounds after which "inverse" is half. average: which average of the rounds' models is kept,
-    evaluated and saved beside the last model. average_decay: β in (0, 1). average_share: p in
-    (0, 1], the part of the planned rounds that "tail" is of; before, it is the last model.
+    where v is small. schedule, halved_after: f of the rounds; see theory.schedules. average: which
+    average of the rounds' models is kept, evaluated and saved beside the last model. average_decay:
+    β in (0, 1). average_share: p in (0, 1], the part of the planned rounds that "tail" is of;
+    before, it is the last model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -56,10 +51,6 @@ class ServerSettings(BaseModel):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     second_moment: float = Field(default=0.99, ge=0, lt=1)
     adaptivity: float = Field(default=1e-3, gt=0)
-    schedule: Literal["constant", "inverse", "cosine"] | list[Factor] = Field(
-        default="constant", min_length=1
-    )
-    halved_after: float = Field(default=10.0, gt=0)
     average: Literal["none", "exponential", "tail"] = "none"
     average_decay: float = Field(default=0.9, gt=0, lt=1)
     average_share: float = Field(default=0.5, gt=0, le=1)
@@ -72,11 +63,6 @@ class ServerSettings(BaseModel):
                 'algorithm\'s next model as it is: use optimiser = "momentum", with momentum = 0 '
                 "for none"
             )
-        if self.halved_after != 10.0 and self.schedule != "inverse":
-            raise ValueError(
-                f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it is "
-                'of schedule = "inverse" alone; leave it out'
-            )
         for name, own, usual in (
             ("average_decay", "exponential", 0.9),
             ("average_share", "tail", 0.5),
@@ -87,16 +73,6 @@ class ServerSettings(BaseModel):
                     f"average = {own!r} alone; leave it out"
                 )
         return self
-
-    def factor(self, number: int, rounds: int) -> float:
-        """Return f of round `number`, 1 .. rounds, of a run of so many rounds."""
-        if isinstance(self.schedule, list):
-            return self.schedule[min(number, len(self.schedule)) - 1]
-        if self.schedule == "inverse":
-            return 1 / (1 + (number - 1) / self.halved_after)
-        if self.schedule == "cosine":
-            return (1 + math.cos(math.pi * (number - 1) / rounds)) / 2
-        return 1.0
 
 
 class Averaged(Around):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.persample.chain import ScaledBias
+from fedpact.persample.columns import ScaledBias
 
 
 class LogisticSettings(BaseModel):
@@ -33,7 +33,7 @@ def logistic(
     if isinstance(chosen.bias, bool):
         linear = nn.Linear(math.prod(shape), classes, bias=chosen.bias)
     else:
-        linear = ScaledBias(math.prod(shape), classes, chosen.bias)
+        linear = ScaledBias.of(math.prod(shape), classes, chosen.bias)
     if chosen.start == "zero":
         for parameter in linear.parameters():
             nn.init.zeros_(parameter)

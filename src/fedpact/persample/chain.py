@@ -317,18 +317,6 @@ def _cross_entropy(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return losses, _aten._log_softmax_backward_data.default(g, log, 1, log.dtype)
 
 
-class ScaledBias(nn.Linear):
-    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
-
-    def __init__(self, in_features: int, out_features: int, scale: float) -> None:
-        super().__init__(in_features, out_features)
-        self.input = scale
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [B, ..., in] to [B, ..., out]."""
-        return nn.functional.linear(input, self.weight, self.bias * self.input)
-
-
 def chain_of(module: nn.Module) -> list[nn.Module] | None:
     """The layers that a module runs one after another, None where it does anything else."""
     if _changed(module):

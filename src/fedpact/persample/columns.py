@@ -32,6 +32,27 @@ ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve, _Curve]]] = {
 }
 
 
+class ScaledBias(nn.Linear):
+    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
+
+    input = 1.0
+
+    @staticmethod
+    def of(in_features: int, out_features: int, scale: float) -> "ScaledBias":
+        """Return a layer with s = scale, drawn as nn.Linear's are."""
+        layer = ScaledBias(in_features, out_features)
+        layer.input = scale
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [B, ..., in] to [B, ..., out]."""
+        return nn.functional.linear(input, self.weight, self.bias * self.input)
+
+
+LINEAR: Final = (nn.Linear, ScaledBias)
+"""The layers whose gradient is g uᵀ, and g times its input of a bias."""
+
+
 def array(tensor: Tensor) -> Array:
     """Return the same numbers, as numpy's on a CPU."""
     return tensor.numpy() if at_hand(tensor) else tensor

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from fedpact.losses import Loss, cross_entropy
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
-from fedpact.persample.chain import ScaledBias, chain_of, flattens
+from fedpact.persample.chain import chain_of, flattens
 from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.products import ALIKE, wanted
 from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
 from fedpact.persample.weighting import Weights, weights_of
-
-_LINEAR: Final = (nn.Linear, ScaledBias)
 
 MOST: Final = 2**20
 """Of records times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -60,14 +58,13 @@ class Dense:
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
         self._flattens = flattens
         self._kinds = [nn.Linear if isinstance(m, nn.Linear) else type(m) for m in layers]
-        # What a bias is multiplied with, by layer.
-        self._input = {i: m.input if isinstance(m, ScaledBias) else 1.0 for i, m in linears}
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
         self._bias = {i: name for i, name in biases.items() if name is not None}
-        # The model's parameters in order: of which layer, and whether a weight.
-        places = {name: (i, False) for i, name in self._bias.items()}
-        places |= {name: (i, True) for i, name in self._weight.items()}
+        # The model's parameters in order: of which layer, and a bias' input, 0 of a weight.
+        self._input = {i: float(getattr(m, "input", 1.0)) for i, m in linears if i in self._bias}
+        places = {name: (i, self._input[i]) for i, name in self._bias.items()}
+        places |= {name: (i, 0.0) for i, name in self._weight.items()}
         self._order = [places[name] for name in model.own]
         self._width = sum(m.out_features for _, m in linears)
         self._classes = linears[-1][1].out_features
@@ -82,10 +79,10 @@ class Dense:
             return None
         flat = bool(chain) and flattens(chain[0])
         layers = chain[1:] if flat else chain
-        if not layers or type(layers[0]) not in _LINEAR:
+        if not layers or type(layers[0]) not in columns.LINEAR:
             return None
-        linears = [m for m in layers if type(m) in _LINEAR]
-        fitting = all(type(m) in _LINEAR or type(m) in columns.ACTIVATIONS for m in layers)
+        linears = [m for m in layers if type(m) in columns.LINEAR]
+        fitting = all(type(m) in columns.LINEAR or type(m) in columns.ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
         return Dense(model, layers, flat) if fitting and held == model.size else None
@@ -166,7 +163,7 @@ class Dense:
                 known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
             if not self._at_hand:
                 c, made = _without_bad(asked, c, known, made)
-            totals = _weighted(self._order, c, made, self._input)
+            totals = _weighted(self._order, c, made)
             # Coefficients are in units of the clip, so that a small clip keeps its digits.
             totals = [t.mul_(unit_of(one.clip)) for t, one in zip(totals, asked, strict=True)]
         if not self._at_hand:
@@ -245,9 +242,7 @@ class Dense:
             each = [columns.squares(read)] if i else list(of_x)
             made.lengths[i] = columns.side_by_side(each)
             # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
-            own = self._input[i] ** 2 if i in self._bias else 0.0
-            factor = made.lengths[i] + own
-            total = total + columns.squares(g) * factor
+            total += columns.squares(g) * (made.lengths[i] + self._input.get(i, 0.0) ** 2)
         return total
 
 
@@ -271,10 +266,8 @@ class _Pass:
     exact: list[bool] = field(default_factory=list[bool])
 
 
-def _weighted(
-    order: list[tuple[int, bool]], c: Array, made: _Pass, inputs: dict[int, float]
-) -> list[Tensor]:
-    """Return each site's Σ_j c_j g_j [d]; the gradients are written over. inputs: of biases."""
+def _weighted(order: list[tuple[int, float]], c: Array, made: _Pass) -> list[Tensor]:
+    """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
     reads, grads = _scaled(made)
     for i in made.grads:
         # A coefficient times a gradient may have no digits where the layer reads very long vectors.
@@ -283,9 +276,9 @@ def _weighted(
     found: list[Tensor] = []
     for x, own, exact in zip(made.xs, made.own, made.exact, strict=True):
         parts: list[Array] = []
-        for i, weight in order:
-            if not weight:
-                parts.append(columns.added(made.grads[i][:, own], exact) * inputs[i])
+        for i, input in order:
+            if input:
+                parts.append(columns.added(made.grads[i][:, own], exact) * input)
                 continue
             read = made.values[i][:, own] if i else x.t()
             read = reads[i][:, own] if i in reads else read

@@ -1,0 +1,52 @@
+"""Public functions of a round or a step: factors by which a step size or a clip changes.
+
+Of number t of T, from 1 on, with h = `halved_after`:
+
+    constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
+    a list    f(1), f(2), ..., whose last number holds for all that follow
+
+They follow from the plan alone, so they tell nothing and cost no privacy.
+"""
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+Kind = Literal["constant", "inverse", "cosine"]
+
+
+def factor(schedule: Kind | list[float], halved_after: float, number: int, total: int) -> float:
+    """Return f(t) for t = number, 1 .. total, >= 0."""
+    if isinstance(schedule, list):
+        return schedule[min(number, len(schedule)) - 1]
+    if schedule == "inverse":
+        return 1 / (1 + (number - 1) / halved_after)
+    if schedule == "cosine":
+        return (1 + math.cos(math.pi * (number - 1) / total)) / 2
+    return 1.0
+
+
+class Scheduled(BaseModel):
+    """The part of a table that has a schedule; a list is of numbers >= 0. halved_after: h > 0."""
+
+    schedule: Kind | list[Annotated[float, Field(ge=0)]] = Field(default="constant", min_length=1)
+    halved_after: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _halves(self) -> Self:
+        if self.halved_after != 10.0 and self.schedule != "inverse":
+            raise ValueError(
+                f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it is "
+                'of schedule = "inverse" alone; leave it out'
+            )
+        return self
+
+    def factor(self, number: int, total: int) -> float:
+        """Return f of number 1 .. total."""
+        return factor(self.schedule, self.halved_after, number, total)
+
+    def longest(self, total: int) -> float:
+        """Return the largest f of 1 .. total."""
+        # But for a list they fall from 1 on.
+        return max(self.schedule[:total]) if isinstance(self.schedule, list) else 1.0
