@@ -185,7 +185,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {
         "algorithm": "fedfdp",
         "settings": {"local_steps": 2},
-        "local": {"schedule": "inverse"},
+        "local": {"momentum": 0.5},
         "compression": {"kind": "topk"},
     },
     {"algorithm": "fedproxvr", "server": {"optimiser": "yogi"}},

@@ -54,7 +54,6 @@ def test_a_schedule_counts_steps_through_the_rounds():
     assert Scheduled(schedule="cosine").factor(7, 12) == pytest.approx(0.5)
     assert Scheduled(schedule="inverse", halved_after=4).factor(5, 12) == pytest.approx(0.5)
     assert Scheduled(schedule=[3.0, 2.0]).factor(9, 12) == 2.0
-    assert Scheduled(schedule=[3.0, 7.0]).longest(1) == 3.0
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedfdp"])
@@ -102,6 +101,7 @@ def test_it_spends_what_plain_steps_spend_and_goes_on_where_it_ended(tmp_path):
         ({"local": {"schedule": [-1.0, 1.0]}}, "schedule"),
         ({"local": {"schedule": "linear"}}, "schedule"),
         ({"local": {"halved_after": 3.0}}, 'of schedule = "inverse" alone'),
+        ({"local": {"schedule": "cosine"}, "compression": {"kind": "topk"}}, "left out of earlier"),
         ({"local": {"momentum": 0.5}, "control": {"kind": "ali"}}, r"\[local\].*\[control\]"),
     ],
 )

@@ -126,6 +126,12 @@ def combined(
     if not local.plain:
         _check("local", name)
         _check_tables("local", NEEDS_PLAIN_STEPS, chosen)
+        if local.schedule != "constant" and compression.kind == "topk":
+            raise PlanError(
+                f"[local] schedule = {local.schedule!r} does not go with [compression] kind = "
+                "'topk': a site sends later what it left out of earlier, longer steps, and how far "
+                "a reply may go follows the round's own; use another kind, or a constant schedule"
+            )
         method = Stepped(method, local, rounds)
     if chosen["fairness"]:
         _check("fairness", name)

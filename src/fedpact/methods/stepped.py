@@ -55,7 +55,8 @@ class Stepped(Around):
     def bounds(self, task: Task, terms: Terms) -> Bounds:
         """See Method."""
         inner, steps = self.inner.bounds(task, terms), self.inner.steps()
-        longer = self._local.longest(self._rounds * steps)
+        done, total = (task.round - 1) * steps, self._rounds * steps
+        longer = max(self._local.factor(done + k, total) for k in range(1, steps + 1))
         longer *= reach.geometric(self._local.momentum, steps)
         return replace(inner, vectors={n: longer * far for n, far in inner.vectors.items()})
 

@@ -45,8 +45,3 @@ class Scheduled(BaseModel):
     def factor(self, number: int, total: int) -> float:
         """Return f of number 1 .. total."""
         return factor(self.schedule, self.halved_after, number, total)
-
-    def longest(self, total: int) -> float:
-        """Return the largest f of 1 .. total."""
-        # But for a list they fall from 1 on.
-        return max(self.schedule[:total]) if isinstance(self.schedule, list) else 1.0
