@@ -184,9 +184,8 @@ COMBINATIONS: list[dict[str, Any]] = [
     },
     {
         "algorithm": "fedfdp",
-        "settings": {"local_steps": 2},
-        "local": {"momentum": 0.5},
-        "compression": {"kind": "topk"},
+        "settings": {"local_steps": 3},
+        "local": {"schedule": "inverse"},
     },
     {"algorithm": "fedproxvr", "server": {"optimiser": "yogi"}},
     {"algorithm": "fedavg", "settings": {"local_steps": 3}, "fairness": {"weight": 0.3}},
