@@ -67,10 +67,18 @@ def values(folder):
 
 
 @pytest.mark.parametrize("table", KINDS)
-@pytest.mark.parametrize("mode", ["per_sample", "none"])
-def test_a_run_is_the_same_but_for_the_average_that_stands_beside_it(tmp_path, table, mode):
-    plan = Plan.parse({**SMALL, "server": table, "privacy": {"mode": mode}})
-    alone = simulate(Plan.parse({**SMALL, "privacy": {"mode": mode}}), tmp_path / "alone")
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"privacy": {"mode": "none"}},
+        {"privacy": {"mode": "per_sample"}},
+        # Whoever was there in the last round is sent codes in place of the model.
+        {"compression": {"kind": "grid"}},
+    ],
+)
+def test_a_run_is_the_same_but_for_the_average_that_stands_beside_it(tmp_path, table, tables):
+    plan = Plan.parse({**SMALL, "server": table, **tables})
+    alone = simulate(Plan.parse({**SMALL, **tables}), tmp_path / "alone")
     models = []
     result = simulate(
         plan,

@@ -1,6 +1,7 @@
 """Local steps with momentum or a schedule: against torch.optim, and where they are refused."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from tests.conformance.conftest import Federation, of
 
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
+from fedpact.messages import Task
+from fedpact.methods.linear import weights
 from fedpact.plan import Plan
 from fedpact.theory.schedules import Scheduled
 
@@ -47,6 +50,17 @@ def test_local_steps_are_torchs(beta, steps):
     factors = FACTORS if steps == 3 else [1.0, 0.5]
     theirs = by_hand(made, 2, steps, 0.3, beta, factors)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_reply_is_coded_by_the_noise_that_its_steps_have():
+    """-η (f_1 + f_2 β) and so on for the releases of a round; by them `grid` takes its steps."""
+    tables = {"algorithm": "fedavg", "settings": {"local_steps": 2, "learning_rate": 0.5}}
+    made = of({**tables, "rounds": 2, "local": LOCAL, "server": {"optimiser": "adam"}})
+    zeros = {"w": torch.zeros(3)}
+    for number, (one, two) in ((1, (1.0, 0.5)), (2, (2.0, 0.25))):
+        found = weights(made, Task("run", number, "fedavg", zeros, {}))["w"]
+        expected = 0.5 * math.hypot(one + 0.6 * two, two)
+        assert found == (pytest.approx(expected, rel=1e-12), 0.0)
 
 
 def test_a_schedule_counts_steps_through_the_rounds():

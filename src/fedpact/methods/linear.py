@@ -18,6 +18,7 @@ from torch import Tensor
 from fedpact.errors import PolicyRefused
 from fedpact.messages import State, Task
 from fedpact.methods import Around, Method
+from fedpact.methods.stepped import Stepped
 from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.privacy.batches import Batch
 
@@ -33,7 +34,7 @@ def weights(method: Method, task: Task) -> Weights:
     A difference of gradients counts for nothing, as its noise follows the trajectory: the weights
     are then of less noise than there is.
     """
-    while isinstance(method, Around):
+    while isinstance(method, Around) and not isinstance(method, Stepped):
         method = method.inner
     steps = int(task.numbers.get("local_steps", method.steps()))
     small = replace(

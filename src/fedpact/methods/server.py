@@ -25,7 +25,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedpact.messages import Reply, State
+from fedpact.messages import Reply, State, Vectors
 from fedpact.methods import Around, Method, join, split
 from fedpact.theory.schedules import Scheduled
 
@@ -98,6 +98,10 @@ class Averaged(Around):
     def task(self, state: State) -> State:
         """See Method."""
         return self.inner.task(split(state, _AVERAGE)[1])
+
+    def short(self, state: State) -> Vectors | None:
+        """See Method."""
+        return self.inner.short(split(state, _AVERAGE)[1])
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
