@@ -7,6 +7,7 @@ import pytest
 from fedpact import algorithms
 from fedpact.errors import PlanError
 from fedpact.methods.combine import (
+    NEEDS_ONE_CLIP,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
     READS_SINGLE_REPLIES,
@@ -79,6 +80,7 @@ def test_what_other_tables_refuse_is_the_codes():
     assert block("single") == single(NEEDS_SINGLE_REPLIES)
     assert block("reads") == single(READS_SINGLE_REPLIES)
     assert block("plain") == single(NEEDS_PLAIN_STEPS)
+    assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in NEEDS_ONE_CLIP.items())
 
 
 TABLES = {

@@ -79,8 +79,8 @@ class Running(BaseModel):
     workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
     less than a million parameters times records: Python is then most of it.
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
-    sites with logistic regression takes two thirds of the time with 16; larger layers gain
-    less. Equal to 1 up to rounding (1e-5 of a step's length), not bit for bit.
+    sites with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
+    (1e-5 of a step's length), not bit for bit.
     device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
     CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
@@ -148,10 +148,7 @@ class Plan(BaseModel):
                 "give sampling_rate instead"
             )
         if self.logistic != LogisticSettings() and self.model != "logistic":
-            raise ValueError(
-                f'model is {self.model!r} with a table [logistic]: it is of model = "logistic" '
-                "alone; leave it out"
-            )
+            raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
         why = self.features.why_unstated if self.privacy.mode != "none" else ""
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
@@ -220,6 +217,7 @@ class Plan(BaseModel):
             self.robust,
             self.secure_aggregation,
             self.local,
+            self.privacy.clip_schedule != "constant",
             self.rounds,
             len(self.records.released),
         )
@@ -309,6 +307,7 @@ class Plan(BaseModel):
             size=size,
             rate=self.rate(name, size),
             clip=self.privacy.clip,
+            clips=self.privacy.clips(self.rounds),
             channels=self.method.channels,
             steps=self.steps + spare * self.method.steps(),
             opening=self.method.opening,

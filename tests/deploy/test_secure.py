@@ -640,7 +640,8 @@ def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(
 ):
     """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
     bit."""
-    tables = {"settings": {"local_steps": 1}, **tables, **SHARED}
+    shared = {**SHARED, "privacy": {**SHARED["privacy"], "clip_schedule": [1.0, 0.75, 0.5]}}
+    tables = {"settings": {"local_steps": 1}, **tables, **(shared if tables else SHARED)}
     run, nodes = federation("sum", seeds="test", **tables)
     records = run()
     assert [record.refused for record in records] == [{}] * 3

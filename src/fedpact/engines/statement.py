@@ -235,6 +235,8 @@ def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "size_noise": terms.size_noise,
         "rate": terms.rate,
         "clip": terms.clip,
+        # Of each round, where it changes: the noise changes with it, and the multipliers do not.
+        "clip_by_round": list(terms.clips) or None,
         "sigmas": dict(terms.sigmas),
         "multipliers": terms.multipliers,
         "sigma_joint": terms.event.sigma,

@@ -67,7 +67,8 @@ class VirtualSite:
             charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
             exact = None if private else PlainKernel(bench.private.model, cross_entropy)
             left = partial(charge.steps_left, terms)
-            return PrivateOracle(records, bench.private, terms, draws, charge, left, exact)
+            own = terms.at(task.round)
+            return PrivateOracle(records, bench.private, own, draws, charge, left, exact)
 
         return Client(
             self.name, size, plan.method, oracle, ledger, self.memory, self.policy, device

@@ -106,7 +106,7 @@ class Method:
 
     def bounds(self, task: Task, terms: Terms) -> Bounds:
         """Return what an honest reply to the task can be, of a site with these terms."""
-        return self._algorithm.bounds(task, terms, self.settings)
+        return self._algorithm.bounds(task, terms.at(task.round), self.settings)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

@@ -80,6 +80,34 @@ NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
 }
 """Table of a plan -> why it does not go with [local]."""
 
+NEEDS_ONE_CLIP: Final[dict[str, str]] = {
+    "ali_dpfl": "its controller's estimates are of gradients of one clip",
+    "feddyn": "its h_i adds up gradients of earlier rounds, and how far a reply may go follows one "
+    "clip of them all",
+    "fedproxvr": "its anchors and differences are bounded by one clip",
+    "scaffold": "its control variates are gradients of earlier rounds, clipped to another length "
+    "than those that they correct",
+}
+"""Algorithm -> why it does not go with privacy.clip_schedule."""
+
+
+def _check_clips(name: str, control: ControlSettings, kind: str) -> None:
+    """Raise PlanError where a clip that changes from round to round would break something.
+
+    name: of the algorithm. kind: of compression.
+    """
+    reason = NEEDS_ONE_CLIP.get(name)
+    if control.kind != "fixed":
+        reason = "[control]: " + NEEDS_ONE_CLIP["ali_dpfl"]
+    if kind == "topk":
+        reason = "[compression] kind = 'topk': a site sends later what it left out of earlier sums"
+    if reason:
+        raise PlanError(
+            f"privacy.clip_schedule does not go with algorithm = {name!r} and these tables: "
+            f"{reason}; leave it out"
+        )
+
+
 NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "robust": "it compares the sites' vectors with each other",
     "control": "the controller takes the least of the sites' remaining steps and squares of each "
@@ -103,15 +131,18 @@ def combined(
     robust: RobustSettings,
     secure: SecureSettings,
     local: LocalSettings,
+    clips: bool,
     rounds: int,
     columns: int = 0,
 ) -> Method:
-    """Return the algorithm with everything around it. rounds: of the run. columns: that are
-    scaled by what the sites release.
+    """Return the algorithm with everything around it. clips: whether the clip changes from round to
+    round. rounds: of the run. columns: that are scaled by what the sites release.
 
     Raises PlanError: they do not go together.
     """
     method = Method(name, settings)
+    if clips:
+        _check_clips(name, control, compression.kind)
     chosen = {
         "robust": robust.rule != "mean",
         "fairness": fairness.weight > 0,

@@ -78,6 +78,7 @@ class Gridded(Around):
         inner = self.inner.bounds(task, terms)
         if not self._up:
             return inner
+        terms = terms.at(task.round)
         variances = terms.noise_variance, terms.opening.noise_variance if terms.openings else 0.0
         half = 0.5 * math.sqrt(len(task.vectors["w"]))
         found = self._weights_of(task)

@@ -53,6 +53,7 @@ class TermsRequest:
     honest: int = 0
     grid: float = 0.0
     columns: Once | None = None
+    clips: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_ratios(self.channels)
@@ -136,6 +137,7 @@ class TermsRequest:
             self.honest,
             self.grid,
             self.columns,
+            self.clips,
         )
 
     def _affordable(self) -> History:

@@ -12,6 +12,7 @@ from fedpact.privacy.mechanisms import MECHANISMS
 from fedpact.privacy.once import Once
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
+from fedpact.theory.schedules import Kind, factor
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -64,6 +65,8 @@ class Privacy(BaseModel):
     protection, and the report says so. What else there may be is in MECHANISMS.
     epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
+    clip_schedule, clip_halved_after: C f(t) is the clip of round t; f as theory.schedules has it, a
+    list of numbers > 0. The noise is σ C f(t), so a round costs what it costs at C.
     sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
     accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
     sizes: "public", N_i is declared; or "noisy", each site releases one noisy count of its records
@@ -86,6 +89,8 @@ class Privacy(BaseModel):
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)
+    clip_schedule: Kind | list[_Epsilon] = Field(default="constant", min_length=1)
+    clip_halved_after: float = Field(default=10.0, gt=0)
     sigma: _Epsilon | list[_Epsilon] | None = None
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
     sizes: Literal["public", "noisy"] = "public"
@@ -106,12 +111,24 @@ class Privacy(BaseModel):
                 'honest >= 1, the number of sites whose noise is relied on, or trust = "own" '
                 "without it"
             )
+        if self.clip_halved_after != 10.0 and self.clip_schedule != "inverse":
+            raise ValueError(
+                f"clip_halved_after is {self.clip_halved_after:g} with clip_schedule = "
+                f'{self.clip_schedule!r}: it is of clip_schedule = "inverse" alone; leave it out'
+            )
         if self.honest and (self.mode != "per_sample" or self.sizes == "noisy"):
             raise ValueError(
                 f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": only sums of '
                 'clipped records are shared, so mode = "per_sample" and sizes = "public"'
             )
         return self
+
+    def clips(self, rounds: int) -> tuple[float, ...]:
+        """Return C of each round; of a constant one nothing."""
+        if self.clip_schedule == "constant":
+            return ()
+        kind, half = self.clip_schedule, self.clip_halved_after
+        return tuple(self.clip * factor(kind, half, t, rounds) for t in range(1, rounds + 1))
 
     def check_shared(self, threshold: int, sites: int) -> None:
         """Raise PlanError unless of every sum of at least `threshold` sites `honest` are unknown.

@@ -71,6 +71,7 @@ class Terms:
     are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
     grid: ν >= theory.shares.UNITS where each release is rounded to a grid of 1/ν of its noise's
     deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
+    clips: C of each round where it changes, the last of them for all that follow; see `at`.
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -91,6 +92,7 @@ class Terms:
     honest: int = 0
     grid: float = 0.0
     columns: Once | None = None
+    clips: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check.positive(size=self.size)
@@ -123,6 +125,8 @@ class Terms:
             )
         if all(noisy) or self.clip != math.inf:
             check.positive(clip=self.clip)
+        for clip in self.clips:
+            check.positive(clip=clip)
         _ = self.multipliers
         if self.honest:
             self._check_shared()
@@ -168,6 +172,16 @@ class Terms:
         bound: of the channel, C for a gradient. Where noise is shared σ is the same at all sites.
         """
         return self.sigmas[channel] * bound / shares.UNITS
+
+    def at(self, round_number: int) -> "Terms":
+        """Return the terms of a round, 1 on: with its clip, and noise of σ times that.
+
+        So multipliers, and with them events, are those of every round.
+        """
+        if not self.clips:
+            return self
+        number = min(max(1, round_number), len(self.clips))
+        return replace(self, clip=self.clips[number - 1], clips=())
 
     @property
     def multipliers(self) -> dict[str, float]:

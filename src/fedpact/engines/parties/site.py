@@ -272,8 +272,8 @@ class Site:
             self.ledger, self.run, task.round, task.digest + memory.digest, task.attempt
         )
         left = partial(charge.steps_left, self._terms)
-        draws = test or self._secure
-        return PrivateOracle(self._records(task), bench.private, self._terms, draws, charge, left)
+        draws, terms = test or self._secure, self._terms.at(task.round)
+        return PrivateOracle(self._records(task), bench.private, terms, draws, charge, left)
 
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None

@@ -155,7 +155,7 @@ class SharedSum:
             sums[name] = whole[at : at + shape.numel()]
             at += shape.numel()
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
-        opened = OfSum(sums, self._some, records)
+        opened = OfSum(sums, self._some.at(task.round), records)
         told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
         return State(told.vectors, numbers), opened.coarsest * len(replies) / records
