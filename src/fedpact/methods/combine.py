@@ -51,6 +51,7 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "made of earlier ones, too",
         "fedproxvr": "its differences are clipped by how far plain steps move",
         "ldp_fedsgd": "its step is the server's: [server] has momentum and schedules",
+        "mr_mtl": "its sites' models are held to their mean by the length of plain steps",
         "qffl": "it takes the noise of plain steps off the way that a site has moved",
         "scaffold": "its control variate is the mean gradient of plain steps, their way over τ η",
     },
