@@ -7,12 +7,12 @@ import pytest
 import torch
 from tests.conformance.conftest import Federation, of
 
+from fedpact.draws.schedules import Scheduled
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.messages import Task
 from fedpact.methods.linear import weights
 from fedpact.plan import Plan
-from fedpact.theory.schedules import Scheduled
 
 LOCAL = {"momentum": 0.6, "schedule": [1.0, 0.5, 2.0, 0.25]}
 FACTORS = [1.0, 0.5, 2.0, 0.25, 0.25, 0.25]

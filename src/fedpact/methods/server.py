@@ -7,7 +7,7 @@ arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the alg
     adam      m ← β1 m + (1 - β1) Δ,  v ← β2 v + (1 - β2) Δ²       w ← w + η_s m / (sqrt(v) + a)
     yogi      m as above,  v ← v - (1 - β2) Δ² sign(v - Δ²)        w ← w + η_s m / (sqrt(v) + a)
 
-and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t); see theory.schedules.
+and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t); see draws.schedules.
 With one local step a round this is a schedule of η itself. An average of the models w_1, w_2, ...
 stands beside the last one, and is told to nobody (Polyak, Juditsky, SIAM J. Control Optim. 30,
 1992; of the tail: Rakhlin, Shamir, Sridharan, arXiv 1109.5647):
@@ -25,9 +25,9 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
+from fedpact.draws.schedules import Scheduled
 from fedpact.messages import Reply, State, Vectors
 from fedpact.methods import Around, Method, join, split
-from fedpact.theory.schedules import Scheduled
 
 _PREFIX = "server/"
 _AVERAGE = "average/"
@@ -39,7 +39,7 @@ class ServerSettings(Scheduled):
     optimiser: "none" takes the algorithm's next model as it is. learning_rate: η_s > 0; left out,
     1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in every coordinate.
     momentum: β1 in [0, 1). second_moment: β2 in [0, 1). adaptivity: a > 0, which keeps steps short
-    where v is small. schedule, halved_after: f of the rounds; see theory.schedules. average: which
+    where v is small. schedule, halved_after: f of the rounds; see draws.schedules. average: which
     average of the rounds' models is kept, evaluated and saved beside the last model. average_decay:
     β in (0, 1). average_share: p in (0, 1], the part of the planned rounds that "tail" is of;
     before, it is the last model.

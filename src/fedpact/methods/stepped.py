@@ -17,17 +17,17 @@ from typing import Self
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
+from fedpact.draws.schedules import Scheduled
 from fedpact.messages import Local, State, Task
 from fedpact.methods import Around, Method
 from fedpact.privacy.around import BatchAround, OracleAround
 from fedpact.privacy.oracle import UNIFORM, Batch, Bounds, Oracle, Terms, Weighting, reach
-from fedpact.theory.schedules import Scheduled
 
 
 class LocalSettings(Scheduled):
     """The [local] table of a plan: what becomes of a site's gradients on their way to its steps.
 
-    momentum: β in [0, 1). schedule, halved_after: f of the local steps; see theory.schedules.
+    momentum: β in [0, 1). schedule, halved_after: f of the local steps; see draws.schedules.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fedpact.draws.schedules import Kind, factor
 from fedpact.errors import PlanError
 from fedpact.privacy import columns
 from fedpact.privacy.mechanisms import MECHANISMS
 from fedpact.privacy.once import Once
 from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
-from fedpact.theory.schedules import Kind, factor
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -65,7 +65,7 @@ class Privacy(BaseModel):
     protection, and the report says so. What else there may be is in MECHANISMS.
     epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
-    clip_schedule, clip_halved_after: C f(t) is the clip of round t; f as theory.schedules has it, a
+    clip_schedule, clip_halved_after: C f(t) is the clip of round t; f as draws.schedules has it, a
     list of numbers > 0. The noise is σ C f(t), so a round costs what it costs at C.
     sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
     accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
