@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import plan_error, read_configuration
+from fedpact.control.limits import Limits
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
 from fedpact.errors import PlanError
@@ -50,25 +51,6 @@ from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Limits(BaseModel):
-    """When the run ends before its rounds do.
-
-    bytes: what it may send both ways, all sites together; None for no limit.
-    seconds: wall-clock time of its rounds, evaluation aside; the round that passes it is the last.
-    A run that depends on measured time does not repeat itself bit for bit.
-    when_spent: where a site has spent its privacy budget, the others "continue" with weights among
-    themselves until none is left, or the run is to "stop" after that round.
-    spare_rounds: rounds whose events are reserved beyond the run's, at the cost of a little more
-    noise. A deployed site that dies in mid-round computes, and is charged for, that round again.
-    """
-
-    model_config = _FROZEN
-    bytes: int | None = Field(default=None, gt=0)
-    seconds: float | None = Field(default=None, gt=0)
-    when_spent: Literal["continue", "stop"] = "continue"
-    spare_rounds: int = Field(default=0, ge=0)
 
 
 class Running(BaseModel):
