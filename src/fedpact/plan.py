@@ -82,7 +82,7 @@ class Running(BaseModel):
 class Plan(BaseModel):
     """A whole run. Raises PlanError through `Plan.read` and `Plan.parse`.
 
-    data: a data set's name or a file; label, site: its columns, where it is a table.
+    data: a data set's name or a file; label, site, person: its columns, where it is a table.
     sampling_rate: q, each record's chance to be in a batch; or batch_size: the expected batch B,
     q_i = B / N_i. Without either, q = 0.5.
     policy: a TOML file with the policy that every simulated site has; see privacy.policy.
@@ -92,6 +92,7 @@ class Plan(BaseModel):
     data: str = "digits"
     label: str | None = None
     site: str | None = None
+    person: str | None = None
     model: str = "logistic"
     algorithm: str = "fedavg"
     rounds: int = Field(default=30, ge=1)
@@ -158,6 +159,7 @@ class Plan(BaseModel):
                 'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
                 f"records, and {self.why_unprotected} adds none: use int8, float16 or topk"
             )
+        self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         if self.privacy.honest:
             self._check_shared(method)
         if method.controlled and self.budget.spare_rounds:
@@ -301,6 +303,7 @@ class Plan(BaseModel):
             honest=self.privacy.honest,
             grid=self.method.units,
             columns=self.privacy.release_of(self.records.released, name, names, 1 + spare),
+            protects=self.privacy.unit,
         )
 
     @staticmethod

@@ -30,14 +30,14 @@ class Kernel:
 
 
 class Unclipped(Kernel):
-    def clipped_sum(self, x, y, clip, weights=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
         return self.inner.clipped_sum(x, y, math.inf, weights)
 
 
 class Unclamped(Kernel):
     """FedFDP's contribution as printed: min(1 + λ (ℓ - F), C/‖g‖) g, with no lower bound."""
 
-    def clipped_sum(self, x, y, clip, weights=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
         if weights is None:
             return self.inner.clipped_sum(x, y, clip)
 

@@ -171,7 +171,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, None, None, "label column is None: expected one of its columns age, city, out"),
         (CSV, "outcome", None, "'outcome'"),
         (CSV, "out", "ward", "site column is 'ward'"),
-        (CSV, "out", "out", "two different columns"),
+        (CSV, "out", "out", "different columns"),
         (CSV, "out", None, r"column city, row 1 \(counted from 1\) is no finite number"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
         ("x,y\n", "y", None, "0 records"),

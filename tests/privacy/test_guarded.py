@@ -82,7 +82,7 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
     """As where the memory is enough for one of them."""
     x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)
 
-    def take(some, _):
+    def take(some, _, shares=None):
         if len(some) > 1:
             raise MemoryError
         if some[0, 0] == x[2, 0]:
@@ -90,10 +90,10 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
         return some.sum(0)
 
     like = torch.zeros(3)
-    total = guarded.summed(take, x, y, like, lambda total: total / 2)
+    total = guarded.summed(take, x, y, None, like, lambda total: total / 2)
     assert torch.allclose(total, x[[0, 1, 3, 4]].sum(0) / 2)
     assert total.dtype == like.dtype
-    assert not guarded.summed(take, x, y, like, None).any()
+    assert not guarded.summed(take, x, y, None, like, None).any()
     losses = guarded.measured(lambda some, labels: take(some, labels)[:1], x, y)
     assert losses.isnan().tolist() == [False, False, True, False, False]
 

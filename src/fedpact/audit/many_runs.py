@@ -99,10 +99,9 @@ class Attack:
             # Anywhere among the others: a batch of always the first records has it or has it not.
             generator = stream(target.plan.seed, "audit", self.name, "place", *key)
             at = int(torch.randint(len(records.y) + 1, (), generator=generator))
-            records = Records(
-                torch.cat([records.x[:at], self.canary.x, records.x[at:]]),
-                torch.cat([records.y[:at], self.canary.y, records.y[at:]]),
-            )
+            k = target.canary_records
+            x, y = (part.repeat_interleave(k, 0) for part in (self.canary.x, self.canary.y))
+            records = records.joined(x, y, at, together=True)
         draws = SeededDraws(target.plan.seed, "audit", self.name, present, *key)
         oracle, rows = target.oracle(records, draws), list[list[float]]()
         for batch in oracle.batches(events, *self.queries):
@@ -214,7 +213,8 @@ def attacks(target: Target) -> list[Attack]:
     """
     *_, asked = play(target, target.records, min(2, target.rounds), "questions")
     first = [a for a in asked if a.batch == asked[0].batch]
-    one = Records(target.records.x[:1], target.records.y[:1])
+    alone = None if target.records.persons is None else torch.zeros(1, dtype=torch.int64)
+    one = Records(target.records.x[:1], target.records.y[:1], persons=alone)
     made = list[Attack]()
     for records, where in ((target.records, "all records"), (one, "one record")):
         for queries, how in _questions(target, first):

@@ -22,6 +22,9 @@ from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import epsilon
 
 Kernel = PerSampleKernel | BatchClippedKernel
+# Of a canary who is a person.
+_VISITS = 5
+
 MakeOracle = Callable[[Records, Kernel, Terms, Draws], Oracle]
 
 
@@ -38,7 +41,9 @@ def private_oracle(records: Records, kernel: Kernel, terms: Terms, draws: Draws)
 class Target:
     """One site as a run would set it up; `make` is what a test replaces by a broken one.
 
-    records: the site's. spare: others of the data set, to make canaries of. w: the initial model.
+    canary_records: how many equal records a canary has, who is a person where the run protects
+    persons, and else a record. records: the site's. spare: others of the data set, to make
+    canaries of. w: the initial model.
     """
 
     plan: Plan
@@ -49,6 +54,7 @@ class Target:
     kernel: Kernel
     w: Tensor
     make: MakeOracle = private_oracle
+    canary_records: int = 1
 
     @staticmethod
     def of(scene: Scene, site: str | None = None) -> "Target":
@@ -64,15 +70,20 @@ class Target:
             raise InputError(f"site is {name!r}: expected one of {', '.join(sites)}")
         others = [s for s in scene.sites if s.name != name] or scene.sites
         spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
-        kernel = scene.bench().private
+        kernel, privacy = scene.bench().private, scene.plan.privacy
+        of_persons = privacy.unit == "person"
         return Target(
             plan=scene.plan,
             terms=scene.terms[name],
-            records=Records(sites[name].x, sites[name].y),
+            records=Records(
+                *(sites[name].x, sites[name].y),
+                persons=sites[name].persons if of_persons else None,
+            ),
             spare=spare,
             classes=len(scene.dataset.classes),
             kernel=kernel,
             w=kernel.model.vector.clone(),
+            canary_records=(privacy.person_records or _VISITS) if of_persons else 1,
         )
 
     def oracle(self, records: Records, draws: Draws) -> Oracle:

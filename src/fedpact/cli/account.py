@@ -15,7 +15,7 @@ from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
-    ADJACENCY,
+    UNITS,
     Accountant,
     Budget,
     Conversion,
@@ -75,20 +75,24 @@ def account(
     per_person: k, for a person of up to k records; None does not ask for it.
     """
     left = _left(setting, ledger, joint)
+    if per_person is not None and left and left.unit == "person":
+        raise InputError(
+            f"--per-person {per_person} with a ledger whose ε are per person already: leave it out"
+        )
     ways: list[tuple[Accountant, Conversion]] = [_way(*way)] if way else list(_SIDE_BY_SIDE)
     answers = [_solve(setting, left, by, how, per_person) for by, how in ways]
     covers = _covers(left, joint)
     if as_json:
         shared = {
             "solved_for": setting.open()[0],
-            "adjacency": ADJACENCY,
+            "adjacency": UNITS[left.unit if left else "record"],
             "covers": covers,
             **({"ledger": _described(left, joint)} if left else {}),
         }
         body = answers[0] if way else {"results": answers}
         print(json.dumps(shared | body, indent=2))
         return
-    _show(setting.open()[0], answers, covers, per_person)
+    _show(setting.open()[0], answers, covers, per_person, UNITS[left.unit if left else "record"])
 
 
 def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
@@ -202,7 +206,9 @@ def _covers(left: Remaining | None, joint: bool) -> str:
     )
 
 
-def _show(solved: str, answers: list[dict[str, Any]], covers: str, per_person: int | None) -> None:
+def _show(
+    solved: str, answers: list[dict[str, Any]], covers: str, per_person: int | None, adjacency: str
+) -> None:
     table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
     person = () if per_person is None else (f"ε, person of {per_person}",)
     for column in ("ε", *person, "δ", "q", "σ", "releases", "accountant"):
@@ -219,7 +225,7 @@ def _show(solved: str, answers: list[dict[str, Any]], covers: str, per_person: i
         )
     console = Console()
     console.print(table)
-    console.print(f"\n(ε, δ)-differential privacy, {ADJACENCY}. Covers {covers}.")
+    console.print(f"\n(ε, δ)-differential privacy, {adjacency}. Covers {covers}.")
     if person:
         console.print(
             f"ε, person of {per_person}: for all records together of a person with at most "

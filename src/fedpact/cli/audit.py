@@ -23,7 +23,6 @@ from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
 from fedpact.text import guarded
-from fedpact.theory.accounting import ADJACENCY
 
 CONFIDENCE = 0.95
 # A run of this many events takes minutes on a model above this size.
@@ -118,7 +117,8 @@ def _document(target: Target, findings: dict[str, Finding], found: list[Check]) 
         "honest": terms.honest,
         "epsilon_alone": terms.epsilon_alone if terms.honest else None,
         "delta": terms.budget.delta,
-        "adjacency": ADJACENCY,
+        "adjacency": terms.adjacency,
+        "unit": terms.protects,
         "accountant": terms.accountant,
         "mechanism": terms.mechanism,
         "confidence": CONFIDENCE,

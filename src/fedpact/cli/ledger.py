@@ -109,7 +109,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
             out.print(f"{path} has {_TORN}", markup=False)
     first = next(iter(receipts.values()))
     out.print(
-        f"(ε, δ) for one record, {first['adjacency']}, accountant {first['accountant']}; covers "
+        f"(ε, δ), {first['adjacency']}, accountant {first['accountant']}; covers "
         f"{first['covers']}. Runs on the same records add up. {_of_persons(receipts)}"
     )
 

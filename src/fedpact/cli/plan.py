@@ -21,7 +21,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.text import size, upper
-from fedpact.theory.accounting import ADJACENCY, Budget
+from fedpact.theory.accounting import Budget
 from fedpact.theory.planner import Choice, best
 from fedpact.theory.shares import UNITS
 
@@ -100,9 +100,9 @@ def forecast(scene: Scene) -> dict[str, Any]:
         "model_parameters": FlatModel(scene.module()).size,
         "bytes_per_round": size_of_message,
         "bytes": size_of_message * plan.rounds,
-        "adjacency": ADJACENCY if plan.private else None,
+        "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
-        "per_person": per_person(sites),
+        "per_person": per_person(sites, plan.privacy.unit),
         "secure_aggregation": secure_terms(plan, len(scene.sites)),
         "sites": {
             name: {
@@ -183,8 +183,10 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         return
     honest = plan.privacy.honest
     table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
-    records = plan.privacy.person_records or 5
-    table.add_column(f"ε, person of {records}")
+    told = plan.privacy.told_records
+    records = (plan.privacy.person_records or 5) if told else None
+    if records:
+        table.add_column(f"ε, person of {records}")
     if honest:
         table.add_column("ε alone")
     for name, terms in document["sites"].items():
@@ -197,7 +199,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             upper(terms["epsilon_by_round"][0]),
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
-            upper(terms["epsilon_per_person"][str(records)]),
+            *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
     out.print(table)
@@ -214,8 +216,9 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
                 f"{plan.privacy.column_share:.3g} of the budget"
             )
     out.print(
-        f"(ε, δ) per site and record, {ADJACENCY}, accountant {plan.privacy.accountant}; it covers "
-        f"every release of the run. {document['per_person']} Channels and their σ: "
+        f"(ε, δ) per site and {plan.privacy.unit}, {plan.privacy.adjacency}, accountant "
+        f"{plan.privacy.accountant}; it covers every release of the run. "
+        f"{document['per_person']} Channels and their σ: "
         + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
     )
     if "optimised" in document:

@@ -20,6 +20,7 @@ class Dataset:
     x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1.
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site: for each training record the name of its site, where the data come from several.
+    person: for each training record whose it is, where that is known.
     features: the names of a table's columns; empty where there are none.
     rows: each training record's number in its file, where it is not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
@@ -41,6 +42,7 @@ class Dataset:
     rows: Tensor | None = None
     held: Tensor | None = None
     description: str = ""
+    person: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.classes or len(set(self.classes)) < len(self.classes):
@@ -61,11 +63,12 @@ class Dataset:
                     f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
                     f"of x_test {tuple(self.x_test.shape[1:])}: expected equal shapes"
                 )
-        if self.site is not None and len(self.site) != len(self.y):
-            raise DataError(
-                f"data set {self.name}: site has {len(self.site)} entries for {len(self.y)} "
-                "records: give one site name a record"
-            )
+        for role, names in (("site", self.site), ("person", self.person)):
+            if names is not None and len(names) != len(self.y):
+                raise DataError(
+                    f"data set {self.name}: {role} has {len(names)} entries for {len(self.y)} "
+                    f"records: give one {role} name a record"
+                )
 
     @property
     def numbers(self) -> Tensor:
@@ -81,8 +84,9 @@ class Dataset:
         if not good.all():
             sites = self.site and tuple(compress(self.site, good.tolist()))
             x, y, rows = self.x[good], self.y[good], self.numbers[good]
+            persons = self.person and tuple(compress(self.person, good.tolist()))
             held = None if self.held is None else self.held[good]
-            kept = replace(kept, x=x, y=y, rows=rows, site=sites, held=held)
+            kept = replace(kept, x=x, y=y, rows=rows, site=sites, held=held, person=persons)
         if of_test is None or of_test.all() or self.x_test is None or self.y_test is None:
             return kept
         return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])

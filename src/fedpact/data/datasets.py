@@ -19,7 +19,7 @@ from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
-from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
+from fedpact.data.own import class_numbers, is_missing, numbers_of_table, persons_of, text_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
@@ -43,6 +43,7 @@ def load(
     label: str | None = None,
     site: str | None = None,
     *,
+    person: str | None = None,
     classes: Sequence[str] | None = None,
     form: RecordForm = _ANY,
 ) -> Dataset:
@@ -52,8 +53,9 @@ def load(
     papers that split all records inside each site.
     "synthetic(ALPHA,BETA)" and "synthetic_iid" are made, not read; see data.synthetic.
     label: the column of the labels, required for .csv and .parquet, where every other column but
-    `site`, the column of site names, is a numeric feature, taken as it is.
-    An .npz holds arrays x, y and optionally x_test, y_test, site.
+    `site`, the column of site names, and `person`, that of whose a record is, is a numeric
+    feature, taken as it is.
+    An .npz holds arrays x, y and optionally x_test, y_test, site, person.
     classes: the labels' names in order; without it they are the labels found in the file, sorted
     (numbers by size). Sites that load their own files have to name the classes, so that a label
     means the same everywhere.
@@ -66,17 +68,21 @@ def load(
         return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return _from_table(name, read_table(Path(name), label, site), classes, form)
-    if label is not None or site is not None:
+        return _from_table(name, read_table(Path(name), label, site, person), classes, form)
+    if any(column is not None for column in (label, site, person)):
         raise DataError(
-            f"data set {name}: label = {label!r}, site = {site!r}: only .csv and .parquet files "
-            "have columns to name; leave both out"
+            f"data set {name}: label = {label!r}, site = {site!r}, person = {person!r}: only .csv "
+            "and .parquet files have columns to name; leave them out (an .npz file has arrays "
+            "called site and person)"
         )
     if suffix == ".npz":
         arrays = read_npz(Path(name))
         pair = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
         x, y, sites = arrays["x"], arrays["y"], arrays.get("site")
-        return from_arrays(x, y, name=name, classes=classes, site=sites, test=pair, form=form)
+        whose = arrays.get("person")
+        return from_arrays(
+            x, y, name=name, classes=classes, site=sites, person=whose, test=pair, form=form
+        )
     made = Synthetic.parse(name)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
@@ -132,6 +138,7 @@ def from_arrays(
     name: str = "arrays",
     classes: Sequence[str] | None = None,
     site: Sequence[Any] | np.ndarray | None = None,
+    person: Sequence[Any] | np.ndarray | None = None,
     test: tuple[Any, Any] | None = None,
     form: RecordForm = _ANY,
 ) -> Dataset:
@@ -141,7 +148,8 @@ def from_arrays(
     y: integers are class numbers from 0; strings are class names.
     classes: the classes' names in order; default: "0".."largest label" for integers, and the
     strings of y and of the test labels, sorted.
-    site: for each record its site's name. test: (x_test, y_test), the public test set.
+    site: for each record its site's name. person: for each record whose it is; one that names
+    nobody is left out. test: (x_test, y_test), the public test set.
     form: what a record may hold; one that does not fit is left out, with a warning.
     Raises DataError (see Dataset), or where no record is left.
 
@@ -163,7 +171,8 @@ def from_arrays(
         for end, pair in zip(ends, given, strict=True)
     ]
     sites = None if site is None else np.asarray(site)
-    return _dataset(name, parts, names, sites)
+    whose = None if person is None else persons_of(np.asarray(person).tolist(), parts[0].sieve)
+    return _dataset(name, parts, names, sites, persons=whose)
 
 
 def from_frame(
@@ -171,16 +180,17 @@ def from_frame(
     label: str,
     site: str | None = None,
     *,
+    person: str | None = None,
     name: str = "frame",
     classes: Sequence[str] | None = None,
     form: RecordForm = _ANY,
 ) -> Dataset:
     """Return a data set from a DataFrame, or whatever has `columns` and gives each as frame[name].
 
-    label, site, classes, form: as `load` takes them for a file. Raises DataError.
+    label, site, person, classes, form: as `load` takes them for a file. Raises DataError.
     """
     columns = {str(column): list(frame[column]) for column in frame.columns}
-    return _from_table(name, table_of(name, columns, label, site), classes, form)
+    return _from_table(name, table_of(name, columns, label, site, person=person), classes, form)
 
 
 def refitted(data: Dataset, records: PlanRecords) -> Dataset:
@@ -195,7 +205,13 @@ def refitted(data: Dataset, records: PlanRecords) -> Dataset:
     test = None if data.x_test is None else (data.x_test, data.y_test)
     form = records.shared().in_arrays(data.features)
     found = from_arrays(
-        data.x, data.y, name=data.name, classes=data.classes, site=data.site, test=test, form=form
+        *(data.x, data.y),
+        name=data.name,
+        classes=data.classes,
+        site=data.site,
+        person=data.person,
+        test=test,
+        form=form,
     )
     held = None if data.held is None else data.held[found.numbers]
     return replace(found, description=data.description, features=data.features, held=held)
@@ -218,7 +234,10 @@ def _from_table(
         for row in range(table.count):
             if is_missing(sites[row]):
                 sieve.leave_out(row, table.site, "is missing")
-    return _dataset(name, [Given(x, y, sieve, table.features)], names, sites)
+    whose = None
+    if table.person is not None:
+        whose = persons_of(table.columns[table.person], sieve, table.person)
+    return _dataset(name, [Given(x, y, sieve, table.features)], names, sites, whose)
 
 
 def _dataset(
@@ -226,6 +245,7 @@ def _dataset(
     parts: Sequence[Given],
     classes: tuple[str, ...],
     sites: np.ndarray | None,
+    persons: np.ndarray | None = None,
 ) -> Dataset:
     """The records that are left, with a warning about the others. parts: training, and test."""
     for part in parts:
@@ -252,6 +272,7 @@ def _dataset(
         site=None if sites is None else tuple(map(str, sites[own].tolist())),
         features=features,
         rows=main.numbers,
+        person=None if persons is None else tuple(map(str, persons[own].tolist())),
         description=f"{name}: {what}" if features else f"{name}, {what}",
     )
 

@@ -25,26 +25,29 @@ class Given:
     y: np.ndarray
     sieve: Sieve
     features: tuple[str, ...] = ()
+    persons: np.ndarray | None = None
 
     def used(self) -> "Sifted":
         """Return the records that are used."""
         good = self.sieve.good
         x, y = (self.x, self.y) if good.all() else (self.x[good], self.y[good])
         numbers = torch.from_numpy(good.nonzero()[0] + self.sieve.first)
-        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features)
+        whose = () if self.persons is None else tuple(map(str, self.persons[good].tolist()))
+        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features, whose)
 
 
 @dataclass(frozen=True, eq=False)
 class Sifted:
     """Records that are used: x [n, ...], y [n], and their numbers in their file [n].
 
-    features: a table's columns.
+    features: a table's columns. persons: whose each of them is; () where nobody asked.
     """
 
     x: Tensor
     y: Tensor
     numbers: Tensor
     features: tuple[str, ...] = ()
+    persons: tuple[str, ...] = ()
 
 
 def sifted_arrays(

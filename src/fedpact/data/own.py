@@ -131,6 +131,23 @@ def class_numbers(
     return found
 
 
+def persons_of(given: Cells, sieve: Sieve, column: str = "person") -> np.ndarray:
+    """Return whose each record is, as text [n]; the sieve has those that name nobody.
+
+    Such a record may be anybody's, so it is used for nobody. Raises DataError: another length.
+    """
+    if len(given) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
+            "give one person a record"
+        )
+    found = [text_of(value) for value in given]
+    for row, name in enumerate(found):
+        if is_missing(name):
+            sieve.leave_out(row, column, "names no person")
+    return np.array(found, str)
+
+
 def text_of(value: Any) -> str:
     """Return a label or the name of a site as text: whole numbers without a point."""
     if value is None:

@@ -32,7 +32,8 @@ from fedpact.files import replacing
 class SiteRecords:
     """One site's records: x [n, ...], y [n] to train on; x_held, y_held, maybe none, to evaluate.
 
-    name: safe as a file name; the order of names is the order of sites.
+    name: safe as a file name; the order of names is the order of sites. persons: whose each
+    training record is, int64 [n] from 0 without gaps; None where the data set does not say.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SiteRecords:
     y: Tensor
     x_held: Tensor
     y_held: Tensor
+    persons: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,10 @@ class Partition:
             )
         return [
             SiteRecords(
-                name, *_take(dataset, self.train[name]), *_take(dataset, self.held_out[name])
+                name,
+                *_take(dataset, self.train[name]),
+                *_take(dataset, self.held_out[name]),
+                splits.numbered(dataset.person, self.train[name]),
             )
             for name in self.train
         ]
@@ -134,7 +139,9 @@ def make_partition(
 
     sites: >= 1; with kind = "natural" the number of the data set's own sites. seed: >= 0; the same
     seed gives the same partition on every machine, and held_out does not change which site a
-    record belongs to. Raises DataError: a site would have fewer than 2 records, or the data set
+    record belongs to. Where the data set says whose each record is, persons are spread, each with
+    all records and by the label of the first, and held out whole, each by itself.
+    Raises DataError: a site would have fewer than 2 records, or the data set
     does not allow the settings; InputError: sites or seed.
     """
     check.count(sites=sites)
@@ -144,15 +151,19 @@ def make_partition(
         records = _natural(dataset, settings, sites)
     else:
         least = KINDS[settings.kind].least
-        if sites * least > len(dataset.y):
+        free = np.arange(len(dataset.y)) if dataset.held is None else np.flatnonzero(~dataset.held)
+        whose = dataset.person and [dataset.person[i] for i in free.tolist()]
+        groups = splits.grouped(whose, len(free))
+        what = "records" if dataset.person is None else "persons"
+        if sites * least > len(groups):
             raise DataError(
-                f"sites is {sites} for the {len(dataset.y)} records of data set {dataset.name}: a "
+                f"sites is {sites} for the {len(groups)} {what} of data set {dataset.name}: a "
                 f"{settings.kind} split gives every site at least {least}; take at most "
-                f"{len(dataset.y) // least} sites"
+                f"{len(groups) // least} sites"
             )
         width = max(2, len(str(sites - 1)))
-        free = np.arange(len(dataset.y)) if dataset.held is None else np.flatnonzero(~dataset.held)
-        parts = split(dataset.y.numpy()[free], sites, settings, rng)
+        firsts = dataset.y.numpy()[free][groups.firsts]
+        parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
         records = {f"site-{i:0{width}}": free[part] for i, part in enumerate(parts)}
     for name, part in records.items():
         if len(part) < 2:
@@ -165,6 +176,11 @@ def make_partition(
     for name, part in records.items():
         if settings.held_out == "own":
             train[name], held_out[name] = _own_parts(dataset, part)
+            continue
+        if dataset.person is not None:
+            held_out[name], train[name] = splits.held_out_persons(
+                dataset.person, part, settings.held_out, seed
+            )
             continue
         held = min(round(settings.held_out * len(part)), len(part) - 1)
         shuffled = rng.permutation(part)

@@ -6,11 +6,12 @@ whole, its columns, its arrays' shapes, are its owner's, and raise; those of rec
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedpact.data.form import RecordForm
 from fedpact.data.given import Given, Sifted, array_of, check_shapes, sifted_arrays
-from fedpact.data.own import ambiguous, class_numbers, numbers_of_table
+from fedpact.data.own import ambiguous, class_numbers, numbers_of_table, persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import SUFFIXES, read_npz, read_table
 from fedpact.errors import DataError
@@ -25,9 +26,11 @@ def load_site(
     shape: tuple[int, ...],
     values: str,
     form: RecordForm,
+    person: str | None = None,
 ) -> Sifted:
     """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
 
+    person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
     classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
     that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
     is named in the log of this machine, without its values, and nowhere else.
@@ -35,15 +38,16 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = read_table(path, label, None)
+        table = read_table(path, label, None, person)
         _check_form(path, (len(table.features),), shape)
         sieve = Sieve(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
         y = class_numbers(labels, classes, form.labels or "names", table.label, sieve)
-        found = Given(x, y, sieve, table.features)
+        whose = None if person is None else persons_of(table.columns[person], sieve, person)
+        found = Given(x, y, sieve, table.features, whose)
     else:
-        found = _site_arrays(path, label, classes, shape, values, form)
+        found = _site_arrays(path, label, classes, shape, values, form, person)
     found.sieve.warn(values=False)
     if not found.sieve.good.any():
         _logger.warning("%s holds no record that is used: the site sends noise alone", path)
@@ -57,6 +61,7 @@ def _site_arrays(
     shape: tuple[int, ...],
     values: str,
     form: RecordForm,
+    person: str | None,
 ) -> Given:
     if path.suffix.lower() != ".npz" or label is not None:
         raise DataError(
@@ -73,7 +78,16 @@ def _site_arrays(
     x, y = (array_of(str(path), what, arrays[what]) for what in ("x", "y"))
     check_shapes(str(path), "", x, y, least=0)
     _check_form(path, x.shape[1:], shape)
-    return sifted_arrays(str(path), (x, y), classes, form, values)
+    found = sifted_arrays(str(path), (x, y), classes, form, values)
+    if person is None:
+        return found
+    if person not in arrays:
+        raise DataError(
+            f"data file {path} holds the arrays {', '.join(sorted(arrays))}: expected {person!r} "
+            "too, which federation.toml names as what says whose a record is"
+        )
+    whose = array_of(str(path), person, arrays[person])
+    return replace(found, persons=persons_of(whose.tolist(), found.sieve, person))
 
 
 def _check_form(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:

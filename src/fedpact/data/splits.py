@@ -4,10 +4,15 @@ Each takes the labels y [n] (int64), the number of sites and a seeded generator,
 index array a site. No record goes to two sites; `labels` and `power_law` may leave some over.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.random import Generator
+from torch import Tensor
 
 from fedpact.errors import DataError
 
@@ -179,3 +184,81 @@ def natural(site: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the records of each named site, in the order of the names."""
     names = np.asarray(site)
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Records by person. place: of each record its person's, from 0 in order of appearance [n].
+
+    firsts: of each person the first record's index.
+    """
+
+    place: np.ndarray
+    firsts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def records(self, persons: np.ndarray) -> np.ndarray:
+        """Return the indices of all records of these persons, in the persons' order."""
+        if len(self.place) == len(self.firsts):
+            return persons
+        order = np.argsort(self.place, kind="stable")
+        ends = np.cumsum(np.bincount(self.place))
+        starts = np.concatenate([[0], ends[:-1]])
+        each = [order[starts[p] : ends[p]] for p in persons]
+        return np.concatenate(each) if each else np.zeros(0, np.int64)
+
+
+def grouped(person: Sequence[str] | None, count: int) -> Groups:
+    """Return the records by person; without names each of the `count` records is one."""
+    if person is None:
+        return Groups(np.arange(count), np.arange(count))
+    known: dict[str, int] = {}
+    place = np.array([known.setdefault(name, len(known)) for name in person], np.int64)
+    return Groups(place, np.unique(place, return_index=True)[1])
+
+
+def numbered(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:
+    """Return whose the records of these indices are, int64 [n] from 0 without gaps."""
+    if person is None:
+        return None
+    return torch.from_numpy(grouped([person[int(i)] for i in indices], len(indices)).place)
+
+
+def held_out_persons(
+    person: Sequence[str], part: np.ndarray, share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of the records `part` are held out, and which are not, ascending.
+
+    A person is held out with chance `share`, by a digest of seed and name. Where that would leave
+    nobody to train on, the last by digest stays.
+    """
+    whose = [person[int(i)] for i in part]
+    drawn = {name: _drawn(seed, "held out", name) for name in set(whose)}
+    last = max(drawn, key=lambda name: (drawn[name], name))
+    out = np.array([drawn[name] < share and name != last for name in whose], bool)
+    return np.sort(part[out]), np.sort(part[~out])
+
+
+def kept_records(person: Sequence[str] | Sequence[int], most: int, seed: int) -> np.ndarray:
+    """Return which records are used where a person may have at most `most` of them, bool [n].
+
+    Of a person with more, those of some places among that person's own, by a digest of seed and
+    place: no other person's records, and no value of any, enter.
+    """
+    places: dict[str | int, list[int]] = {}
+    for i, name in enumerate(person):
+        places.setdefault(name, []).append(i)
+    good = np.ones(len(person), bool)
+    for own in places.values():
+        if len(own) > most:
+            order = sorted(range(len(own)), key=lambda k: _drawn(seed, "kept", str(k)))
+            good[[own[k] for k in order[most:]]] = False
+    return good
+
+
+def _drawn(seed: int, *key: str) -> float:
+    """Return a number in [0, 1) that follows from the key."""
+    digest = hashlib.shake_256(json.dumps((seed, *key)).encode()).digest(8)
+    return int.from_bytes(digest, "little") / 2.0**64

@@ -32,11 +32,16 @@ class Table:
     label: str
     site: str | None
     broken: Mapping[int, str]
+    person: str | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
         """The columns that a record's features stand in, in order."""
-        return tuple(name for name in self.columns if name not in (self.label, self.site))
+        return tuple(name for name in self.columns if name not in self._roles)
+
+    @property
+    def _roles(self) -> tuple[str | None, ...]:
+        return self.label, self.site, self.person
 
     @property
     def count(self) -> int:
@@ -44,16 +49,16 @@ class Table:
         return len(self.columns[self.label])
 
 
-def read_table(path: Path, label: str | None, site: str | None) -> Table:
+def read_table(path: Path, label: str | None, site: str | None, person: str | None = None) -> Table:
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
-    label, site: their columns. A CSV's record is one line; a value with a line break in it is not
-    read. Raises DataError: no such file or column, or a file that cannot be read.
+    label, site, person: their columns. A CSV's record is one line; a value with a line break in it
+    is not read. Raises DataError: no such file or column, or a file that cannot be read.
     """
     if not path.is_file():
         raise DataError(f"data file {path} does not exist: check the path")
     columns, broken = _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
-    return table_of(f"data file {path}", columns, label, site, broken)
+    return table_of(f"data file {path}", columns, label, site, broken, person)
 
 
 def table_of(
@@ -62,26 +67,29 @@ def table_of(
     label: str | None,
     site: str | None,
     broken: Mapping[int, str] = MappingProxyType({}),
+    person: str | None = None,
 ) -> Table:
     """Return columns as a table. origin: what they are called. Raises DataError: no such column."""
-    for role, column in (("label", label), ("site", site)):
-        if column not in columns and not (role == "site" and column is None):
+    roles = {"label": label, "site": site, "person": person}
+    for role, column in roles.items():
+        if column not in columns and not (role != "label" and column is None):
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
                 f"{', '.join(columns)}; give it as {role}=..."
             )
-    table = Table(columns, str(label), site, broken)
-    if not table.features or label == site:
+    table = Table(columns, str(label), site, broken, person)
+    given = [column for column in roles.values() if column is not None]
+    if not table.features or len(set(given)) < len(given):
         raise DataError(
-            f"{origin}: label column {label!r} and site column {site!r} leave "
-            f"{len(table.features)} feature columns of {len(columns)}: expected two different "
-            "columns and at least one more"
+            f"{origin}: label column {label!r}, site column {site!r} and person column "
+            f"{person!r} leave {len(table.features)} feature columns of {len(columns)}: expected "
+            "different columns and at least one more"
         )
     return table
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays x, y and, where they are there, x_test, y_test, site of an .npz file."""
+    """Return the arrays x, y and, where they are there, x_test, y_test, site, person."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
@@ -92,11 +100,11 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
             f"data file {path} cannot be read as .npz ({error}): expected what numpy.savez writes, "
             "without arrays of Python objects"
         ) from error
-    known = {"x", "y", "x_test", "y_test", "site"}
+    known = {"x", "y", "x_test", "y_test", "site", "person"}
     if not {"x", "y"} <= set(arrays) <= known or ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(
             f"data file {path} holds the arrays {', '.join(sorted(arrays)) or 'none'}: expected x "
-            "and y, optionally x_test with y_test, and site"
+            "and y, optionally x_test with y_test, site, and person"
         )
     return arrays
 

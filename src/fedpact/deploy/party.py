@@ -6,7 +6,6 @@ from pathlib import Path
 from fedpact.deploy.processes import run_server, run_site
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
-from fedpact.theory.accounting import ADJACENCY
 
 
 def main() -> None:
@@ -27,7 +26,7 @@ def _tell(record: RoundRecord) -> None:
     alone = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon_alone.items())
     spent += f"; if no other site's noise counts: {alone}" if alone else ""
     refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
-    told = f"ε, each at its site's δ, {ADJACENCY}, accountant as in plan.json: {spent}"
+    told = f"ε, each at its site's δ, adjacency and accountant as in plan.json: {spent}"
     print(f"round {record.round}: {told}{refused}", flush=True)
 
 

@@ -5,6 +5,7 @@ from typing import cast
 
 from fedpact.data.form import RecordForm
 from fedpact.engines.parties.federation import Federation
+from fedpact.theory.accounting import UNITS
 
 APP = """\
 # What Flower wants to be told of a run. It carries no code that a site runs: a site's process
@@ -82,6 +83,7 @@ server_key = "{of.server_key}"
 classes = {list(of.classes)!r}
 shape = {list(of.shape)}       # of one record
 values = "{of.values}"
+{_person(of.person)}
 seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
 
 [patience]
@@ -99,6 +101,15 @@ longest = {checks.longest:g}   # a reply's distance over the median of the round
 # [records.columns.NAME] with low and high, or categories. What does not fit is left out at its
 # site, and named in that site's log alone.
 {_records(of.records)}{members}"""
+
+
+def _person(column: str | None) -> str:
+    told = (
+        "says whose a record is; no feature, and sizes count persons where the plan protects them"
+    )
+    return (
+        f'# person = "..."   # {told}' if column is None else f"person = {_toml(column)}   # {told}"
+    )
 
 
 def _records(form: RecordForm) -> str:
@@ -146,6 +157,7 @@ def policy(
     sigma: float,
     honest: int = 0,
     alone: float = 0.0,
+    unit: str = "record",
 ) -> str:
     """Return policy.toml that allows exactly this run.
 
@@ -154,8 +166,9 @@ def policy(
     names = ", ".join(f'"{name}"' for name in releases)
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
-# As written it allows the run that it came with, once. (ε, δ) are for one record, under add/remove
-# of one record.
+# As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
+# {UNITS[unit]}.
+unit = "{unit}"
 algorithms = ["{algorithm}"]
 releases = [{names}]
 epsilon_per_run = {epsilon!r}

@@ -17,7 +17,7 @@ from fedpact.engines.parties.federation import (
     Patience,
     check_deployable,
 )
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import Scene, units
 from fedpact.errors import PlanError
 from fedpact.files import replacing
 from fedpact.folder import Folder
@@ -63,7 +63,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
     members = dict[str, Member]()
     for site in scene.sites:
         key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
-        members[site.name] = Member(size=float(len(site.y)), key=key)
+        members[site.name] = Member(size=float(units(plan, site)), key=key)
     federation = Federation.model_validate(
         {
             "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
@@ -75,6 +75,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             "seeds": choices.seeds,
             "patience": choices.patience,
             "checks": choices.checks,
+            "person": _person(scene, choices.records),
             "records": _declared(scene, choices.records),
             "sites": members,
         }
@@ -94,6 +95,13 @@ def _declared(scene: Scene, with_records: bool) -> RecordForm:
     """The form of what the sites read: arrays that are written for them, or tables of theirs."""
     form = scene.plan.records.shared()
     return form.in_arrays(scene.raw.features) if with_records else form
+
+
+def _person(scene: Scene, with_records: bool) -> str | None:
+    """Return what of the sites' files says whose a record is; None where nothing does."""
+    if not with_records:
+        return scene.plan.person
+    return None if scene.raw.person is None else "person"
 
 
 def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federation) -> None:
@@ -133,13 +141,18 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
         min(terms.releases.values()),
         terms.honest,
         terms.epsilon_alone,
+        terms.protects,
     )
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     _write_script(directory / "start.sh", texts.SITE_START)
     if with_records:
         site = next(site for site in scene.partition.sites(scene.raw) if site.name == name)
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
-            np.savez(file, x=site.x.numpy(), y=site.y.numpy())
+            whose = scene.raw.person
+            named = (
+                {} if whose is None else {"person": np.array(whose)[scene.partition.train[name]]}
+            )
+            np.savez(file, allow_pickle=False, x=site.x.numpy(), y=site.y.numpy(), **named)
 
 
 def _write_script(path: Path, text: str) -> None:

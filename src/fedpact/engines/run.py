@@ -22,7 +22,6 @@ from fedpact.metrics import METRICS, fairness
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import ADJACENCY
 
 _version = cache(version)
 """Reads a package's files at every call otherwise: 2 ms each."""
@@ -116,6 +115,6 @@ def _summary(
         "epsilon_alone": dict(last.epsilon_alone),
         "honest": plan.privacy.honest if plan.private else 0,
         "delta": {name: one.budget.delta for name, one in terms.items() if plan.private},
-        "adjacency": ADJACENCY if plan.private else None,
+        "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
     }

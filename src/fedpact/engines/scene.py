@@ -11,6 +11,7 @@ from fedpact.data import datasets, files
 from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords, make_partition
+from fedpact.data.splits import kept_records
 from fedpact.data.tables import SUFFIXES
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
@@ -19,6 +20,7 @@ from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.workshop import Workshop
+from fedpact.errors import PlanError
 from fedpact.features.cache import beside
 from fedpact.features.stage import Staged
 from fedpact.params import FlatModel
@@ -52,9 +54,15 @@ class Scene:
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
             advise(raw.name, plan.records, names, raw.x)
         raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
+        if plan.privacy.unit == "person" and dataset.person is None:
+            raise PlanError(
+                f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
+                "each record is: name the column as person = ... (of a .csv or .parquet file), or "
+                "give an .npz file an array called person"
+            )
         if partition is None:
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
-        sites = partition.sites(dataset)
+        sites = [_used(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
@@ -104,11 +112,13 @@ def _is_table(data: str) -> bool:
 
 def _loaded(plan: Plan) -> Dataset:
     if not _is_table(plan.data):
-        return datasets.refitted(datasets.load(plan.data, plan.label, plan.site), plan.records)
+        named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
+        return datasets.refitted(named, plan.records)
     return datasets.load(
         plan.data,
         plan.label,
         plan.site,
+        person=plan.person,
         classes=plan.records.classes,
         form=plan.records.shared(),
     )
@@ -159,9 +169,25 @@ def _of_test(cache: Path | None) -> Path | None:
     return cache and cache.with_name(f"test-{cache.name}")
 
 
+def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
+    """Return the site with at most as many training records of each person as the plan says."""
+    most = plan.privacy.person_records
+    if most is None or site.persons is None:
+        return site
+    good = torch.from_numpy(kept_records(site.persons.tolist(), most, plan.seed))
+    return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
+
+
+def units(plan: Plan, site: SiteRecords) -> int:
+    """Return how many there are at a site of what is protected and sampled: persons, or records."""
+    if plan.privacy.unit == "record" or site.persons is None:
+        return len(site.y)
+    return int(site.persons.max()) + 1
+
+
 def _size(plan: Plan, site: SiteRecords) -> float:
     """Return N_i: the count, or what the site releases of it, the same whenever it is asked."""
-    count = len(site.y)
+    count = units(plan, site)
     if not plan.noisy_sizes:
         return float(count)
     return noisy_size(count, plan.privacy.size_noise, SeededDraws(plan.seed, site.name, 0))

@@ -222,14 +222,16 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         if site.policy:
             others = reserved(ledger, site.run, site.policy)
             site.policy.check_run(site.plan.algorithm, terms, *others)
-        ledger.reserve(site.run, terms.budget, terms.history(terms.steps), terms.shared)
+        ledger.reserve(
+            site.run, terms.budget, terms.history(terms.steps), terms.shared, unit=terms.protects
+        )
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger
     return ledgers
 
 
 def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
-    kept = scene.plan.run.ledgers
+    kept, of_persons = scene.plan.run.ledgers, scene.plan.privacy.unit == "person"
 
     def virtual(site: SiteRecords) -> VirtualSite:
         home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
@@ -238,7 +240,7 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
             name=site.name,
             plan=scene.plan,
             run=run,
-            records=Records(site.x, site.y, scene.released),
+            records=Records(site.x, site.y, scene.released, site.persons if of_persons else None),
             memory=home / "memory.safetensors",
             terms=terms,
             ledger=ledger.absolute() if terms else None,

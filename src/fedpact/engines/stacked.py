@@ -25,9 +25,9 @@ from fedpact.draws.keystream import keys_at_once, normals_of
 from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
-from fedpact.persample.dense import Dense, SiteSum
+from fedpact.persample.dense import Dense
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.persample.weighting import Weights
+from fedpact.persample.weighting import SiteSum, Weights
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -65,14 +65,15 @@ class Seat(PerSampleKernel):
         clip: float,
         weights: Weights | None = None,
         most: int | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         """See PerSampleKernel."""
         # What is to be refused, or is too long, and an empty batch, is for the site's own kernel.
         if x.shape[0] and clip > 0 and most is None:
-            total = self._ask(SiteSum(self.model, x.detach(), y, clip, weights))
+            total = self._ask(SiteSum(self.model, x.detach(), y, clip, weights, shares=shares))
             if total is not None:
                 return total
-        return super().clipped_sum(x, y, clip, weights, most)
+        return super().clipped_sum(x, y, clip, weights, most, shares)
 
 
 class PlainSeat(PlainKernel):

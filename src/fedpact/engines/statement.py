@@ -12,7 +12,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
-from fedpact.theory.accounting import ADJACENCY, History, bound_by, epsilon
+from fedpact.theory.accounting import History, bound_by, epsilon
 from fedpact.theory.neighbours import neighbourhoods
 
 _COVERS = [
@@ -31,6 +31,17 @@ _UNCOUNTED = (
     "How many records a person has at a site: nobody counts them, and each ε per person is for "
     "whoever has at most so many."
 )
+_COUNTED = (
+    "ε per record, for a person with more than {k} records at a site: {k} of them are used, and "
+    "one more may put others in their place. What holds for all records of such a person is ε per "
+    "person of {k}."
+)
+_PERSON = (
+    "ε is per person: a patient with five visits has the same ε as one with one visit. A person's "
+    "records are in a batch together, with a weight of 1/m each, m of them. A person at two sites "
+    "pays the sum of both."
+)
+_TWO_SITES = "One person under two names, or at two sites: the sum of both holds."
 _UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
@@ -53,7 +64,8 @@ class Side:
     """What a statement has of whoever carries the run out.
 
     separation: how records are kept apart, in words. pooled: whether the sites' held-out records
-    stand in for a test set. simulator_only: numbers that no site would release.
+    stand in for a test set. simulator_only: numbers that no site would release. persons: whether
+    sites know whose each record is.
     """
 
     randomness: str
@@ -62,18 +74,19 @@ class Side:
     does_not_cover: Sequence[str]
     pooled: bool = False
     simulator_only: Sequence[str] = ()
+    persons: bool = False
 
 
 def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
     """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
-    uncounted = [_UNCOUNTED] if plan.private else []
+    of_person = _of_person(plan, side.persons) if plan.private else []
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
-        "unit": "record",
-        "per_person": per_person(each),
-        "adjacency": ADJACENCY,
+        "unit": plan.privacy.unit,
+        "per_person": per_person(each, plan.privacy.unit),
+        "adjacency": plan.privacy.adjacency,
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
@@ -90,7 +103,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told(),
         "covers": [*side.covers, *_own_models(plan), *_secure_lines(plan, sites)],
-        "does_not_cover": [*side.does_not_cover, *uncounted, *_unprotected_weights(plan)],
+        "does_not_cover": [*side.does_not_cover, *of_person, *_unprotected_weights(plan)],
         "secure_aggregation": secure_terms(plan, sites),
         "sites": each,
     }
@@ -109,6 +122,7 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
         does_not_cover=uncovered,
         pooled=scene.dataset.x_test is None,
         simulator_only=simulator_only,
+        persons=scene.dataset.person is not None,
     )
     return statement(scene.plan, scene.terms, len(scene.sites), side)
 
@@ -116,6 +130,14 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
 def _own_models(plan: Plan) -> list[str]:
     """Return what is said of models that stay at their sites, in a private run."""
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
+
+
+def _of_person(plan: Plan, persons: bool) -> list[str]:
+    """Return what is not covered of persons."""
+    if plan.privacy.unit == "person":
+        return [_TWO_SITES]
+    most = plan.privacy.person_records
+    return [_UNCOUNTED if most is None or not persons else _COUNTED.format(k=most)]
 
 
 def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
@@ -200,13 +222,13 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     return {name: described(one, told) for name, one in terms.items()} if plan.private else {}
 
 
-def per_person(sites: Mapping[str, Mapping[str, Any]]) -> str:
+def per_person(sites: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     """Return in words what ε is for a person with several records; "" where nobody is protected.
 
-    sites: what `site_terms` returns. Of each ε the largest of any site.
+    sites: what `site_terms` returns. unit: of the plan. Of each ε the largest of any site.
     """
-    if not sites:
-        return ""
+    if not sites or unit == "person":
+        return _PERSON if sites else ""
 
     def told(key: str) -> str:
         each = [site[key] for site in sites.values()]

@@ -1,6 +1,6 @@
 """A site of a simulation, wherever it is trained: by a thread of this process, or by an actor."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class VirtualSite:
     @property
     def size(self) -> float:
         """N_i, as it is declared or released."""
-        return self.terms.size if self.terms else float(len(self.records.y))
+        return self.terms.size if self.terms else float(self.records.count)
 
     @property
     def batch_size(self) -> float:
@@ -54,8 +54,7 @@ class VirtualSite:
     def client(self, ledger: Ledger | None) -> Client[Bench]:
         """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
-        x, y = self.records.x.to(device), self.records.y.to(device)
-        scaled = ColumnRecords(replace(self.records, x=x, y=y))
+        scaled = ColumnRecords(self.records.to(device))
         size, seed, private = self.size, plan.seed, plan.private
 
         def oracle(task: Task, memory: State, bench: Bench) -> Oracle:

@@ -42,7 +42,7 @@ from fedpact.ledger.reservations import (
     over_runs,
 )
 from fedpact.theory import shares
-from fedpact.theory.accounting import Budget, History, SampledGaussian
+from fedpact.theory.accounting import UNITS, Budget, History, SampledGaussian
 
 __all__ = ["Ledger", "read_entries"]
 
@@ -113,27 +113,40 @@ class Ledger:
         events: History,
         shared: Shared | None = None,
         beside: Beside | None = None,
+        unit: str = "record",
     ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
         shared: where the events have the noise of several sites' shares; None where it is its own.
-        beside: where they are of other records than another run's.
-        Raises PolicyRefused: the events cost more than the budget, or the run has other terms.
+        beside: where they are of other records than another run's. unit: whom (ε, δ) is of, a
+        "record" or a "person"; a ledger has one of them, as only such ε add up.
+        Raises PolicyRefused: the events cost more than the budget, or the run has other terms, or
+        the ledger's runs another unit.
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        promise = FixedSequence(budget, asked, shared, beside)
+        promise = FixedSequence(budget, asked, shared, beside, unit)
         with self._lock:
             if self._is_promised(run, promise):
                 return
+            self._check_unit(run, unit)
             for cost, promised in promise.costs():
                 if not cost <= promised:
                     raise PolicyRefused(
                         f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
-                        f"{budget.delta:g} (add/remove one record), more than the ε = "
+                        f"{budget.delta:g} ({UNITS[unit]}), more than the ε = "
                         f"{promised:g} they were promised for"
                     )
             self._append({"run": run, **promise.entry})
+
+    def _check_unit(self, run: str, unit: str) -> None:
+        others = {one.unit for one in self._reserved.values()} - {unit}
+        if others:
+            raise PolicyRefused(
+                f"run {run!r} is per {unit}, and the runs in {self.path} are per "
+                f"{', '.join(others)}: their ε do not add up, as neither follows from the other; "
+                "a site's runs on the same records have one unit"
+            )
 
     def _is_promised(self, run: str, promise: FixedSequence) -> bool:
         if run not in self._reserved:

@@ -14,7 +14,7 @@ from fedpact.errors import LedgerError
 from fedpact.ledger.chain import Entry, read_all
 from fedpact.ledger.reservations import FILTER, FIXED, over_runs
 from fedpact.theory import shares
-from fedpact.theory.accounting import ADJACENCY, SampledGaussian, epsilon
+from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
 
 
@@ -38,7 +38,8 @@ def receipt(path: Path) -> dict[str, Any]:
     return {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
-        "adjacency": ADJACENCY,
+        # A ledger's runs have one unit.
+        "adjacency": UNITS[next((run["unit"] for run in runs.values()), "record")],
         "accountant": "best of PLD and RDP",
         "covers": "every release of the runs it names",
         "runs": runs,
@@ -78,6 +79,8 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     return {
         "accounting": accounting,
+        # Whom ε is of.
+        "unit": reservation.get("unit", "record"),
         # The run whose records these are not; None: of the records that are trained on.
         "beside": reservation.get("beside"),
         "epsilon_reserved": budget,
@@ -87,7 +90,9 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         "honest": honest,
         "epsilon_alone_reserved": budget_alone,
         "epsilon_alone_spent": alone,
-        "epsilon_per_person": _per_person(reserved, delta, honest, budget),
+        "epsilon_per_person": _per_person(reserved, delta, honest, budget)
+        if reservation.get("unit", "record") == "record"
+        else None,
         "events": [
             {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
             for event, n in reserved.items()

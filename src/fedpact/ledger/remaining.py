@@ -18,7 +18,7 @@ from typing import Any
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import FILTER
-from fedpact.theory.accounting import ADJACENCY, Budget, History, SampledGaussian
+from fedpact.theory.accounting import Budget, History, SampledGaussian
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Remaining:
     """What is left. budget: of the new run, together with `spent`, the events that share it.
 
     epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. honest: of how
-    many sites of each sum they need the noise, 0 for none.
+    many sites of each sum they need the noise, 0 for none. unit: whom these ε are of.
     """
 
     site: str
@@ -36,6 +36,7 @@ class Remaining:
     budget: Budget
     spent: History
     honest: int = 0
+    unit: str = "record"
 
 
 def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
@@ -46,6 +47,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     """
     told = receipt(path)
     runs = told["runs"].values()
+    unit = next((run["unit"] for run in runs), "record")
     epsilon, delta = told["epsilon_reserved"], told["delta_reserved"]
     honest = max((run["honest"] for run in runs), default=0)
     if joint and honest:
@@ -59,15 +61,18 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
             "records, and nothing is left for another run"
         )
     if joint:
-        return Remaining(told["site"], len(runs), epsilon, delta, whole, _events(path, told))
+        return Remaining(
+            told["site"], len(runs), epsilon, delta, whole, _events(path, told), unit=unit
+        )
     left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
     if not min(left) > 0:
         raise BudgetExhausted(
             f"ledger {path} has reserved (ε, δ) = ({epsilon:g}, {delta:g}) for {len(runs)} runs, "
-            f"{ADJACENCY}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for one more; "
-            "raise the budget's ε and δ, both, or ask for --joint where all events were fixed"
+            f"{told['adjacency']}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for "
+            "one more; raise the budget's ε and δ, both, or ask for --joint where all events were "
+            "fixed"
         )
-    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, honest)
+    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, honest, unit)
 
 
 def _rest(whole: float, spent: float) -> float:

@@ -65,8 +65,10 @@ class FixedSequence:
         allowed: Counter[SampledGaussian],
         shared: Shared | None = None,
         beside: Beside | None = None,
+        unit: str = "record",
     ) -> None:
         self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
+        self.unit = unit
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
@@ -92,7 +94,9 @@ class FixedSequence:
         found = {"kind": "reserve", **_budget(self.budget)}
         for more in (self.shared, self.beside):
             found |= {} if more is None else asdict(more)
-        return {**found, "events": events}
+        # An entry without it is of records, as those of earlier versions are.
+        whose = {} if self.unit == "record" else {"unit": self.unit}
+        return {**found, **whose, "events": events}
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -146,7 +150,7 @@ class Filtered:
         self.budget = budget
         self.spent = Counter[SampledGaussian]()
         self.epsilon = self.epsilon_alone = budget.epsilon
-        self.honest, self.beside = 0, None
+        self.honest, self.beside, self.unit = 0, None, "record"
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside)
+    return FixedSequence(budget, events, shared, beside, entry.get("unit", "record"))
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:

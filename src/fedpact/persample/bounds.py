@@ -1,12 +1,14 @@
 """How far one record may move a sum, rounding included, and what keeps it there."""
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fedpact.errors import InputError
+from fedpact.params import at_hand
 from fedpact.persample.share import IN_FLOAT32, TOGETHER
 
 SHORTEST: Final = 2.0**-100
@@ -49,3 +51,31 @@ def check_clip(name: str, clip: float) -> None:
             f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
             "no digits in float32; scale loss or weights"
         )
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip, in which unit: c_j are in units of it, so that none is too small for float32.
+
+    shares: of the batch's records, None for 1.
+    """
+
+    clip: float
+    unit: float
+    shares: Tensor | None
+
+    def of(self, rows: slice, good: Tensor) -> "Clip":
+        """Return the clip of some of a slice's records."""
+        shares = None if self.shares is None else self.shares[rows][good]
+        return Clip(self.clip, self.unit, shares)
+
+    def coefficients(self, losses: Tensor, norms: Tensor, w: Tensor | None, rows: slice) -> Tensor:
+        """c [n] in float64; on a GPU 0 for records that the pass has found not to be finite."""
+        c = self.clip / norms
+        c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
+        if self.shares is not None:
+            c = c * self.shares[rows]
+        if at_hand(c):
+            return c
+        known = losses + norms
+        return torch.where((known if w is None else known + w).isfinite(), c, 0)

@@ -28,26 +28,10 @@ from fedpact.persample.columns import Array, Bounds
 from fedpact.persample.norms import LONGEST
 from fedpact.persample.products import ALIKE, wanted
 from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
-from fedpact.persample.weighting import Weights, weights_of
+from fedpact.persample.weighting import SiteSum, weights_of
 
 MOST: Final = 2**20
 """Of records times the layers' outputs in one pass, which holds a few numbers for each."""
-
-
-@dataclass(eq=False, slots=True)
-class SiteSum:
-    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
-
-    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
-    is not finite is not left out but spreads, as without privacy.
-    """
-
-    model: FlatModel
-    x: Tensor
-    y: Tensor
-    clip: float
-    weights: Weights | None
-    plain: bool = False
 
 
 class Dense:
@@ -97,7 +81,7 @@ class Dense:
             return self.sums([asked], exact=exact)[0]
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
         for some in (slice(i, i + most) for i in range(0, count, most)):
-            one = SiteSum(asked.model, asked.x[some], asked.y[some], asked.clip, None, asked.plain)
+            one = asked.part(some, None)
             found = self._sums([one], exact=True)[0] if self._fits(one) else None
             if found is None:
                 return None
@@ -184,7 +168,7 @@ class Dense:
             return None
         if not good.any():
             return torch.zeros_like(total)
-        some = SiteSum(one.model, one.x[good], one.y[good], one.clip, lambda _: fixed[good])
+        some = one.part(good, lambda _: fixed[good])
         return self._sums([some], exact=total.dtype == torch.float64)[0]
 
     def _forward(self, asked: list[SiteSum]) -> "_Pass":
@@ -343,7 +327,7 @@ def _weights(asked: list[SiteSum], losses: Array, made: _Pass) -> Array | None:
 
 
 def _coefficients(asked: list[SiteSum], w: Array | None, norms: Array, made: _Pass) -> Array:
-    """Return c = min(w, C/‖g‖) [N], 0 for what is no record."""
+    """Return c = s min(w, C/‖g‖) [N], 0 for what is no record."""
     xp = columns.module(norms)
     c = xp.zeros_like(norms)
     for one, own in zip(asked, made.own, strict=True):
@@ -351,4 +335,6 @@ def _coefficients(asked: list[SiteSum], w: Array | None, norms: Array, made: _Pa
         some = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
         # In units of the clip, see gradients.unit_of.
         c[own] = some / unit_of(one.clip)
+        if one.shares is not None:
+            c[own] *= columns.array(one.shares)
     return c

@@ -28,11 +28,10 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.apart.separation import Mixers, check_separation
-from fedpact.persample.bounds import check_clip, within
-from fedpact.persample.dense import SiteSum
+from fedpact.persample.bounds import Clip, check_clip, within
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
 from fedpact.persample.share import IN_FLOAT32, unit_of
-from fedpact.persample.weighting import Weights, weights_of
+from fedpact.persample.weighting import SiteSum, Weights, weights_of
 
 _AT_A_TIME = 512
 
@@ -72,25 +71,28 @@ class PerSampleKernel:
         clip: float,
         weights: Weights | None = None,
         most: int | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
-        """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = min(w_j, C/‖g_j‖).
+        """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
 
         clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
         by default. They are asked for slice by slice of the batch, and w_j must depend on ℓ_j
         alone, else one record changes the others' shares. most: given where B is larger: the sum is
-        then shortened to most C, which keeps `slack(most)` for any B; see bounds.
+        then shortened to most C, which keeps `slack(most)` for any B; see bounds. shares: s_j in
+        (0, 1], float64 [B], ones by default: record j then adds at most s_j C, and so records whose
+        shares add up to 1 add at most C together.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
         check_clip("clip", clip)
         x = x.detach()
         total = self._passes.at_once(
-            SiteSum(self.model, x, y, clip, weights), exact=most is not None
+            SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
         )
         if total is not None:
             return within(total, clip, most).to(self.model.vector.dtype)
         weigh = None if weights is None else partial(_asked, weights)
-        return self._sum(self._passes.gradients, x, y, clip, weigh, most)
+        return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares)
 
     def clipped_difference(
         self,
@@ -100,12 +102,14 @@ class PerSampleKernel:
         anchor: Tensor,
         bound: float,
         most: int | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
-        """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = min(1, bound/‖d_j‖).
+        """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = s_j min(1, bound/‖d_j‖).
 
         w, anchor: [d]; the model is left at w. bound: > 0, or infinity. Each difference is clipped
         as a whole, by the norm of the difference itself, so the promises of clipped_sum hold
         however near w is to the anchor. Dropout layers draw anew at either point.
+        most, shares: as of clipped_sum.
         Raises InputError for another bound, and ModelError as clipped_sum does.
         """
         check_clip("bound", bound)
@@ -115,7 +119,7 @@ class PerSampleKernel:
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
             return self._passes.differences(x, y, w, anchor)
 
-        total = self._sum(measure, x.detach(), y, bound, None, most)
+        total = self._sum(measure, x.detach(), y, bound, None, most, shares)
         self.model.load(w)
         return total
 
@@ -166,6 +170,7 @@ class PerSampleKernel:
         clip: float,
         weigh: _Weigh | None,
         most: int | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         """The sum [d] of what `measure` finds; see `slack` for what float32 may add to it."""
         vector, batch = self.model.vector, x.shape[0]
@@ -175,7 +180,7 @@ class PerSampleKernel:
         exact = most is not None or batch > IN_FLOAT32 or self._passes.cut_small(x, y)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         with torch.no_grad(), _all_digits(vector):
-            self._add(total, measure, x, y, _Clip(clip, unit_of(clip)), weigh)
+            self._add(total, measure, x, y, Clip(clip, unit_of(clip), shares), weigh)
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
 
     def _add(
@@ -184,37 +189,21 @@ class PerSampleKernel:
         measure: _Measure,
         x: Tensor,
         y: Tensor,
-        clip: "_Clip",
+        clip: Clip,
         weigh: _Weigh | None,
     ) -> None:
         for rows, measured in measure(x, y):
             w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
             good = _bad_left_out(measured, w) if at_hand(x) else None
             if good is None:
-                measured.add(clip.coefficients(measured, w).to(total.dtype), total)
+                c = clip.coefficients(measured.losses, measured.norms, w, rows)
+                measured.add(c.to(total.dtype), total)
             elif good.any():
                 # 0 times infinity is no number, so the others are summed without the bad ones.
                 again = None if w is None else partial(_fixed, w[good])
-                self._add(total, measure, x[rows][good], y[rows][good], clip, again)
+                self._add(total, measure, x[rows][good], y[rows][good], clip.of(rows, good), again)
             # Let go of it before the next slice is measured.
             del measured
-
-
-@dataclass(frozen=True)
-class _Clip:
-    """A clip, in which unit: c_j are in units of it, so that none is too small for float32."""
-
-    clip: float
-    unit: float
-
-    def coefficients(self, measured: Measured, w: Tensor | None) -> Tensor:
-        """c [n] in float64; on a GPU 0 for records that the pass has found not to be finite."""
-        c = self.clip / measured.norms
-        c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
-        if at_hand(c):
-            return c
-        known = measured.losses + measured.norms
-        return torch.where((known if w is None else known + w).isfinite(), c, 0)
 
 
 @dataclass(frozen=True)
@@ -264,13 +253,15 @@ class PlainKernel:
             w = weights_of(weights, losses.detach()).clamp_min(0)
             return _flat(_gradients((w * losses).sum(), parameters))
 
-    def difference(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Tensor:
-        """Σ_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
+    def difference(
+        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, weights: Weights | None = None
+    ) -> Tensor:
+        """Σ_j w_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
         self.model.load(anchor)
-        before = self.weighted_sum(x, y)
+        before = self.weighted_sum(x, y, weights)
         self.model.load(w)
-        return self.weighted_sum(x, y) - before
+        return self.weighted_sum(x, y, weights) - before
 
 
 def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:

@@ -1,13 +1,14 @@
 """How an algorithm weights the records of a batch: by each one's own loss, in a closed family."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fedpact.check import finite, non_negative
 from fedpact.errors import ModelError
+from fedpact.params import FlatModel
 
 Weights = Callable[[Tensor], Tensor]
 """Losses [n] of any records -> weights [n], each from its own record's loss alone."""
@@ -23,6 +24,29 @@ def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
             f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
         )
     return w.to(losses.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class SiteSum:
+    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
+
+    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
+    is not finite is not left out but spreads, as without privacy. shares: s [n] in (0, 1], float64,
+    by which each c_j is multiplied; None for 1.
+    """
+
+    model: FlatModel
+    x: Tensor
+    y: Tensor
+    clip: float
+    weights: Weights | None
+    plain: bool = False
+    shares: Tensor | None = None
+
+    def part(self, rows: slice | Tensor, weights: Weights | None) -> "SiteSum":
+        """Return the same question about some of the records, with other weights."""
+        shares = None if self.shares is None else self.shares[rows]
+        return replace(self, x=self.x[rows], y=self.y[rows], weights=weights, shares=shares)
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,11 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         self._kernel.model.load(w)
         clipped_mean = self._kernel.clipped_mean
 
-        def take(x: Tensor, y: Tensor) -> Tensor:
+        def take(x: Tensor, y: Tensor, _: Tensor | None) -> Tensor:
             return clipped_mean(x, y, self._terms.clip)
 
         # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
-        mean = summed(take, self._x, self._y, w, None)
+        mean = summed(take, self._x, self._y, None, w, None)
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:

@@ -16,7 +16,7 @@ from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
 from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
+from fedpact.persample.weighting import UNIFORM, Uniform, Weighting, Weights
 from fedpact.privacy.guarded import measured, summed
 
 
@@ -98,36 +98,52 @@ class PlainBatch(Channels):
         y: Tensor,
         expected: float,
         channels: tuple[str, ...],
+        shares: Tensor | None = None,
     ) -> None:
         self._kernel, self._x, self._y, self._expected = kernel, x, y, expected
+        self._shares = shares
         super().__init__(channels)
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
         self.use("gradient")
         self._kernel.model.load(w)
-        weights = None if isinstance(weighting, Uniform) else weighting
+        weights = self._weights(weighting)
         return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """See Batch; here the differences are not clipped."""
         self.use("difference")
         del bound
-        return self._kernel.difference(self._x, self._y, w, anchor) / self._expected
+        weights = self._weights(UNIFORM)
+        return self._kernel.difference(self._x, self._y, w, anchor, weights) / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch; here the losses are not clipped."""
         self.use("loss")
         del bound
         self._kernel.model.load(w)
-        return float(self._kernel.losses(self._x, self._y).sum()) / self._expected
+        losses = self._kernel.losses(self._x, self._y)
+        return float(shared(losses, self._shares).sum()) / self._expected
 
     def below(self, w: Tensor, bound: float) -> float:
         """See Batch."""
         self.use("below")
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y)
-        return float(((losses <= bound).double() - 0.5).sum()) / self._expected + 0.5
+        votes = shared((losses <= bound).double() - 0.5, self._shares)
+        return float(votes.sum()) / self._expected + 0.5
+
+    def _weights(self, weighting: Weighting) -> Weights | None:
+        shares = self._shares
+        if shares is None:
+            return None if isinstance(weighting, Uniform) else weighting
+        return lambda losses: weighting(losses) * shares.to(losses.dtype)
+
+
+def shared(values: Tensor, shares: Tensor | None) -> Tensor:
+    """Return what each record [B] adds where it has a share of a person's part; None: all of it."""
+    return values if shares is None else values * shares
 
 
 class Kernel(Protocol):
@@ -189,8 +205,9 @@ class NoisyBatch(Channels, Generic[K]):
         terms: NoiseTerms,
         add_noise: AddNoise,
         channels: tuple[str, ...],
+        shares: Tensor | None = None,
     ) -> None:
-        self._x, self._y, self._terms = x, y, terms
+        self._x, self._y, self._terms, self._shares = x, y, terms, shares
         self._kernel, self._add_noise = kernel, add_noise
         super().__init__(channels)
 
@@ -204,7 +221,8 @@ class NoisyBatch(Channels, Generic[K]):
         self.use("loss")
         positive(bound=bound)
         losses, finite = self._losses(w)
-        total = torch.where(finite, losses.clamp(0, bound), 0).sum().reshape(1)
+        each = shared(torch.where(finite, losses.clamp(0, bound), 0), self._shares)
+        total = each.sum().reshape(1)
         return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
 
     def below(self, w: Tensor, bound: float) -> float:
@@ -212,7 +230,8 @@ class NoisyBatch(Channels, Generic[K]):
         self.use("below")
         losses, finite = self._losses(w)
         votes = (losses <= positive(bound=bound)).double() - 0.5
-        total = self.noisy(torch.where(finite, votes, 0).sum().reshape(1), "below", 0.5)
+        each = shared(torch.where(finite, votes, 0), self._shares)
+        total = self.noisy(each.sum().reshape(1), "below", 0.5)
         return float(total) / self._terms.batch_size + 0.5
 
     def noisy(self, total: Tensor, channel: str, bound: float) -> Tensor:
@@ -230,11 +249,20 @@ class NoisyBatch(Channels, Generic[K]):
 
 
 class PerSampleBatch(NoisyBatch[PerSampleKernel]):
-    """See Batch. The sum of gradients that are clipped one by one, over the expected batch size."""
+    """See Batch. The sum of gradients that are clipped one by one, over the expected batch size.
 
-    @property
-    def _most(self) -> int:
-        return most_records(self._terms.batch_size)
+    shares: where a batch is of persons, 1/m for each of a person's m records: all of them together
+    then add at most C, as does one record otherwise.
+    """
+
+    def _most(self, y: Tensor, shares: Tensor | None) -> int | None:
+        """Return n where the batch has more of whatever is sampled, records or persons; else None.
+
+        The bound on roundings needs no more than that Σ ‖v_j‖ <= n C.
+        """
+        most = most_records(self._terms.batch_size)
+        count = len(y) if shares is None else float(shares.sum())
+        return most if count > most else None
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """See Batch."""
@@ -245,13 +273,11 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         check_clip("clip", clip)
         clipped_sum = self._kernel.clipped_sum
 
-        def take(x: Tensor, y: Tensor) -> Tensor:
-            if len(y) > self._most:
-                return clipped_sum(x, y, clip, weights, self._most)
-            return clipped_sum(x, y, clip, weights)
+        def take(x: Tensor, y: Tensor, shares: Tensor | None) -> Tensor:
+            return clipped_sum(x, y, clip, weights, self._most(y, shares), shares)
 
-        finish = partial(within, clip=clip, most=self._most)
-        total = summed(take, self._x, self._y, w, finish)
+        finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
+        total = summed(take, self._x, self._y, self._shares, w, finish)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
@@ -263,11 +289,9 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         check_clip("bound", clip)
         clipped_difference = self._kernel.clipped_difference
 
-        def take(x: Tensor, y: Tensor) -> Tensor:
-            if len(y) > self._most:
-                return clipped_difference(x, y, w, anchor, clip, self._most)
-            return clipped_difference(x, y, w, anchor, clip)
+        def take(x: Tensor, y: Tensor, shares: Tensor | None) -> Tensor:
+            return clipped_difference(x, y, w, anchor, clip, self._most(y, shares), shares)
 
-        finish = partial(within, clip=clip, most=self._most)
-        total = summed(take, self._x, self._y, w, finish)
+        finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
+        total = summed(take, self._x, self._y, self._shares, w, finish)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

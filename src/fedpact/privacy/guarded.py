@@ -14,32 +14,46 @@ import torch
 from torch import Tensor
 
 _Take = Callable[[Tensor, Tensor], Tensor]
+_TakeShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_TakeRows = Callable[[slice], Tensor]
 _Finish = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("fedpact.site")
 _told: set[str] = set()
 
 
-def summed(take: _Take, x: Tensor, y: Tensor, like: Tensor, finish: _Finish | None) -> Tensor:
-    """Return take(x, y) [d], a sum over the records of a batch, in which bad ones have weight 0.
+def summed(
+    take: _TakeShared,
+    x: Tensor,
+    y: Tensor,
+    shares: Tensor | None,
+    like: Tensor,
+    finish: _Finish | None,
+) -> Tensor:
+    """Return take(x, y, shares) [d], a sum over a batch's records, in which bad ones weigh 0.
 
+    shares: of each record [B], or None; those that are left keep theirs.
     like: [d], for the form of a sum. finish: what is done to a sum [d] of single records' sums, in
     float64, to have that of all; it is made so where the good records raise together, as for want
     of memory. None where it is no such sum: it is 0 then.
     """
+
+    def some(rows: Tensor | slice) -> Tensor:
+        return take(x[rows], y[rows], None if shares is None else shares[rows])
+
     try:
-        return take(x, y)
+        return take(x, y, shares)
     except Exception as error:  # whatever a model may raise at a record
-        good = _good(take, x, y, error)
+        good = _good(some, len(y), y, error)
     try:
-        return take(x[good], y[good]) if len(good) else torch.zeros_like(like)
+        return some(good) if len(good) else torch.zeros_like(like)
     except Exception as error:
         _tell(f"good records raise together, and are taken one by one: {_words(error)}")
     if finish is None:
         return torch.zeros_like(like)
     total = torch.zeros_like(like, dtype=torch.float64)
     for j in map(int, good):
-        total += take(x[j : j + 1], y[j : j + 1])
+        total += some(slice(j, j + 1))
     return finish(total).to(like.dtype)
 
 
@@ -48,26 +62,26 @@ def measured(losses: _Take, x: Tensor, y: Tensor) -> Tensor:
     try:
         return losses(x, y).double()
     except Exception as error:  # whatever a model may raise at a record
-        good = _good(losses, x, y, error)
+        good = _good(lambda rows: losses(x[rows], y[rows]), len(y), y, error)
     found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
     for j in map(int, good):
         found[j] = losses(x[j : j + 1], y[j : j + 1]).double()[0]
     return found
 
 
-def _good(take: _Take, x: Tensor, y: Tensor, error: Exception) -> Tensor:
+def _good(take: _TakeRows, count: int, like: Tensor, error: Exception) -> Tensor:
     """Return the places of the records at which `take` does not raise when given them alone."""
-    good = [j for j in range(len(y)) if _taken(take, x[j : j + 1], y[j : j + 1])]
+    good = [j for j in range(count) if _taken(take, slice(j, j + 1))]
     _tell(
         f"the model raises at some records of a batch, which are given weight 0: {_words(error)}; "
         "declare the ranges, categories or vocabulary that it takes"
     )
-    return torch.tensor(good, dtype=torch.int64, device=y.device)
+    return torch.tensor(good, dtype=torch.int64, device=like.device)
 
 
-def _taken(take: _Take, x: Tensor, y: Tensor) -> bool:
+def _taken(take: _TakeRows, rows: slice) -> bool:
     try:
-        take(x, y)
+        take(rows)
     except Exception:  # whatever a model may raise at a record
         return False
     return True

@@ -26,7 +26,6 @@ private. The terms say which clipping it is.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -44,6 +43,7 @@ from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.charge import Charge
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.reach import Bounds, Range
+from fedpact.privacy.records import Records
 from fedpact.privacy.terms import Opening, Terms
 from fedpact.theory.shares import UNITS
 
@@ -119,29 +119,6 @@ class Oracle(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Records:
-    """A site's training records: x [n, ...], y [n]. Only oracles hold one.
-
-    columns: of a row's numbers those that are scaled by what sites release; in [-1, 1] till then.
-    """
-
-    x: Tensor
-    y: Tensor
-    columns: tuple[int, ...] = ()
-
-    def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
-        """Return copies of the records of these indices, which ascend.
-
-        lent: of all records no copy, for whoever leaves them as they are.
-        """
-        if chosen.shape == self.y.shape[:1]:
-            return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
-        chosen = chosen.to(self.x.device, non_blocking=True)
-        # A quarter of the time of x[chosen].
-        return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
-
-
 class PlainOracle:
     """Exact answers, for runs that are explicitly not private: the private run's twin.
 
@@ -187,15 +164,17 @@ class PlainOracle:
         return mean_over(self._kernel, self._records.x, self._records.y, w)
 
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
-        chosen = self._draws.batch(len(self._records.y), rate, self._step)
+        x, y, shares = self._records.batch(self._draws, rate, self._step)
         self._step += 1
-        x, y = self._records.at(chosen)
-        return PlainBatch(self._kernel, x, y, rate * self._size, channels)
+        return PlainBatch(self._kernel, x, y, rate * self._size, channels, shares)
 
 
 class PrivateOracle:
-    """Clipped, noised, charged answers: record-level (ε, δ)-DP under add/remove of one record.
+    """Clipped, noised, charged answers: (ε, δ)-DP under add/remove of one record.
 
+    Where the records say whose they are, of one person with all records: a person is in a batch
+    with the same chance, and has m records, each with a weight of 1/m in its own clip, so that all
+    of them add at most C to a sum. Size, rate and divisor are then of persons.
     exact: answers `unprotected`, after which nothing that the run releases is private; None in
     every run that is to be.
     Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
@@ -279,17 +258,17 @@ class PrivateOracle:
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
-        chosen = self._draws.batch(len(self._records.y), terms.rate, step)
         # What is accounted for decides, not the kernel: the wrong one has no such method.
         answering = mechanism_of(terms.mechanism).batch
         # Per-sample passes write over no record, and refuse a model that would. At q = 1 copies
         # were most of a step.
-        x, y = self._records.at(chosen, lent=answering is PerSampleBatch)
+        lent = answering is PerSampleBatch
+        x, y, shares = self._records.batch(self._draws, terms.rate, step, lent=lent)
         release = self._draws.add_noise
         if terms.units:
             release = self._shared if terms.honest else partial(self._rounded, terms.units)
         add_noise = partial(release, step=step)
-        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels)
+        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares)
 
     def _shared(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int

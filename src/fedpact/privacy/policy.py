@@ -6,7 +6,7 @@ once when a run is taken on, and for every task.
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -32,7 +32,8 @@ class Policy(BaseModel):
     and tell nobody; a run that needs more of them is refused, and without it each that needs any.
     epsilon_alone_per_run, epsilon_alone_ever: the same bounds on the ε that needs none of them;
     to be given with `honest`.
-    All (ε, δ) are for one record, under add/remove of one record.
+    unit: whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
+    A run whose ε is of the other is refused: neither follows from the other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -46,6 +47,7 @@ class Policy(BaseModel):
     honest: Annotated[int, Field(ge=0, strict=True)] = 0
     epsilon_alone_per_run: _Positive | None = None
     epsilon_alone_ever: _Positive | None = None
+    unit: Literal["record", "person"] = "record"
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -105,6 +107,12 @@ class Policy(BaseModel):
             raise PolicyRefused(
                 "a run without privacy is not allowed here: a site with a policy takes part in "
                 "private runs only"
+            )
+        if terms.protects != self.unit:
+            raise PolicyRefused(
+                f"the run's ε is per {terms.protects} ({terms.adjacency}), and the site's policy "
+                f'per {self.unit}: an owner who allows it writes unit = "{terms.protects}", with '
+                "bounds that are meant so"
             )
         unnamed = sorted(set(terms.releases) - set(self.releases))
         if unnamed:

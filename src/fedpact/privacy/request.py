@@ -17,7 +17,7 @@ from fedpact.privacy.terms import (
 )
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
-    ADJACENCY,
+    UNITS,
     Accountant,
     Budget,
     History,
@@ -54,6 +54,7 @@ class TermsRequest:
     grid: float = 0.0
     columns: Once | None = None
     clips: tuple[float, ...] = ()
+    protects: str = "record"
 
     def __post_init__(self) -> None:
         check_ratios(self.channels)
@@ -138,6 +139,7 @@ class TermsRequest:
             self.grid,
             self.columns,
             self.clips,
+            self.protects,
         )
 
     def _affordable(self) -> History:
@@ -147,9 +149,9 @@ class TermsRequest:
         if not cost < budget.epsilon:
             raise PlanError(
                 f"privacy.size_noise is {self.size_noise:g}: the noisy size of site {self.site!r} "
-                f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} ({ADJACENCY}), of the ε = "
-                f"{budget.epsilon:g} that it grants; raise size_noise, or declare sizes with "
-                'privacy.sizes = "public"'
+                f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} ({UNITS[self.protects]}), of "
+                f"the ε = {budget.epsilon:g} that it grants; raise size_noise, or declare sizes "
+                'with privacy.sizes = "public"'
             )
         if self.columns is None:
             return size
@@ -158,9 +160,9 @@ class TermsRequest:
         if not cost < budget.epsilon:
             raise PlanError(
                 f"what scales the columns of site {self.site!r} costs ε = {cost:.4g} at δ = "
-                f"{budget.delta:g} ({ADJACENCY}) with {self.columns.times} releases and what else "
-                f"comes before training, of the ε = {budget.epsilon:g} that it grants; lower "
-                "privacy.column_share or budget.spare_rounds, or declare mean and deviation"
+                f"{budget.delta:g} ({UNITS[self.protects]}) with {self.columns.times} releases and "
+                f"what else comes before training, of the ε = {budget.epsilon:g} that it grants; "
+                "lower privacy.column_share or budget.spare_rounds, or declare mean and deviation"
             )
         return before
 

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from fedpact.draws.schedules import Kind, factor
 from fedpact.errors import PlanError
 from fedpact.privacy import columns
-from fedpact.privacy.mechanisms import MECHANISMS
+from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
 from fedpact.privacy.once import Once
-from fedpact.theory.accounting import ACCOUNTANTS, Accountant, Budget
+from fedpact.theory.accounting import ACCOUNTANTS, UNITS, Accountant, Budget
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -80,7 +80,11 @@ class Privacy(BaseModel):
     one that needs none is stated beside it; see docs/noise-for-the-sum.md.
     honest: h, of how many sites that are in a sum the noise has to be unknown; at most the
     threshold less one, as a site knows its own.
-    person_records: k; ε is also told for a person of up to so many records, beside 2, 3, 5 and 10.
+    unit: whom (ε, δ) is of: a "record", or a "person" with all records at the site. Then persons
+    are sampled, sizes count persons, and each of a person's m records weighs 1/m; needs a column
+    that names the person (`person`).
+    person_records: k. Of a record's ε, one is also told for a person of up to k records, beside 2,
+    3, 5 and 10. Where a record's person is known, a site uses at most k of each person's.
     per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
     """
 
@@ -98,6 +102,7 @@ class Privacy(BaseModel):
     column_share: float = Field(default=0.04, gt=0, lt=1)
     trust: Literal["own", "sum"] = "own"
     honest: int = Field(default=0, ge=0)
+    unit: Literal["record", "person"] = "record"
     person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
@@ -121,6 +126,12 @@ class Privacy(BaseModel):
                 f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": only sums of '
                 'clipped records are shared, so mode = "per_sample" and sizes = "public"'
             )
+        if self.unit == "person" and self.mode != "none" and not mechanism_of(self.mode).summed:
+            raise ValueError(
+                f'unit = "person" with mode = "{self.mode}": each of a person\'s records has a '
+                "share of the person's clip, and a batch's mean that is clipped as a whole has no "
+                'such shares; use mode = "per_sample"'
+            )
         return self
 
     def clips(self, rounds: int) -> tuple[float, ...]:
@@ -129,6 +140,22 @@ class Privacy(BaseModel):
             return ()
         kind, half = self.clip_schedule, self.clip_halved_after
         return tuple(self.clip * factor(kind, half, t, rounds) for t in range(1, rounds + 1))
+
+    def check_means(self, *, exact: bool, released: bool) -> None:
+        """Raise ValueError where persons are to be protected, and means over records leave.
+
+        exact: without noise. released: with noise for a record, as what scales columns.
+        """
+        if released and self.unit == "person":
+            raise ValueError(
+                'privacy.unit = "person" with scale = "released": what scales a column is summed '
+                "over records, with noise for one record; declare mean and deviation"
+            )
+        if exact and self.unit == "person":
+            raise ValueError(
+                'privacy.unit = "person" with estimator = "raw": exact means over records count '
+                "each record alike, whosever it is; use another estimator"
+            )
 
     def check_shared(self, threshold: int, sites: int) -> None:
         """Raise PlanError unless of every sum of at least `threshold` sites `honest` are unknown.
@@ -145,8 +172,15 @@ class Privacy(BaseModel):
             )
 
     @property
+    def adjacency(self) -> str:
+        """Which data sets are neighbours."""
+        return UNITS[self.unit]
+
+    @property
     def told_records(self) -> tuple[int, ...]:
-        """For how many records of one person ε is told."""
+        """For how many records of one person ε is told; none where it is per person anyway."""
+        if self.unit == "person":
+            return ()
         asked = () if self.person_records is None else (self.person_records,)
         return tuple(sorted({*PERSON_RECORDS, *asked}))
 

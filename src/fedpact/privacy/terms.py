@@ -17,6 +17,7 @@ from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 from fedpact.privacy.once import Once
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
+    UNITS,
     Accountant,
     Budget,
     History,
@@ -72,6 +73,7 @@ class Terms:
     grid: ν >= theory.shares.UNITS where each release is rounded to a grid of 1/ν of its noise's
     deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
     clips: C of each round where it changes, the last of them for all that follow; see `at`.
+    protects: whom size, rate and budget are of, "record" or "person".
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
     Raises InputError.
     """
@@ -93,8 +95,11 @@ class Terms:
     grid: float = 0.0
     columns: Once | None = None
     clips: tuple[float, ...] = ()
+    protects: str = "record"
 
     def __post_init__(self) -> None:
+        if self.protects not in UNITS:
+            raise InputError(f"protects is {self.protects!r}: expected one of {', '.join(UNITS)}")
         check.positive(size=self.size)
         check.rate(rate=self.rate)
         check.rate(opening_rate=self.opening_rate)
@@ -155,6 +160,11 @@ class Terms:
                 f"{self.columns} and δ = {self.budget.delta:g}: expected declared sizes and scales,"
                 f" and δ > {shares.ADDED_DELTA:g}"
             )
+
+    @property
+    def adjacency(self) -> str:
+        """Which data sets are neighbours."""
+        return UNITS[self.protects]
 
     @property
     def delta(self) -> float:

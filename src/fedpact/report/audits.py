@@ -62,6 +62,7 @@ class Audit:
     checks: tuple[AuditRow, ...]
     honest: int = 0
     epsilon_alone: float | None = None
+    unit: str = "record"
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> "Audit | None":
@@ -78,6 +79,7 @@ class Audit:
                 checks=tuple(_check(raw) for raw in document["checks"]),
                 honest=int(document.get("honest", 0)),
                 epsilon_alone=document.get("epsilon_alone"),
+                unit=str(document.get("unit", "record")),
             )
             # Taken here, so that a damaged file is found before anything is drawn.
             _ = [check.cells for check in audit.checks]
@@ -94,7 +96,7 @@ class Audit:
         epsilon = guarded(self.epsilon, self.epsilon_alone, self.honest)
         return (
             f"(ε, δ) = ({epsilon}, {upper(self.delta)}) of site {self.site} for one "
-            f"record, {self.adjacency}; accountant {self.accountant}"
+            f"{self.unit}, {self.adjacency}; accountant {self.accountant}"
         )
 
     @property

@@ -29,6 +29,7 @@ from fedpact.theory.rdp import Conversion
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCY",
+    "UNITS",
     "Accountant",
     "Budget",
     "Conversion",
@@ -49,7 +50,12 @@ Accountant = str
 # Of a history of more releases than this no bound is looked for.
 _MOST: Final = 10**18
 ADJACENCY: Final = "add/remove one record"
-"""Which data sets are neighbours, in every ε that is computed or shown."""
+"""Which data sets are neighbours, in every ε of a record that is computed or shown."""
+UNITS: Final = {
+    "record": ADJACENCY,
+    "person": "add/remove one person with all of that person's records",
+}
+"""privacy.unit -> which data sets are neighbours."""
 
 _RATES_PER_OCTAVE: Final = 8
 _COUNTS_PER_OCTAVE: Final = 16

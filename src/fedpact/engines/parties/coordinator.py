@@ -150,6 +150,7 @@ class Coordinator:
             separation=self.workshop().separation(),
             covers=[*_COVERS, *released_columns(self.plan)],
             does_not_cover=_DOES_NOT_COVER,
+            persons=self.federation.person is not None,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)
         return said | {"epsilon_by_round": _EPSILON}

@@ -1,13 +1,16 @@
 """What is done with records before a run: each is tried with its model, by itself if need be."""
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from fedpact.data.splits import kept_records, numbered
 from fedpact.persample.chain import Chain
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 
 _TOGETHER: Final = 256
@@ -51,6 +54,23 @@ def taken(x: Tensor, y: Tensor, kernel: Kernel, origin: str, numbers: Tensor) ->
             ", ".join(told),
         )
     return good
+
+
+def limited(persons: Sequence[str], good: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """Return which records are used, as indices [m], and whose each is; None if that is all one.
+
+    persons: whose each record is [n], or empty where nobody asked. good: which are taken, bool [n].
+    Beyond `privacy.person_records` of a person the plan drops some; see splits.kept_records.
+    """
+    places = good.nonzero()[:, 0]
+    if not persons:
+        return places, None
+    numbers = numbered(persons, places.numpy())
+    most = plan.privacy.person_records
+    if numbers is not None and most is not None:
+        kept = torch.from_numpy(kept_records(numbers.tolist(), most, plan.seed))
+        places, numbers = places[kept], numbers[kept]
+    return places, numbers if plan.privacy.unit == "person" else None
 
 
 def _error(x: Tensor, y: Tensor, kernel: Kernel, some: range) -> str | None:

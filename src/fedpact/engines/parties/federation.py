@@ -68,6 +68,9 @@ class Federation(BaseModel):
     run: the run's name. address: the server's, host:port. server_key: its public key, with which
     it signs what it asks. classes, shape, values: the labels' names and the form of a record.
     records: what a record may hold; what does not fit is left out at its site.
+    person: the column (in an .npz the array) of a site's file that says whose a record is, no
+    feature; a record that names nobody is left out. Sizes count persons where the plan protects
+    them.
     seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
     with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
     machine's own, and its ledgers are hypothetical.
@@ -84,6 +87,7 @@ class Federation(BaseModel):
     patience: Patience = Patience()
     checks: Checks = Checks()
     records: RecordForm = RecordForm()
+    person: str | None = None
     sites: dict[str, Member] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -128,7 +132,8 @@ class Federation(BaseModel):
     def terms(self, plan: Plan) -> dict[str, Terms]:
         """Return every site's terms, from public numbers alone.
 
-        Raises PlanError: plan and federation do not declare the same.
+        Raises PlanError: plan and federation do not declare the same, or nobody says whose records
+        are, where persons are protected.
         """
         here, there = len(self.records.released), len(plan.records.released)
         if here != there:
@@ -136,6 +141,11 @@ class Federation(BaseModel):
                 f'federation.toml has {here} columns of scale = "released", plan.json {there}: '
                 "expected the same declarations in both; write them again with `fedpact deploy "
                 "init`"
+            )
+        if plan.privacy.unit == "person" and self.person is None:
+            raise PlanError(
+                'plan.json has privacy.unit = "person", and federation.toml no person: name the '
+                "column of the sites' files that says whose a record is, as person = ..."
             )
         return plan.terms({name: member.size for name, member in self.sites.items()})
 

@@ -32,7 +32,7 @@ from fedpact.data.sites import load_site
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
-from fedpact.engines.parties.entrance import taken
+from fedpact.engines.parties.entrance import limited, taken
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.questions import Questions
 from fedpact.engines.parties.stored import LastReply, room
@@ -58,7 +58,6 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.rounding import check_grid
-from fedpact.theory.accounting import ADJACENCY
 
 _log = logging.getLogger("fedpact.site")
 
@@ -234,7 +233,7 @@ class Site:
         return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def epsilon(self) -> float:
-        """Return ε spent by this run so far, at the δ of its terms, add/remove one record."""
+        """Return ε spent by this run so far, at the δ and adjacency of its terms."""
         return self._terms.epsilon_after(self.ledger.spent(self.run))
 
     def spent(self) -> str:
@@ -245,7 +244,7 @@ class Site:
             alone = f" with {self._terms.honest} honest sites, ε <= {spent!r} with none,"
         return (
             f"spent ε <= {self.epsilon()!r}{alone} at δ = {self._terms.budget.delta!r}, "
-            f"{ADJACENCY}, accountant {self.plan.privacy.accountant}"
+            f"{self._terms.adjacency}, accountant {self.plan.privacy.accountant}"
         )
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
@@ -255,7 +254,8 @@ class Site:
         """Reserve the run, if the policy allows it."""
         self._check_policy()
         terms = self._terms
-        self.ledger.reserve(self.run, terms.budget, terms.history(terms.steps), terms.shared)
+        promised = terms.history(terms.steps)
+        self.ledger.reserve(self.run, terms.budget, promised, terms.shared, unit=terms.protects)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")
@@ -278,8 +278,7 @@ class Site:
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
         found = own_records(self._directory, self.settings, self.federation, self.plan, bench)
-        x, y = found.x.to(self._device), found.y.to(self._device)
-        return replace(found, x=x, y=y)
+        return found.to(self._device)
 
 
 def own_records(
@@ -291,7 +290,7 @@ def own_records(
     that a card's table does not have ends its process. Raises InputError: they do not fit.
     """
     path = directory / settings.records
-    found = load_site(path, settings.label, of.classes, of.shape, of.values, of.records)
+    found = load_site(path, settings.label, of.classes, of.shape, of.values, of.records, of.person)
     if len(of.shape) == 1:
         names = found.features or tuple(map(str, range(of.shape[0])))
         advise(str(path), of.records, names, None)
@@ -299,8 +298,9 @@ def own_records(
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
     good = taken(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
+    used, persons = limited(found.persons, good, plan)
     released = stage.released(of.example(), found.features)
-    return Records(staged.x[good], found.y[good], released)
+    return Records(staged.x[used], found.y[used], released, persons)
 
 
 def decode_task(block: bytes) -> Task:
