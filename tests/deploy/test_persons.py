@@ -8,6 +8,7 @@ from fedpact.engines.parties.site import Site
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
+from fedpact.messages import Task
 
 
 @pytest.fixture
@@ -33,9 +34,10 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     with Site(directory) as site:
         assert "add/remove one person" in site.spent()
         # As a simulation has them: the same records of the same persons, under the same numbers.
-        assert site._records.count == federation.sites["site-00"].size
-        assert site._records.persons.tolist() == simulated.persons.tolist()
-        assert site._records.x.equal(simulated.x)
+        held = site._records(Task("run", 1, "fedavg"))
+        assert held.count == federation.sites["site-00"].size
+        assert held.persons.tolist() == simulated.persons.tolist()
+        assert held.x.equal(simulated.x)
     (run,) = receipt(directory / "ledger.jsonl")["runs"].values()
     assert run["unit"] == "person"
     assert 'unit = "person"' in (directory / "policy.toml").read_text()

@@ -23,7 +23,7 @@ from fedpact.methods.linear import weights
 from fedpact.methods.short import shortest, whole
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.rounding import check_grid
+from fedpact.privacy.reach import check_grid
 from fedpact.round import Rounds
 from fedpact.theory.shares import FINE_UNITS, UNITS
 

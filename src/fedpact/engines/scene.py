@@ -26,7 +26,7 @@ from fedpact.features.stage import Staged
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.rounding import check_grid
+from fedpact.privacy.reach import check_grid
 from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
 

@@ -19,14 +19,16 @@ A plain run's releases have no clip, and so no such bound: none is asked for the
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from fedpact.errors import PlanError
 from fedpact.messages import Numbers, Vectors
+from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 
@@ -35,6 +37,9 @@ DEVIATIONS: Final = 9.0
 
 RECORDS: Final = 2.0
 """How many times its declared size a site's true one may be."""
+
+_LONGEST: Final = 2.0**27
+"""Units of a sum whose last bit is 2^-26 of a unit: it moves a probability by as much of itself."""
 
 # Of a bound, for the noise grid's share (2^-10), the clip's slack and float32.
 _LEEWAY: Final = 1 + 2.0**-7
@@ -188,3 +193,22 @@ def below(terms: Terms) -> Range:
 def geometric(ratio: float, count: float) -> float:
     """Return Σ_{j < count} ratio^j for ratio in [0, 1]; count may be infinite."""
     return count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+
+
+def check_grid(terms: Iterable[Terms]) -> None:
+    """Raise PlanError unless sums are short enough on their grids for float64 to round them.
+
+    A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: post-processing
+    of a Gaussian mechanism, whatever S is and the grid's u. That S/u + ν z is one float64 number
+    moves the value where it is within its last bit of a half.
+    terms: of any sites; those without a grid of their own are left alone.
+    """
+    for one in terms:
+        for each in (one, one.opening) if one.grid else ():
+            longest = most_records(each.batch_size) * one.grid / min(each.sigmas.values())
+            if not longest <= _LONGEST:
+                raise PlanError(
+                    f"a sum of site {one.site!r} has up to {longest:.3g} units of its grid: "
+                    f"expected at most {_LONGEST:.3g}, as far as floating point is shown to round "
+                    'it like a real number; use smaller batches, or compression.kind = "none"'
+                )

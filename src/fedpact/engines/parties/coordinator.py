@@ -34,7 +34,7 @@ from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
-from fedpact.privacy.rounding import check_grid
+from fedpact.privacy.reach import check_grid
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History

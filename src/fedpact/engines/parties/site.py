@@ -57,7 +57,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
-from fedpact.privacy.rounding import check_grid
+from fedpact.privacy.reach import check_grid
 
 _log = logging.getLogger("fedpact.site")
 
