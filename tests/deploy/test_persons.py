@@ -34,7 +34,7 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     with Site(directory) as site:
         assert "add/remove one person" in site.spent()
         # As a simulation has them: the same records of the same persons, under the same numbers.
-        held = site._records(Task("run", 1, "fedavg"))
+        held = site._records(Task("run", 1, "fedavg", {}, {}))
         assert held.count == federation.sites["site-00"].size
         assert held.persons.tolist() == simulated.persons.tolist()
         assert held.x.equal(simulated.x)
