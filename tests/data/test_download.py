@@ -156,6 +156,8 @@ def test_list_prints_one_document(mnist_dir):
         "fashion_mnist": False,
         "cifar10": False,
         "heart_disease": False,
+        "adult": False,
+        "shakespeare": False,
     }
     assert "fashion_mnist" in run("list").stdout
 

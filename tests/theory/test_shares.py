@@ -88,8 +88,8 @@ def test_what_is_taken_off_delta_is_enough_for_any_run_that_is_let_in():
     assert shares.added_delta(1.0, shares.UNITS, 9, 1e10) <= shares.ADDED_DELTA
     # An ε that is stated beside the promise, as of a person, is covered, or it is no bound.
     assert shares.added_delta(10.0, shares.UNITS, 100, 1e9) <= shares.ADDED_DELTA
-    assert [shares.covered(cost, 8.0) for cost in (8.0, 10.0, 10.1)] == [8.0, 10.0, math.inf]
-    assert shares.covered(13.0, 13.0) == 13.0
+    assert [shares.covered(cost, 8.0, 99.0) for cost in (8.0, 10.0, 10.1)] == [8.0, 10.0, 99.0]
+    assert shares.covered(13.0, 13.0, 99.0) == 13.0
     assert shares.added_delta(1.0, 1.0, 9, 1e10) > 1
     for bad in ((300.0, 9, 1e9), (1e6, 9, 1.0), (8.0, 9, 1e18)):
         with pytest.raises(InputError, match="expected at most 1e-15"):

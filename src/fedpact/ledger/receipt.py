@@ -107,11 +107,19 @@ def _per_person(
     events = {event: n for event, n in reserved.items() if n is not None}
     if len(events) < len(reserved) or not events:
         return None
-    left = delta - (shares.ADDED_DELTA if honest else 0.0)
     # An infinite budget stands for exact numbers that have left.
     least = budget if math.isinf(budget) else 0.0
-    found = {k: max(least, epsilon_per_person(events, left, k)) for k in PERSON_RECORDS}
-    return {str(k): shares.covered(e, budget) if honest else e for k, e in found.items()}
+    if not honest:
+        found = {k: epsilon_per_person(events, delta, k) for k in PERSON_RECORDS}
+        return {str(k): max(least, cost) for k, cost in found.items()}
+    own, left = shares.all_alone(events, honest), delta - shares.ADDED_DELTA
+    found = {
+        k: shares.covered(
+            epsilon_per_person(events, left, k), budget, epsilon_per_person(own, delta, k)
+        )
+        for k in PERSON_RECORDS
+    }
+    return {str(k): max(least, cost) for k, cost in found.items()}
 
 
 def _spent(run: str, entries: list[Entry]) -> tuple[Counter[SampledGaussian], bool]:

@@ -308,14 +308,17 @@ class Terms:
     def per_person(self, records: int, *, alone: bool = False) -> float:
         """Return ε at δ of all that is reserved for a person's `records` records together.
 
-        alone: if no other site's share is noise. inf: no bound is stated, see shares.covered.
+        alone: if no other site's share is noise. Without it, see shares.covered.
         """
-        history, delta = self.history(self.steps), self.delta
-        if alone and self.honest:
-            history, delta = shares.all_alone(history, self.honest), self.budget.delta
-        cost = epsilon_per_person(history, delta, records)
-        shared = self.honest and not alone
-        return shares.covered(cost, self.budget.epsilon) if shared else cost
+        history = self.history(self.steps)
+        if not self.honest:
+            return epsilon_per_person(history, self.delta, records)
+        own = shares.all_alone(history, self.honest)
+        cost = epsilon_per_person(own, self.budget.delta, records)
+        if alone:
+            return cost
+        together = epsilon_per_person(history, self.delta, records)
+        return shares.covered(together, self.budget.epsilon, cost)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

@@ -86,13 +86,14 @@ def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
         )
 
 
-def covered(cost: float, budget: float) -> float:
-    """Return an ε at δ - ADDED_DELTA, as of several records; inf where that δ does not cover it.
+def covered(cost: float, budget: float, alone: float) -> float:
+    """Return an ε at δ - ADDED_DELTA, as of several records, or `alone` where δ does not cover it.
 
-    budget: ε >= 0 of the run's promise. The laws' distance costs more δ at a larger ε, and
-    `check_added_delta` has looked no farther than 10 or the promise.
+    budget: ε >= 0 of the run's promise. alone: ε that needs no other share, and so always holds.
+    The laws' distance costs more δ at a larger ε, and `check_added_delta` has looked no farther
+    than 10 or the promise.
     """
-    return cost if cost <= max(budget, _COVERED) else math.inf
+    return cost if cost <= max(budget, _COVERED) else alone
 
 
 def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
