@@ -61,7 +61,8 @@ def step_of(x: Tensor, units: float = EXACT) -> float:
     deviation = _NORMAL * float(lengths.median()) if x.numel() else 0.0
     if not deviation > 0:
         deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
-    return deviation / units if deviation > 0 else 1.0
+    # A deviation of a few denormals has no quarter.
+    return deviation / units if deviation / units > 0 else 1.0
 
 
 def coded(x: Tensor, step: float) -> tuple[Tensor, float]:
