@@ -151,7 +151,7 @@ class Unclamped:
         self.model, self.losses = bed.model, bed.kernel.losses
         self._one = bed.kernel.clipped_sum
 
-    def clipped_sum(self, x, y, clip, weights=None):
+    def clipped_sum(self, x, y, clip, weights=None, *_):
         total = torch.zeros_like(self.model.vector)
         for j in range(len(y)):
             one = slice(j, j + 1)
@@ -168,14 +168,14 @@ class Unclamped:
 class Unclipped(Unclamped):
     """No clipping at all."""
 
-    def clipped_sum(self, x, y, clip, weights=None):
+    def clipped_sum(self, x, y, clip, weights=None, *_):
         return self._one(x, y, math.inf, weights)
 
 
 class AfterTheWeight(Unclamped):
     """Clipped to C first and weighted then, so that a weight above 1 makes it longer."""
 
-    def clipped_sum(self, x, y, clip, weights=None):
+    def clipped_sum(self, x, y, clip, weights=None, *_):
         return self._one(x, y, clip) * (1 if weights is None else 1 + weights.lam)
 
 

@@ -153,14 +153,14 @@ def test_under_secure_aggregation_it_misses_a_round(federation):
 
     def behave(message, answer):
         step = from_bytes(node.heard[-1])
-        if (step.round, step.step) == (3, "keys") and not done:
+        if (step.round, step.step) == (3, "masked") and not done:
             done.append(1)
             restart(node)
         return answer()
 
     node.behave = behave
     records = run()
-    assert [record.refused for record in records[1:]] == [{}, {}, {"site-01": "model"}, {}]
+    assert [record.refused for record in records[1:]] == [{}, {}, {"site-01": "session"}, {}]
     assert tasks_of(node) == [(1, WHOLE), (2, SHORT), (3, SHORT), (4, WHOLE)]
     assert tasks_of(run.nodes[0])[-1] == (4, SHORT)
 

@@ -27,6 +27,7 @@ from fedpact.features.made import dead_leaves
 from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
+from fedpact.messages import Task
 from fedpact.plan import Plan
 
 OWN = backbones_of_users.__name__
@@ -36,6 +37,8 @@ SMALL = {
     "patches": {"kind": "patches", "filters": 24, "size": 4},
     "own": {"kind": f"{OWN}:mixing", "trained_on": "nothing: it has no weights"},
 }
+
+ASKED = Task("run", 1, "fedavg", {}, {})
 
 
 def made(count, shape=SHAPE, seed=5):
@@ -464,7 +467,7 @@ def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeyp
         # What is handed out are records, and the features are the site's to compute.
         assert read_npz(home / "records.npz")["x"].shape[1:] == (1, 8, 8)
         with Site(home) as opened:
-            assert torch.equal(opened._records.x, site.x)
+            assert torch.equal(opened._records(ASKED).x, site.x)
         assert stat.S_IMODE((home / "records.npz.features").stat().st_mode) == 0o600
     coordinator = Coordinator.of(directory / "server")
     assert coordinator.workshop().example.shape == scene.dataset.x.shape[1:]
@@ -485,4 +488,4 @@ def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     write(tmp_path / "d", plan, Choices())
     path.unlink()
     with Site(tmp_path / "d" / "sites" / "site-00") as opened:
-        assert opened._records.x.shape[1] == 6
+        assert opened._records(ASKED).x.shape[1] == 6

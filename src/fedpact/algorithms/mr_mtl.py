@@ -87,4 +87,8 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 def _held(mean: Tensor, memory: State, strength: float) -> Tensor:
     """Return w̄ + b (w_i - w̄), b = 1 / (1 + strength): w̄ itself of a site that has no w_i yet."""
     own = memory.vectors.get("w")
-    return mean if own is None else mean.lerp(own, 1 / (1 + strength))
+    if own is None:
+        return mean
+    held = mean.lerp(own, 1 / (1 + strength))
+    # One mean that is out of all range must not stay in a site's own model for good.
+    return held if bool(held.isfinite().all()) else mean

@@ -97,7 +97,9 @@ def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
             found, fine = _by_grid([priced(*term) for term in terms], delta, records)
     except (ArithmeticError, ValueError, MemoryError):
         pass
-    return found if fine else min(found, pld.epsilon(at_once, delta))
+    if fine and math.isfinite(found):
+        return found
+    return min(found, pld.epsilon(at_once, delta))
 
 
 def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
