@@ -13,8 +13,8 @@ from fedpact.messages import Task
 
 _LOST = (
     "it says which sums this site has helped to open, and without it a server could have a second "
-    "one of the same round opened; an older copy would not do, as it lacks the last sums. Take "
-    "part in a new run only, for which it may be moved away"
+    "one of the same round opened. No older copy will do, as it lacks the last sums: "
+    "take part in a new run only, for which you move it away"
 )
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
