@@ -141,6 +141,8 @@ class Plan(BaseModel):
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
         mode = self.privacy.mode
+        if mode != "none":
+            self.privacy.check_clips(self.rounds)
         if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
             raise ValueError(
                 f"algorithm = {self.algorithm!r} with these settings weights each record in its "

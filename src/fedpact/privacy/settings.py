@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fedpact import check
 from fedpact.draws.schedules import Kind, factor
 from fedpact.errors import PlanError
+from fedpact.persample.bounds import check_clip
 from fedpact.privacy import columns
 from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
 from fedpact.privacy.once import Once
@@ -140,6 +142,12 @@ class Privacy(BaseModel):
             return ()
         kind, half = self.clip_schedule, self.clip_halved_after
         return tuple(self.clip * factor(kind, half, t, rounds) for t in range(1, rounds + 1))
+
+    def check_clips(self, rounds: int) -> None:
+        """Raise InputError unless every round's clip is one that a kernel can sum with."""
+        for number, clip in enumerate((self.clip, *self.clips(rounds))):
+            name = f"privacy.clip{f' of round {number}' if number else ''}"
+            check_clip(name, check.positive(**{name: clip}))
 
     def check_means(self, *, exact: bool, released: bool) -> None:
         """Raise ValueError where persons are to be protected, and means over records leave.

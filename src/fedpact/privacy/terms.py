@@ -13,6 +13,8 @@ from typing import Final
 from fedpact import check
 from fedpact.errors import InputError, PlanError
 from fedpact.ledger.reservations import Shared
+from fedpact.persample.bounds import check_clip
+from fedpact.privacy.batches import clip_for
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 from fedpact.privacy.once import Once
 from fedpact.theory import shares
@@ -128,10 +130,10 @@ class Terms:
                 f"openings is {self.openings} with opening_sigmas {dict(self.opening_sigmas)}: "
                 "expected both or none"
             )
-        if all(noisy) or self.clip != math.inf:
-            check.positive(clip=self.clip)
-        for clip in self.clips:
-            check.positive(clip=clip)
+        for clip in (self.clip, *self.clips):
+            # Here, and not where a batch asks for it: that is after the charge.
+            if all(noisy) or clip != math.inf:
+                check_clip("clip", clip_for(check.positive(clip=clip), self.batch_size))
         _ = self.multipliers
         if self.honest:
             self._check_shared()
