@@ -20,7 +20,7 @@ Sources = dict[str, str]
 # itself and units of lower rows, never a unit of its own row or above. A new unit needs a row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("check", "text", "files"),
+    ("check", "text", "files", "records"),
     ("configuration",),  # files, overrides, errors that name every mistake
     ("messages", "params", "losses"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
@@ -28,7 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("persample", "draws", "ledger"),
     ("privacy", "data", "models", "metrics"),
     ("personal",),  # a model tuned inside its site, and whether joining pays
-    ("features",),  # what stands in place of each record
+    # What stands in place of each record; what is held out, and released of it.
+    ("features", "evaluation"),
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),
     ("methods",),  # an algorithm with its settings, and what goes around any of them

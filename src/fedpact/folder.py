@@ -18,7 +18,7 @@ sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and privat
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,11 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
         write_whole(self.path / "state.safetensors", *checkpoint.to_parts(), private=False)
+
+    def rewrite(self, records: Sequence[RoundRecord]) -> None:
+        """Write the records of all rounds anew."""
+        lines = "".join(record.to_json() + "\n" for record in records)
+        write_whole(self.path / "rounds.jsonl", lines.encode(), private=False)
 
     def restore(self) -> tuple[Checkpoint, list[RoundRecord]]:
         """Return the last committed round and the records up to it; later lines are dropped."""

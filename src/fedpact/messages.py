@@ -4,7 +4,7 @@ A Task goes from the server to a site; a Reply or a Refusal comes back. Steps go
 replies are masked (docs/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into one
 safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a run
 that diverges has to be seen and recorded.
-A RoundRecord is what a round leaves behind: one line of a run's rounds.jsonl.
+A RoundRecord (records.rounds) is what a round leaves behind: one line of a run's rounds.jsonl.
 
 Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
 """
@@ -22,6 +22,8 @@ from safetensors.torch import load as _load_tensors
 from torch import Tensor
 
 from fedpact.errors import InputError
+from fedpact.records.rounds import RoundRecord as RoundRecord
+from fedpact.records.rounds import SiteScore as SiteScore
 
 Vectors = Mapping[str, Tensor]
 Numbers = Mapping[str, float]
@@ -56,6 +58,10 @@ class Task:
         The attempt is left out: in a simulation a repeated question draws the same noise again.
         """
         return _hash(dataclasses.replace(self, attempt=0))
+
+
+EVALUATION: Final = "evaluation"
+"""The algorithm of a task that asks for sums over held-out records at "w", and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -126,63 +132,6 @@ class Local:
     vectors: Vectors
     numbers: Numbers = field(default_factory=dict[str, float])
     memory: State = field(default_factory=State)
-
-
-@dataclass(frozen=True)
-class SiteScore:
-    """The global model on one site's held-out records. Simulator only: not a private release."""
-
-    accuracy: float
-    loss: float
-    records: int
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """What one round leaves behind.
-
-    round: 0 is the initial model, before any training; r >= 1 follows r rounds.
-    accuracy, loss: the global model on the public test set, None where the round was not evaluated.
-    metrics: of the sites' held-out records, by the names of metrics.METRICS (Ψ is "psi"), empty
-    likewise, as are scores, per site, and average: all these of the server's average. steps: τ.
-    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
-    no other site's noise counts; empty where each site's noise is its own.
-    bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
-    seconds: wall-clock time of the round. refused: site -> code.
-    numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
-    """
-
-    round: int
-    accuracy: float | None = None
-    loss: float | None = None
-    metrics: Numbers = field(default_factory=dict[str, float])
-    scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
-    steps: int = 0
-    epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
-    epsilon_alone: Mapping[str, float] = field(default_factory=dict[str, float])
-    bytes_down: int = 0
-    bytes_up: int = 0
-    seconds: float = 0.0
-    refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    numbers: Numbers = field(default_factory=dict[str, float])
-    average: Numbers = field(default_factory=dict[str, float])
-
-    def to_json(self) -> str:
-        """Return the record as one line of JSON; a metric stands there under its own name."""
-        scores = {name: vars(score) for name, score in self.scores.items()}
-        body = {**vars(self), **self.metrics, "scores": scores}
-        del body["metrics"]
-        return json.dumps(body, default=dict)
-
-    @staticmethod
-    def from_json(line: str) -> "RoundRecord":
-        """Read back a line that `to_json` wrote."""
-        raw: dict[str, Any] = json.loads(line)
-        raw["scores"] = {name: SiteScore(**score) for name, score in raw["scores"].items()}
-        own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
-        # A round that was not evaluated has none, or null in a file of an earlier version.
-        metrics = {k: float(v) for k, v in raw.items() if k not in own and v is not None}
-        return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
 
 
 def split(state: State, prefix: str) -> tuple[State, State]:

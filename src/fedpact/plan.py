@@ -3,6 +3,7 @@
 data = "digits"              top level: what to train on what, how long
 [records]                    what own records may hold        (data.form.PlanRecords)
 [features]                   what stands in place of each      (features.settings.FeatureSettings)
+[evaluation]                 what is held out, and released    (evaluation.settings)
 [partition]                  how records become sites         (data.kinds.PartitionSettings)
 [logistic]                   how model = "logistic" begins   (models.papers.LogisticSettings)
 [settings]                   the algorithm's own settings     (Settings in its file)
@@ -13,7 +14,8 @@ data = "digits"              top level: what to train on what, how long
 [compression]                what sites' replies are cut to   (methods.compressed)
 [robust]                     an aggregate against lying sites (methods.robust)
 [secure_aggregation]         the server sees sums only        (methods.secure)
-[privacy] [budget] [run]     below
+[privacy]                    whom it protects, and how        (privacy.settings.Privacy)
+[budget] [run]               what ends it; how it is done     (control.limits)
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import plan_error, read_configuration
-from fedpact.control.limits import Limits
+from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
 from fedpact.errors import PlanError
+from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.methods import Method
@@ -45,38 +48,13 @@ from fedpact.methods.server import ServerSettings
 from fedpact.methods.stepped import LocalSettings
 from fedpact.models.papers import LogisticSettings
 from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Running(BaseModel):
-    """How the run is carried out; none of it changes what is trained but for rounding and noise.
-
-    All of it may change when a run is resumed, except stacked and device.
-
-    workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
-    less than a million parameters times records: Python is then most of it.
-    stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
-    sites with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
-    (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
-    CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
-    evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
-    first and the last model are always evaluated.
-    ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
-    without it each run has its own.
-    """
-
-    model_config = _FROZEN
-    workers: int = Field(default=0, ge=0)
-    stacked: int = Field(default=1, ge=1, le=256)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    evaluate_every: int = Field(default=0, ge=0)
-    ledgers: str | None = None
 
 
 class Plan(BaseModel):
@@ -102,6 +80,7 @@ class Plan(BaseModel):
     batch_size: float | None = Field(default=None, gt=0)
     records: PlanRecords = PlanRecords()
     features: FeatureSettings = FeatureSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
     partition: PartitionSettings = PartitionSettings()
     logistic: LogisticSettings = LogisticSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -164,6 +143,7 @@ class Plan(BaseModel):
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         if self.privacy.honest:
             self._check_shared(method)
+        self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
         if method.controlled and self.budget.spare_rounds:
             raise ValueError(
                 f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
@@ -282,6 +262,16 @@ class Plan(BaseModel):
             loudest = max(result.values(), key=lambda one: one.event.sigma)
             result = {name: replace(one, sigmas=loudest.sigmas) for name, one in result.items()}
         return result
+
+    @cached_property
+    def evaluation_terms(self) -> Once | None:
+        """What a site releases of its held-out records, and for what; None: nothing.
+
+        Raises BudgetExhausted: no noise is enough for it.
+        """
+        if not self.private:
+            return None
+        return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
 
     def _request(self, name: str, size: float, names: tuple[str, ...]) -> TermsRequest:
         """Return what one of these sites' terms follow from."""

@@ -5,6 +5,9 @@ and brings back their replies; the algorithm folds the replies into the next sta
 state is evaluated, recorded and committed. Nothing feeds back but through the state, so a run goes
 on from (plan, state, site directories, round).
 
+Where the plan has [evaluation], sites are asked for noisy sums over records that they hold out, of
+the new state, by a question of its own (`asked`). What they answer goes to the record alone.
+
 Where the method lets τ follow the budgets, the state of a round's start also holds what is left:
 
 left/rounds         rounds that plan.rounds and the budget of bytes still allow
@@ -21,7 +24,15 @@ from typing import Protocol
 
 from fedpact.errors import FedpactError
 from fedpact.folder import Checkpoint
-from fedpact.messages import Refusal, Reply, RoundRecord, State, Task, encoded_length
+from fedpact.messages import (
+    EVALUATION,
+    Refusal,
+    Reply,
+    RoundRecord,
+    State,
+    Task,
+    encoded_length,
+)
 from fedpact.methods.folding import folded
 from fedpact.methods.short import ShortenedTask
 from fedpact.params import all_finite
@@ -62,6 +73,7 @@ class Rounds:
     own: whether the sites are this process's, as in a simulation. Strangers' replies are held until
     the round is over, and one that brings the update down is rejected; our own need no such care,
     and where they are not finite the run diverges.
+    sums: how many numbers a site releases of its held-out records at a time; 0: none, ever.
     """
 
     plan: Plan
@@ -70,6 +82,7 @@ class Rounds:
     evaluate: Evaluate
     stop: Callable[[], bool] = lambda: False
     own: bool = False
+    sums: int = 0
     status: str = "running"
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
@@ -140,6 +153,8 @@ class Rounds:
         down = sum(task.wire_bytes for task in tasks.values())
         down, up = self.transport.traffic or (down, tally.bytes)
         number = at.round + 1
+        evaluated = self._evaluated(number, state)
+        down, up = down + evaluated.bytes_down, up + evaluated.bytes_up
         after = Checkpoint(
             state,
             number,
@@ -153,9 +168,54 @@ class Rounds:
             bytes_up=up,
             refused=tally.refused,
             numbers=state.numbers,
+            evaluation=evaluated.evaluation,
+            unevaluated=evaluated.unevaluated,
         )
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
+
+    def ended(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+        """Return the last round's record with an evaluation, where a run that is over lacks one."""
+        if self.status == "stopped" or not at.round or record.evaluation:
+            return record
+        found = self._asked(at.round, at.state)
+        return replace(
+            record,
+            evaluation=found.evaluation,
+            unevaluated=found.unevaluated,
+            bytes_down=record.bytes_down + found.bytes_down,
+            bytes_up=record.bytes_up + found.bytes_up,
+        )
+
+    def _evaluated(self, number: int, state: State) -> RoundRecord:
+        due = self.plan.evaluation.is_due(number, self.plan.rounds)
+        if due and all(map(all_finite, state.vectors.values())):
+            return self._asked(number, state)
+        return RoundRecord(number)
+
+    def _asked(self, number: int, state: State) -> RoundRecord:
+        """Ask the sites for what they release of their held-out records at a state."""
+        if not self.sums:
+            return RoundRecord(number)
+        task = Task(self.run, number, EVALUATION, {"w": state.vectors["w"]}, {})
+        sites, tally = self.transport.sites, _Tally()
+        evaluation = dict[str, dict[str, list[float]]]()
+        try:
+            for reply in tally.through(self.transport.exchange(dict.fromkeys(sites, task))):
+                evaluation[reply.site] = {c: v.tolist() for c, v in reply.vectors.items()}
+        except FedpactError as error:
+            if self.own:
+                raise
+            # What was trained stays; a server that is started again asks again.
+            _log.warning("round %d was not evaluated: %s", number, error)
+        missing = {site: "absent" for site in sites if site not in evaluation}
+        return RoundRecord(
+            number,
+            evaluation=evaluation,
+            unevaluated={**missing, **tally.refused},
+            bytes_down=len(sites) * task.wire_bytes,
+            bytes_up=tally.bytes,
+        )
 
     def _updated(self, state: State, replies: Iterator[Reply], tally: "_Tally") -> State:
         """Fold the replies; strangers' that bring the update down count as refusals."""
@@ -216,12 +276,19 @@ class Rounds:
             expected = at.costs.sent / at.round
         else:
             expected = 2 * sum(task.wire_bytes for task in tasks)
-        spare = 2 * len(self.transport.sites) * _DIGITS
+        spare = 2 * len(self.transport.sites) * _DIGITS + self._evaluation_bytes(at)
         if any(isinstance(task, ShortenedTask) for task in tasks):
             # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
             spare += expected / 4
             spare += sum(t.wire_bytes for t in tasks if not isinstance(t, ShortenedTask))
         return max(0.0, (allowed - spare - at.costs.sent) // expected)
+
+    def _evaluation_bytes(self, at: Checkpoint) -> int:
+        """Return at most how many bytes an evaluation of the last model takes."""
+        if not self.sums:
+            return 0
+        task = Task(self.run, at.round + 1, EVALUATION, {"w": at.state.vectors["w"]}, {})
+        return len(self.transport.sites) * (task.wire_bytes + 8 * self.sums + 8 * _DIGITS)
 
 
 def _finite(at: Checkpoint) -> bool:

@@ -24,11 +24,14 @@ class Node:
         self.site = Site(directory)
         self.key = seal.read_private_key(directory / "site.key")
         self.here, self.behave, self.heard = True, lambda _, answer: answer(), []
-        self.hangs, self.since = False, "first"
+        self.hangs, self.since, self.said = False, "first", []
 
     def hear(self, message):
         self.heard.append(codec.unpack(message.content)[0])
-        return self.behave(message, lambda: respond(self.site, self.key, message))
+        answer = self.behave(message, lambda: respond(self.site, self.key, message))
+        if answer is not None and not answer.has_error():
+            self.said.append(codec.unpack(answer.content)[0])
+        return answer
 
     def forge(self, message, block, key=None, name=None):
         signature = seal.sign(key or self.key, f"reply of {name or self.site.name}", block)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.deploy import local, processes
@@ -14,21 +15,32 @@ from fedpact.deploy.write import Choices
 from fedpact.deploy.write import write as write_deployment
 from fedpact.engines.flower import require_flower
 from fedpact.errors import FedpactError
+from fedpact.evaluation.figures import Figure
+from fedpact.evaluation.outcome import exact_figures
+from fedpact.evaluation.settings import DECLARE, EvaluationSettings
+from fedpact.evaluation.totals import SumsForm
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.text import upper
 
 _POLL_SECONDS = 0.5
+_SHOWN = 5
 
 
 def init(directory: Path, config: Path | None, overrides: Sequence[str], choices: Choices) -> None:
     """Carry out `fedpact deploy init`."""
-    federation = write_deployment(directory, Plan.read(config, overrides), choices)
+    plan = Plan.read(config, overrides)
+    federation = write_deployment(directory, plan, choices)
     _out().print(
         f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
         f"{federation.address}. Read {directory / 'README.md'} next; `fedpact deploy up "
         f"{directory} --wait` tries it on this machine."
     )
+    if not plan.evaluation.used:
+        public = (directory / "server" / "test.npz").exists()
+        instead = "the public server/test.npz alone" if public else "nothing at all"
+        told = f"The model will be evaluated on {instead}. {DECLARE}."
+        _out().print(told, markup=False)
 
 
 def up(directory: Path, wait: bool) -> None:
@@ -134,8 +146,37 @@ def _print(found: dict[str, Any]) -> None:
             alone = last["epsilon_alone"].get(name, epsilon)
             table.add_row(name, "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
     out.print(table)
+    if found["own_figures"]:
+        _print_own(out, found["own_figures"])
     out.print("(ε, δ) for one record, add/remove one record, accountant best of PLD and RDP.")
     out.print("Alone: against everybody together; the same, but where sites share noise out.")
+
+
+def _print_own(out: Console, own: dict[str, Any]) -> None:
+    """Show a site's exact figures to its owner: accuracy by round, and by class in the last one."""
+    settings = EvaluationSettings.model_validate(own["settings"])
+    form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])
+    rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
+    figures = {name: exact_figures(sums, form) for name, sums in rounds}
+    of_all = [f.name for f in next(iter(figures.values())) if not _is_part(f)]
+    table = Table("after round", *of_all)
+    for name, found in figures.items():
+        table.add_row(name, *(f"{f.value:.4g}" for f in found if not _is_part(f)))
+    out.print(table)
+    some = [*figures][-_SHOWN:]
+    parts = Table("", *(f"round {name}" for name in some))
+    for each in zip(*(filter(_is_part, figures[name]) for name in some), strict=True):
+        parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
+    out.print(parts)
+    out.print(
+        "Exact figures of this site's held-out records, for its owner alone: nothing of them is "
+        "in any message, and to pass them on is a release that no budget counts."
+    )
+
+
+def _is_part(figure: Figure) -> bool:
+    """Whether it is of a class or of groups."""
+    return figure.about.startswith(("class", "group"))
 
 
 def _out() -> Console:

@@ -91,8 +91,9 @@ class PartitionSettings(BaseModel):
     ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
     given: FedProxVR's setting); natural (the data set's own sites).
     held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
-    stays in training. "own", with kind = "natural": the test part that the data set has at each
-    site; with a fraction, that part takes no part in anything.
+    stays in training. Of persons, where the data set names them: each by itself, with all records.
+    "own", with kind = "natural": the test part that the data set has at each site, without persons
+    who are in training as well; with a fraction, that part takes no part in anything.
     A setting that the kind does not use is refused.
     """
 

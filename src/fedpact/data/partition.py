@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,11 @@ class Partition:
 
 
 def make_partition(
-    dataset: Dataset, settings: PartitionSettings, sites: int, seed: int
+    dataset: Dataset,
+    settings: PartitionSettings,
+    sites: int,
+    seed: int,
+    held: Callable[[str, np.ndarray], np.ndarray] | None = None,
 ) -> Partition:
     """Spread a data set's training records over sites, every record to at most one.
 
@@ -141,10 +145,16 @@ def make_partition(
     seed gives the same partition on every machine, and held_out does not change which site a
     record belongs to. Where the data set says whose each record is, persons are spread, each with
     all records and by the label of the first, and held out whole, each by itself.
-    Raises DataError: a site would have fewer than 2 records, or the data set
-    does not allow the settings; InputError: sites or seed.
+    held: instead of settings.held_out, of a site's name and its records [n], which of them are held
+    out, bool [n]. Raises DataError: a site would have fewer than 2 records, or none to train on, or
+    the data set does not allow the settings; InputError: sites or seed.
     """
     check.count(sites=sites)
+    if held is not None and settings.held_out == "own":
+        raise DataError(
+            'partition.held_out = "own" with evaluation.share: the data set\'s own split and each '
+            "record's own choice would both say what is held out; leave one of them out"
+        )
     rng = Generator(PCG64(check.natural(seed=seed)))
     split = KINDS[settings.kind].split
     if split is None:
@@ -175,16 +185,23 @@ def make_partition(
     train, held_out = {}, {}
     for name, part in records.items():
         if settings.held_out == "own":
-            train[name], held_out[name] = _own_parts(dataset, part)
+            train[name], test = _own_parts(dataset, part)
+            held_out[name] = _of_others(dataset, test, train[name])
             continue
-        if dataset.person is not None:
-            held_out[name], train[name] = splits.held_out_persons(
-                dataset.person, part, settings.held_out, seed
+        if held is not None:
+            out = held(name, part)
+        elif dataset.person is not None:
+            out = splits.held_out_persons(dataset.person, part, settings.held_out, seed)
+        else:
+            out = np.zeros(len(part), bool)
+            count = min(round(settings.held_out * len(part)), len(part) - 1)
+            out[rng.permutation(len(part))[:count]] = True
+        held_out[name], train[name] = np.sort(part[out]), np.sort(part[~out])
+        if out.all():
+            raise DataError(
+                f"everybody at site {name}, of {len(part)} records, is held out by its own choice: "
+                "lower the share, take fewer sites, or another seed"
             )
-            continue
-        held = min(round(settings.held_out * len(part)), len(part) - 1)
-        shuffled = rng.permutation(part)
-        held_out[name], train[name] = np.sort(shuffled[:held]), np.sort(shuffled[held:])
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
@@ -222,6 +239,14 @@ def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarr
         )
     held = dataset.held.numpy()[part]
     return part[~held], part[held]
+
+
+def _of_others(dataset: Dataset, test: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Return the test records of persons that no training record is of: each by its own records."""
+    if dataset.person is None:
+        return test
+    known = {dataset.person[i] for i in train.tolist()}
+    return test[np.array([dataset.person[i] not in known for i in test.tolist()], bool)]
 
 
 def _safe(name: str) -> str:

@@ -228,17 +228,14 @@ def numbered(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None
 
 def held_out_persons(
     person: Sequence[str], part: np.ndarray, share: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of the records `part` are held out, and which are not, ascending.
+) -> np.ndarray:
+    """Return which of the records `part` [n] are held out, bool [n].
 
-    A person is held out with chance `share`, by a digest of seed and name. Where that would leave
-    nobody to train on, the last by digest stays.
+    A person is held out with chance `share`, by a digest of seed and name: whoever else is there.
     """
     whose = [person[int(i)] for i in part]
     drawn = {name: _drawn(seed, "held out", name) for name in set(whose)}
-    last = max(drawn, key=lambda name: (drawn[name], name))
-    out = np.array([drawn[name] < share and name != last for name in whose], bool)
-    return np.sort(part[out]), np.sort(part[~out])
+    return np.array([drawn[name] < share for name in whose], bool)
 
 
 def kept_records(person: Sequence[str] | Sequence[int], most: int, seed: int) -> np.ndarray:

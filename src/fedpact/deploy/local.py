@@ -13,8 +13,9 @@ from typing import Any
 
 from fedpact.deploy.processes import environment
 from fedpact.deploy.running import Process
+from fedpact.engines.parties.examiner import own_figures
 from fedpact.engines.parties.federation import Federation, parse_toml
-from fedpact.engines.parties.site import SiteSettings
+from fedpact.engines.parties.records import SiteSettings
 from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError
 from fedpact.files import PRIVATE, only_one, understood, write_whole
@@ -90,6 +91,8 @@ def look(directory: Path) -> dict[str, Any]:
         "running": {name: name in running for name in {**places, **running}},
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else "known to the server",
+        # A site's alone: of no other directory, so that nobody sees it in passing.
+        "own_figures": own_figures(directory) if (directory / "site.toml").exists() else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
     }
 

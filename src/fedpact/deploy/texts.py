@@ -1,10 +1,14 @@
 """The files that `fedpact deploy init` writes for people to read and edit."""
 
 import json
+from collections.abc import Sequence
 from typing import cast
 
 from fedpact.data.form import RecordForm
 from fedpact.engines.parties.federation import Federation
+from fedpact.evaluation.groups import Grouping
+from fedpact.privacy.once import Once
+from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import UNITS
 
 APP = """\
@@ -100,7 +104,15 @@ longest = {checks.longest:g}   # a reply's distance over the median of the round
 # clamp = true, to set what is beyond to them); vocabulary = 50 for words 0, ..., 49; or a table
 # [records.columns.NAME] with low and high, or categories. What does not fit is left out at its
 # site, and named in that site's log alone.
-{_records(of.records)}{members}"""
+{_records(of.records)}{_groups(of.groups)}{members}"""
+
+
+def _groups(of: Grouping | None) -> str:
+    """The [groups] table: by which place of a record evaluations tell groups apart."""
+    if of is None:
+        return ""
+    entries = "".join(f"{key} = {_toml(value)}\n" for key, value in of.model_dump().items())
+    return f"\n[groups]\n{entries}"
 
 
 def _person(column: str | None) -> str:
@@ -127,8 +139,8 @@ def _toml(value: object) -> str:
     """A text, number, truth or list of them: JSON has the same form, but for 1e30."""
     if isinstance(value, float):
         return repr(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, cast(list[object], value)))}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, cast(Sequence[object], value)))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -140,7 +152,7 @@ def site(name: str, records: str, label: str | None, port: int) -> str:
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
 name = "{name}"                # as in federation.toml
-records = "{records}"     # .npz with x and y, .csv or .parquet: the training records
+records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
 {column}
 data_set = "{name}"            # what the ledger is called: one for these records, for ever
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
@@ -149,21 +161,18 @@ port = {port}                  # a free one of this machine, for the site's own 
 """
 
 
-def policy(
-    algorithm: str,
-    releases: list[str],
-    epsilon: float,
-    delta: float,
-    sigma: float,
-    honest: int = 0,
-    alone: float = 0.0,
-    unit: str = "record",
-) -> str:
-    """Return policy.toml that allows exactly this run.
+def policy(algorithm: str, terms: Terms, evaluation: Once | None) -> str:
+    """Return policy.toml that allows exactly this run, on a site's terms.
 
-    honest, alone: of a run whose sites share noise out; its owner has to allow that in person.
+    That sites share noise out is for the owner to allow in person.
     """
-    names = ", ".join(f'"{name}"' for name in releases)
+    releases = terms.releases | (evaluation.releases if evaluation else {})
+    names = ", ".join(f'"{name}"' for name in sorted(releases))
+    epsilon, delta = terms.budget.epsilon, terms.budget.delta
+    of_held = evaluation.budget if evaluation else terms.budget
+    ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
+    sigma, honest, alone = min(releases.values()), terms.honest, terms.epsilon_alone
+    unit = terms.protects
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
 # As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
@@ -173,11 +182,19 @@ algorithms = ["{algorithm}"]
 releases = [{names}]
 epsilon_per_run = {epsilon!r}
 delta_per_run = {delta!r}
-epsilon_ever = {epsilon!r}     # all runs on these records together
-delta_ever = {delta!r}
+epsilon_ever = {ever[0]!r}     # all runs on these records together
+delta_ever = {ever[1]!r}
 smallest_sigma = {sigma!r}     # least noise multiplier of any release
-""" + (_HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else "")
+{_EVALUATION.format(of_held) if evaluation else ""}""" + (
+        _HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else ""
+    )
 
+
+_EVALUATION = """\
+# Of evaluations, for whoever is held out of training, and then bears nothing of that:
+evaluation_epsilon_per_run = {0.epsilon!r}
+evaluation_delta_per_run = {0.delta!r}
+"""
 
 _HONEST = """
 # The run's sites share noise out: its epsilon = {epsilon!r} holds if at least {honest} of the sites

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedpact.data.form import RecordForm
 from fedpact.deploy import keys, texts
@@ -77,6 +78,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             "checks": choices.checks,
             "person": _person(scene, choices.records),
             "records": _declared(scene, choices.records),
+            "groups": scene.groups,
             "sites": members,
         }
     )
@@ -133,26 +135,19 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
     (directory / "site.toml").write_text(
         texts.site(name, records, label, _free_port()), encoding="utf-8"
     )
-    text = texts.policy(
-        plan.algorithm,
-        sorted(terms.releases),
-        terms.budget.epsilon,
-        terms.budget.delta,
-        min(terms.releases.values()),
-        terms.honest,
-        terms.epsilon_alone,
-        terms.protects,
-    )
+    text = texts.policy(plan.algorithm, terms, plan.evaluation_terms)
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     _write_script(directory / "start.sh", texts.SITE_START)
     if with_records:
-        site = next(site for site in scene.partition.sites(scene.raw) if site.name == name)
+        part = scene.partition
+        # With evaluations a site has all its records, and finds out itself which are held out.
+        held = part.held_out[name] if plan.evaluation.used else part.held_out[name][:0]
+        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
+        x, y = scene.raw.x[chosen], scene.raw.y[chosen]
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
             whose = scene.raw.person
-            named = (
-                {} if whose is None else {"person": np.array(whose)[scene.partition.train[name]]}
-            )
-            np.savez(file, allow_pickle=False, x=site.x.numpy(), y=site.y.numpy(), **named)
+            named = {} if whose is None else {"person": np.array(whose)[chosen.numpy()]}
+            np.savez(file, allow_pickle=False, x=x.numpy(), y=y.numpy(), **named)
 
 
 def _write_script(path: Path, text: str) -> None:

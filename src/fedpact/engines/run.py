@@ -13,6 +13,8 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from fedpact.evaluation.outcome import outcome
+from fedpact.evaluation.totals import SumsForm
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import RoundRecord
@@ -68,13 +70,15 @@ def finish(
     plan: Plan,
     terms: Mapping[str, Terms],
     module: nn.Module,
+    form: SumsForm,
     at: Checkpoint,
     records: list[RoundRecord],
     status: str,
 ) -> dict[str, Any]:
     """Write the final model, which `module` then has, and the summary; return the summary.
 
-    Where the server keeps an average beside the model, it is written as well.
+    Where the server keeps an average beside the model, it is written as well. form: what sites were
+    asked to sum of held-out records.
     """
     model = FlatModel(module)
     for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
@@ -87,7 +91,10 @@ def finish(
         mean, deviation = at.state.vectors[CONSTANTS].chunk(2)
         named = zip(plan.records.released, mean.tolist(), deviation.tolist(), strict=True)
         folder.write_json("columns.json", {n: {"mean": m, "deviation": d} for n, m, d in named})
-    found = _summary(plan, terms, records, status) | {"model_parameters": model.size}
+    found = _summary(plan, terms, records, status) | {
+        "model_parameters": model.size,
+        "evaluation": outcome(records, form, plan.evaluation_terms),
+    }
     folder.write_json("summary.json", found)
     return found
 

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from fedpact.data import datasets, files
 from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords, make_partition
-from fedpact.data.splits import kept_records
+from fedpact.data.splits import kept_records, numbered
 from fedpact.data.tables import SUFFIXES
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
@@ -21,6 +23,9 @@ from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.evaluation.groups import Grouping
+from fedpact.evaluation.split import held_out, key_of_seed, split_of
+from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
 from fedpact.features.cache import beside
 from fedpact.features.stage import Staged
 from fedpact.params import FlatModel
@@ -61,7 +66,8 @@ class Scene:
                 "give an .npz file an array called person"
             )
         if partition is None:
-            partition = make_partition(dataset, plan.partition, plan.sites, plan.seed)
+            held = partial(_held, plan, raw) if plan.evaluation.used else None
+            partition = make_partition(dataset, plan.partition, plan.sites, plan.seed, held)
         sites = [_used(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
@@ -69,13 +75,52 @@ class Scene:
         if policy:
             for site in sites:
                 own = terms.get(site.name) if plan.private else None
-                policy.check_run(plan.algorithm, own, (0.0, 0.0))
+                policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
+        _ = scene.form
         device_of(plan.run.device)
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)
         check_grid(terms.values())
         return scene
+
+    @cached_property
+    def groups(self) -> Grouping | None:
+        """By what records are grouped. Raises PlanError: no column, or without categories."""
+        name, raw = self.plan.evaluation.groups, self.raw
+        if name is None:
+            return None
+        width = raw.x.shape[1] if raw.x.dim() == 2 else 0
+        return Grouping.declared(name, self.plan.records, raw.features, width)
+
+    @cached_property
+    def form(self) -> SumsForm:
+        """What is summed of held-out records. Raises PlanError: it does not fit the classes."""
+        plan = self.plan
+        return form_of(plan.evaluation, self.dataset.classes, self.groups, plan.privacy.unit)
+
+    @property
+    def releases(self) -> int:
+        """How many numbers a site releases of its held-out records at a time; 0: none."""
+        return sum(self.form.lengths.values()) if self.plan.evaluation_terms else 0
+
+    def held_out(self, site: SiteRecords) -> HeldOut:
+        """Return a site's held-out records, as they are evaluated."""
+        places, plan, groups = self.partition.held_out[site.name], self.plan, self.groups
+        persons, used = numbered(self.dataset.person, places), torch.ones(len(places)).bool()
+        most = plan.privacy.person_records
+        if persons is not None and most is not None:
+            used = torch.from_numpy(kept_records(persons.tolist(), most, plan.seed))
+            persons = persons[used]
+        x, y = site.x_held[used], site.y_held[used]
+        raw = self.raw.x[torch.from_numpy(places)][used]
+        group = torch.zeros_like(y) if groups is None else groups.of(raw)
+        return HeldOut(x, y, group, persons if plan.privacy.unit == "person" else None)
+
+    def split(self, site: str) -> str:
+        """Return what a site's ledger knows by which records are held out."""
+        key, share = key_of_seed(self.plan.seed, site), self.plan.evaluation.share
+        return split_of(key, share, persons=self.dataset.person is not None)
 
     @property
     def released(self) -> tuple[int, ...]:
@@ -108,6 +153,13 @@ def _is_file(data: str) -> bool:
 def _is_table(data: str) -> bool:
     """Whether what its records hold is declared by the plan alone."""
     return _is_file(data) or data in datasets.TABLES
+
+
+def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
+    """Return which of a site's records hold themselves out, bool [n]."""
+    chosen, key = torch.from_numpy(part), key_of_seed(plan.seed, site)
+    whose = raw.person and [raw.person[i] for i in part.tolist()]
+    return held_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
 
 
 def _loaded(plan: Plan) -> Dataset:

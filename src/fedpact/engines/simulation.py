@@ -30,7 +30,7 @@ from fedpact.engines.statement import of_simulation
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
-from fedpact.files import write_whole
+from fedpact.evaluation import promise
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord
@@ -108,7 +108,7 @@ def simulate(
         evaluator = Evaluator(
             scene, charged, lambda site, included: remembered(memories[site], included)
         )
-        rounds = Rounds(plan, run, transport, evaluator, stop, own=True)
+        rounds = Rounds(plan, run, transport, evaluator, stop, own=True, sums=scene.releases)
         if not known:
             check_draws(folder, environment)
         at, records = start(folder, plan, scene.module, evaluator, rounds.opened)
@@ -124,7 +124,7 @@ def simulate(
             folder.commit(at, record)
             records.append(record)
             on_round(record)
-        records[-1] = evaluator(at, records[-1], last=True)
+        records[-1] = evaluator(at, rounds.ended(at, records[-1]), last=True)
     return _finish(folder, scene, at, records, rounds.status)
 
 
@@ -221,13 +221,21 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         stack.enter_context(ledger)
         if site.policy:
             others = reserved(ledger, site.run, site.policy)
-            site.policy.check_run(site.plan.algorithm, terms, *others)
+            of_held = site.plan.evaluation_terms
+            site.policy.check_run(site.plan.algorithm, terms, *others, evaluation=of_held)
         ledger.reserve(
             site.run, terms.budget, terms.history(terms.steps), terms.shared, unit=terms.protects
         )
+        _reserve_evaluation(site, ledger)
         charge_size(ledger, site.run, terms)
         ledgers[site.name] = ledger
     return ledgers
+
+
+def _reserve_evaluation(site: VirtualSite, ledger: Ledger) -> None:
+    once = site.plan.evaluation_terms
+    if once is not None:
+        promise.reserve(ledger, site.run, once, site.split, site.plan.privacy.unit)
 
 
 def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
@@ -245,6 +253,9 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
             terms=terms,
             ledger=ledger.absolute() if terms else None,
             policy=scene.policy,
+            held=scene.held_out(site) if scene.releases else None,
+            form=scene.form,
+            split=scene.split(site.name),
         )
 
     return [virtual(site) for site in scene.sites]
@@ -253,8 +264,7 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
 def _finish(
     folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
 ) -> Result:
-    lines = "".join(record.to_json() + "\n" for record in records)
-    write_whole(folder.path / "rounds.jsonl", lines.encode(), private=False)
+    folder.rewrite(records)
     module = scene.module()
-    summary = finish(folder, scene.plan, scene.terms, module, at, records, status)
+    summary = finish(folder, scene.plan, scene.terms, module, scene.form, at, records, status)
     return Result(folder.path, records, summary, module)

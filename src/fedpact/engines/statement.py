@@ -6,6 +6,8 @@ from typing import Any
 
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.circle import colluding
+from fedpact.evaluation import told as evaluations
+from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
@@ -64,14 +66,15 @@ class Side:
     """What a statement has of whoever carries the run out.
 
     separation: how records are kept apart, in words. pooled: whether the sites' held-out records
-    stand in for a test set. simulator_only: numbers that no site would release. persons: whether
-    sites know whose each record is.
+    stand in for a test set. simulator_only: numbers that no site would release. form: what sites
+    sum of held-out records. persons: whether sites know whose each record is.
     """
 
     randomness: str
     separation: str
     covers: Sequence[str]
     does_not_cover: Sequence[str]
+    form: SumsForm
     pooled: bool = False
     simulator_only: Sequence[str] = ()
     persons: bool = False
@@ -81,6 +84,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
     """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
     of_person = _of_person(plan, side.persons) if plan.private else []
+    of_held = _evaluation(plan, side)
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
@@ -102,9 +106,15 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "own_models": plan.method.has_own_models,
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told(),
-        "covers": [*side.covers, *_own_models(plan), *_secure_lines(plan, sites)],
+        "covers": [
+            *side.covers,
+            *_own_models(plan),
+            *([] if of_held is None else [evaluations.line(of_held)]),
+            *_secure_lines(plan, sites),
+        ],
         "does_not_cover": [*side.does_not_cover, *of_person, *_unprotected_weights(plan)],
         "secure_aggregation": secure_terms(plan, sites),
+        "evaluation": of_held,
         "sites": each,
     }
 
@@ -120,6 +130,7 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
         separation=scene.workshop.separation() if scene.plan.private else "",
         covers=covers,
         does_not_cover=uncovered,
+        form=scene.form,
         pooled=scene.dataset.x_test is None,
         simulator_only=simulator_only,
         persons=scene.dataset.person is not None,
@@ -130,6 +141,12 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
 def _own_models(plan: Plan) -> list[str]:
     """Return what is said of models that stay at their sites, in a private run."""
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
+
+
+def _evaluation(plan: Plan, side: Side) -> dict[str, Any] | None:
+    """Return what sites release of held-out records; None where nothing."""
+    once, form = plan.evaluation_terms, side.form
+    return once and evaluations.described(once, form, side.persons, plan.privacy.told_records)
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:

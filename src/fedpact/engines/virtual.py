@@ -1,5 +1,6 @@
 """A site of a simulation, wherever it is trained: by a thread of this process, or by an actor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,11 @@ import torch
 
 from fedpact.client import Client
 from fedpact.engines.inprocess import Bench
+from fedpact.evaluation.promise import charge_of
+from fedpact.evaluation.totals import HeldOut, SumsForm
 from fedpact.ledger.ledger import Ledger
 from fedpact.losses import cross_entropy
-from fedpact.messages import State, Task
+from fedpact.messages import State, Task, Vectors
 from fedpact.methods.released import ColumnRecords
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
@@ -23,6 +26,8 @@ from fedpact.privacy.terms import Terms
 class VirtualSite:
     """What one site of a run is made of. It can be pickled.
 
+    held: its held-out records, of which it releases `form`; None where it releases nothing of them.
+    split: what its ledger knows by which they are.
     terms, ledger: None where the site keeps no ledger. ledger, memory: the paths of its files.
     """
 
@@ -34,6 +39,9 @@ class VirtualSite:
     terms: Terms | None = None
     ledger: Path | None = None
     policy: Policy | None = None
+    held: HeldOut | None = None
+    form: SumsForm | None = None
+    split: str = ""
 
     @property
     def size(self) -> float:
@@ -70,5 +78,26 @@ class VirtualSite:
             return PrivateOracle(records, bench.private, own, draws, charge, left, exact)
 
         return Client(
-            self.name, size, plan.method, oracle, ledger, self.memory, self.policy, device
+            self.name,
+            size,
+            plan.method,
+            oracle,
+            ledger,
+            self.memory,
+            self.policy,
+            device,
+            self._examine(ledger),
         )
+
+    def _examine(self, ledger: Ledger | None) -> Callable[[Task, Bench], Vectors] | None:
+        """Return what answers questions about held-out records; None where there are none."""
+        held, form, once = self.held, self.form, self.plan.evaluation_terms
+        if ledger is None or held is None or form is None or once is None:
+            return None
+
+        def examine(task: Task, bench: Bench) -> Vectors:
+            draws = bench.draws(self.plan.seed, self.name, task.round)
+            sums = partial(held.totals, form, bench.private, task.vectors["w"])
+            return once.release(charge_of(ledger, task), sums, draws)
+
+        return examine

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
+from fedpact.privacy.once import Once
 from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
 
 # Strict: a word, true or "1" is not the number that its owner meant.
 _Positive = Annotated[float, Field(gt=0, strict=True)]
@@ -34,6 +36,10 @@ class Policy(BaseModel):
     to be given with `honest`.
     unit: whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
     A run whose ε is of the other is refused: neither follows from the other.
+    evaluation_epsilon_per_run, evaluation_delta_per_run: the most that one run's evaluations may
+    reserve, for a record (or person) that is held out of its training; without both, none is
+    released. Of a run and its evaluations the larger ε and δ count for `epsilon_ever` and
+    `delta_ever`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -48,6 +54,8 @@ class Policy(BaseModel):
     epsilon_alone_per_run: _Positive | None = None
     epsilon_alone_ever: _Positive | None = None
     unit: Literal["record", "person"] = "record"
+    evaluation_epsilon_per_run: _Positive | None = None
+    evaluation_delta_per_run: _Share | None = None
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -56,6 +64,11 @@ class Policy(BaseModel):
             raise ValueError(
                 f"honest = {self.honest}, epsilon_alone_per_run = {self.epsilon_alone_per_run}, "
                 f"epsilon_alone_ever = {self.epsilon_alone_ever}: expected all three or none"
+            )
+        if (self.evaluation_epsilon_per_run is None) != (self.evaluation_delta_per_run is None):
+            raise ValueError(
+                f"evaluation_epsilon_per_run = {self.evaluation_epsilon_per_run}, "
+                f"evaluation_delta_per_run = {self.evaluation_delta_per_run}: expected both or none"
             )
         return self
 
@@ -96,11 +109,13 @@ class Policy(BaseModel):
         terms: Terms | None,
         reserved: tuple[float, float],
         reserved_alone: float | None = None,
+        evaluation: Once | None = None,
     ) -> None:
         """Raise PolicyRefused for terms that the policy does not allow.
 
         terms: None is a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs;
-        reserved_alone: their Σ ε that needs no other site's noise, where it is more.
+        reserved_alone: their Σ ε that needs no other site's noise, where it is more. evaluation:
+        what the run releases of held-out records.
         """
         self.check_task(algorithm)
         if terms is None:
@@ -114,20 +129,38 @@ class Policy(BaseModel):
                 f'per {self.unit}: an owner who allows it writes unit = "{terms.protects}", with '
                 "bounds that are meant so"
             )
-        unnamed = sorted(set(terms.releases) - set(self.releases))
+        releases = terms.releases | (evaluation.releases if evaluation else {})
+        unnamed = sorted(set(releases) - set(self.releases))
         if unnamed:
             raise PolicyRefused(
                 f"releases {', '.join(unnamed)} are not allowed here: the site's policy names "
                 f"{', '.join(self.releases) or 'none'}"
             )
-        least = min(terms.releases.values())
+        least = min(releases.values())
         _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
-        epsilon, delta = reserved
-        _at_most("epsilon", epsilon + terms.budget.epsilon, "epsilon_ever", self.epsilon_ever)
-        _at_most("delta", delta + terms.budget.delta, "delta_ever", self.delta_ever)
-        self._check_alone(terms, epsilon if reserved_alone is None else reserved_alone)
+        # A record is trained on or held out, so of the two budgets it bears one.
+        own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
+        epsilon = reserved[0] + max(each.epsilon for each in own)
+        delta = reserved[1] + max(each.delta for each in own)
+        _at_most("epsilon", epsilon, "epsilon_ever", self.epsilon_ever)
+        _at_most("delta", delta, "delta_ever", self.delta_ever)
+        self._check_alone(terms, reserved[0] if reserved_alone is None else reserved_alone)
+
+    def _allowed(self, evaluation: Once) -> Budget:
+        """Return what evaluations may cost. Raises PolicyRefused: more than the policy allows."""
+        most = self.evaluation_epsilon_per_run, self.evaluation_delta_per_run
+        if most[0] is None or most[1] is None:
+            raise PolicyRefused(
+                f"evaluations at (ε, δ) = ({evaluation.budget.epsilon:g}, "
+                f"{evaluation.budget.delta:g}) are not allowed here: the site's policy has no "
+                "evaluation_epsilon_per_run and evaluation_delta_per_run"
+            )
+        epsilon, delta = evaluation.budget.epsilon, evaluation.budget.delta
+        _at_most("evaluation epsilon", epsilon, "evaluation_epsilon_per_run", most[0])
+        _at_most("evaluation delta", delta, "evaluation_delta_per_run", most[1])
+        return evaluation.budget
 
     def _check_alone(self, terms: Terms, reserved: float) -> None:
         """Raise PolicyRefused for a run that needs more honest sites than the owner believes in."""

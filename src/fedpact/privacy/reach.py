@@ -30,6 +30,7 @@ from fedpact.errors import PlanError
 from fedpact.messages import Numbers, Vectors
 from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.once import Once
 from fedpact.privacy.terms import Terms
 
 DEVIATIONS: Final = 9.0
@@ -188,6 +189,19 @@ def below(terms: Terms) -> Range:
     # Votes of ±1/2 over the expected size, and noise of half a vote, around 1/2.
     half = (crowding(terms) + DEVIATIONS * terms.sigmas["below"] / terms.batch_size) / 2
     return within(0.5 - half, 0.5 + half)
+
+
+def counts(once: Once, lengths: Mapping[str, int], records: float) -> Bounds:
+    """Return the bounds of sums that a site released once, of `records` that it declared, or fewer.
+
+    lengths: how many numbers each channel has. A record moves a channel by at most its bound, so
+    as many move it by at most so many times as much.
+    """
+    found = {
+        channel: Release(RECORDS * records * bound, once.sigma * bound).longest(lengths[channel])
+        for channel, bound in once.bounds.items()
+    }
+    return Bounds(found, {})
 
 
 def geometric(ratio: float, count: float) -> float:

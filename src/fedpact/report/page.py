@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
-from fedpact.report import budgets, figures
+from fedpact.report import budgets, evaluations, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.text import duration, lower, number, percent, size, upper, written
@@ -81,6 +81,8 @@ def render(run: RunFolder) -> str:
         wire=wire(run, len(run.sites)),
         rates=rates(run),
         fair=_fair(run),
+        released=evaluations.about(run),
+        unevaluated=evaluations.why_none(run),
         sites=_site_rows(run),
         joining=joining_rows([run]),
         paid=paid([run]),
@@ -137,6 +139,10 @@ def _learning_cards(run: RunFolder) -> list[Card]:
             note += number(last.average["loss"])
             value = percent(last.average["accuracy"])
             cards.append(Card("averaged model", value, note, simulator_only=pooled))
+    if (found := evaluations.headline(run)) is not None:
+        cards.append(Card("accuracy, released", *found))
+    elif not run.evaluated:
+        cards.append(Card("accuracy", "not evaluated", evaluations.why_none(run)))
     for name, metric in METRICS.items():
         known = [record for record in run.records if name in record.metrics]
         if known:

@@ -98,6 +98,11 @@ class RunFolder:
         return [record for record in self.records if record.accuracy is not None]
 
     @property
+    def released(self) -> Document | None:
+        """The last evaluation that sites released, as summary.json has it; None without one."""
+        return self.summary.get("evaluation")
+
+    @property
     def scores(self) -> Mapping[str, SiteScore]:
         """Each site's score the last time that sites were evaluated; maybe none."""
         return next((record.scores for record in reversed(self.records) if record.scores), {})

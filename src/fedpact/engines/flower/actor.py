@@ -18,11 +18,10 @@ from flwr.clientapp import ClientApp
 from fedpact import errors
 from fedpact.engines.flower import codec
 from fedpact.engines.inprocess import Bench
-from fedpact.engines.parties.site import decode_task
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
-from fedpact.errors import FedpactError
-from fedpact.messages import to_bytes
+from fedpact.errors import DataError, FedpactError
+from fedpact.messages import Task, from_bytes, to_bytes
 from fedpact.theory.accounting import History, SampledGaussian
 
 _PLACE = "partition-id"  # Flower's name for which of the virtual nodes it is
@@ -84,7 +83,7 @@ def opened(answer: RecordDict) -> tuple[bytes, History]:
 
 
 def _answer(site: VirtualSite, bench: Bench, message: Message) -> RecordDict:
-    task = decode_task(codec.unpack(message.content)[0])
+    task = _decoded(codec.unpack(message.content)[0])
     with site.open_ledger() or nullcontext() as ledger:
         block = to_bytes(site.client(ledger).handle(task, bench))
         spent = ledger.spent(site.run) if ledger else {}
@@ -102,3 +101,11 @@ def _answer(site: VirtualSite, bench: Bench, message: Message) -> RecordDict:
 def _failure(error: Exception) -> RecordDict:
     kind, trace = type(error).__name__, traceback.format_exc()
     return RecordDict({"failure": ConfigRecord({"kind": kind, "text": str(error), "trace": trace})})
+
+
+def _decoded(block: bytes) -> Task:
+    """Decode a task. Raises InputError: another kind of message, or none."""
+    message = from_bytes(block)
+    if not isinstance(message, Task):
+        raise DataError(f"a {type(message).__name__} came where a task is expected")
+    return message

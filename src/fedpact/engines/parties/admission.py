@@ -15,7 +15,7 @@ every algorithm.
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -27,7 +27,7 @@ from fedpact.engines.secure.ring import Form
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy
-from fedpact.messages import Reply, State, Task
+from fedpact.messages import EVALUATION, Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
 from fedpact.persample.kernel import PlainKernel
@@ -54,8 +54,13 @@ REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
 """The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
-def expected_form(workshop: Workshop, task: Task) -> Form:
-    """Return the form of every honest reply to this task, on records that are nobody's."""
+def expected_form(workshop: Workshop, sums: Mapping[str, int], task: Task) -> Form:
+    """Return the form of every honest reply to this task, on records that are nobody's.
+
+    sums: of an evaluation, how many numbers each channel has.
+    """
+    if task.algorithm == EVALUATION:
+        return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
     x, y = workshop.made_up()
     kernel = PlainKernel(FlatModel(workshop.module()), cross_entropy)
     records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
@@ -68,18 +73,24 @@ class Admission:
     """Checks replies to one run of a method. terms: each site's. longest: see `outliers`.
 
     standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
+    examined: the bounds of a site's answer to an evaluation.
     """
 
     def __init__(
-        self, method: Method, terms: Mapping[str, Terms], longest: float, standing: Standing
+        self,
+        method: Method,
+        terms: Mapping[str, Terms],
+        longest: float,
+        standing: Standing,
+        examined: Callable[[Terms], Bounds] = lambda _: Bounds({}, {}),
     ) -> None:
         self._method, self._terms, self._longest = method, terms, longest
-        self.standing = standing
+        self.standing, self._examined = standing, examined
 
     def check(self, form: Form, task: Task) -> None:
         """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
         any_terms = next(iter(self._terms.values()))
-        missing = self._method.bounds(task, any_terms).undeclared(form.vectors, form.numbers)
+        missing = self._bounds(task, any_terms).undeclared(form.vectors, form.numbers)
         if missing:
             raise PlanError(
                 f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
@@ -109,12 +120,17 @@ class Admission:
         finite = all(map(all_finite, opened.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
-        bounds = self._method.bounds(task, self._terms[site])
+        bounds = self._bounds(task, self._terms[site])
         beyond = bounds.fault(opened.vectors, reply.numbers, task.vectors)
         if beyond is not None:
             _log.warning("site %s: round %d: %s", site, task.round, beyond)
             return "far off"
         return None
+
+    def _bounds(self, task: Task, terms: Terms) -> Bounds:
+        if task.algorithm == EVALUATION:
+            return self._examined(terms)
+        return self._method.bounds(task, terms)
 
     def mean_fault(self, task: Task, sites: Iterable[str], mean: State, error: float) -> str | None:
         """Return what shows that one of these sites lied, in words, in the mean of their replies.
@@ -127,15 +143,17 @@ class Admission:
 
     def opened(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
+        if task.algorithm == EVALUATION:
+            return reply
         return self._method.opened(reply, task.vectors)
 
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
         """Return the sites with a vector farther from the task's than `longest` times the median.
 
-        Of fewer than three replies nobody can say which is off. A vector that the task does not
-        have is measured from 0.
+        Of fewer than three replies nobody can say which is off, and sums over records of unlike
+        sites are far apart as they are. A vector that the task does not have is measured from 0.
         """
-        if len(replies) < 3:
+        if len(replies) < 3 or task.algorithm == EVALUATION:
             return []
         found = set[str]()
         replies = {site: self.opened(reply, task) for site, reply in replies.items()}

@@ -6,8 +6,9 @@ run/                         the run's folder; a server that is started again go
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.statement import Side, released_columns, statement, with_epsilon
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.evaluation.totals import SumsForm
 from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
 from fedpact.losses import cross_entropy
@@ -34,7 +36,7 @@ from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
-from fedpact.privacy.reach import check_grid
+from fedpact.privacy.reach import Bounds, check_grid, counts
 from fedpact.privacy.terms import Terms
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History
@@ -76,6 +78,7 @@ class Coordinator:
         federation = Federation.read(directory / "federation.toml")
         plan = read_plan(directory / "plan.json")
         check_secure(plan, len(federation.sites))
+        federation.form(plan)
         found = Coordinator(directory, federation, plan, federation.terms(plan))
         if plan.privacy.honest:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
@@ -96,7 +99,26 @@ class Coordinator:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
         standing = Standing(self.folder.path)
         longest = self.federation.checks.longest
-        return Admission(self.plan.method, self.terms, longest, standing), standing.save
+        found = Admission(self.plan.method, self.terms, longest, standing, self._examined)
+        return found, standing.save
+
+    @cached_property
+    def form(self) -> SumsForm:
+        """What sites are asked to sum of their held-out records."""
+        return self.federation.form(self.plan)
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        """Of an evaluation, how many numbers each channel has; empty where there are none."""
+        return self.form.lengths if self.plan.evaluation_terms else {}
+
+    def _examined(self, terms: Terms) -> Bounds:
+        once = self.plan.evaluation_terms
+        if once is None:
+            return Bounds({}, {})
+        # All of a site's records at most, however they fall.
+        records = terms.size / (1 - self.plan.evaluation.share)
+        return counts(once, self.sums, records)
 
     def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.
@@ -105,7 +127,8 @@ class Coordinator:
         """
         self._begin()
         evaluator = _Evaluator(self)
-        rounds = Rounds(self.plan, self.federation.run, transport, evaluator)
+        sums = sum(self.sums.values())
+        rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
         at, records = start(self.folder, self.plan, self.module, evaluator, rounds.opened)
         evaluator.go_on(records)
         for record in records:
@@ -115,8 +138,10 @@ class Coordinator:
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)
+        records[-1] = rounds.ended(at, records[-1])
+        self.folder.rewrite(records)
         ended = at, records, rounds.status
-        return finish(self.folder, self.plan, self.terms, self.module(), *ended)
+        return finish(self.folder, self.plan, self.terms, self.module(), self.form, *ended)
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
@@ -150,6 +175,7 @@ class Coordinator:
             separation=self.workshop().separation(),
             covers=[*_COVERS, *released_columns(self.plan)],
             does_not_cover=_DOES_NOT_COVER,
+            form=self.form,
             persons=self.federation.person is not None,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)

@@ -17,6 +17,8 @@ from torch import Tensor
 from fedpact.data.form import RecordForm
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.evaluation.groups import Grouping
+from fedpact.evaluation.totals import SumsForm, form_of
 from fedpact.features.stage import FeatureStage
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
@@ -70,7 +72,7 @@ class Federation(BaseModel):
     records: what a record may hold; what does not fit is left out at its site.
     person: the column (in an .npz the array) of a site's file that says whose a record is, no
     feature; a record that names nobody is left out. Sizes count persons where the plan protects
-    them.
+    them. groups: by which column evaluations tell records apart, where the plan's name one.
     seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
     with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
     machine's own, and its ledgers are hypothetical.
@@ -88,6 +90,7 @@ class Federation(BaseModel):
     checks: Checks = Checks()
     records: RecordForm = RecordForm()
     person: str | None = None
+    groups: Grouping | None = None
     sites: dict[str, Member] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -116,6 +119,13 @@ class Federation(BaseModel):
             raise ValueError(
                 f"records.columns with shape = {list(self.shape)}: a record is no row of columns; "
                 "declare low and high for all of it"
+            )
+        if self.groups is not None and not (
+            len(self.shape) == 1 and self.groups.column < self.shape[0]
+        ):
+            raise ValueError(
+                f"groups.column = {self.groups.column} with shape = {list(self.shape)}: expected a "
+                "place in a record that is a row"
             )
         return self
 
@@ -148,6 +158,16 @@ class Federation(BaseModel):
                 "column of the sites' files that says whose a record is, as person = ..."
             )
         return plan.terms({name: member.size for name, member in self.sites.items()})
+
+    def form(self, plan: Plan) -> SumsForm:
+        """Return what is summed of held-out records. Raises PlanError: it does not fit."""
+        if (plan.evaluation.groups is None) != (self.groups is None):
+            raise PlanError(
+                f"evaluation.groups of plan.json is {plan.evaluation.groups!r} with groups = "
+                f"{self.groups} in federation.toml: expected both or none, as `fedpact deploy "
+                "init` writes them"
+            )
+        return form_of(plan.evaluation, self.classes, self.groups, plan.privacy.unit)
 
     def workshop(self, plan: Plan, at: Path) -> Workshop:
         """Return what a party of this federation computes with. at: its directory."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedpact.client import remembered
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
-from fedpact.engines.parties.site import SiteSettings, own_records
+from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.process import one_thread
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
@@ -56,7 +56,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     w = _read(source, module, flat)
     # With the final model every site's last reply counts as included, if it was of the last round.
     own = plan.method.own_model(w, remembered(directory / "memory.safetensors", plan.rounds))
-    records = own_records(directory, settings, federation, plan)
+    records = own_records(directory, settings, federation, plan).records
     with one_thread():
         by_itself = alone(flat, records.x, records.y, initial)
         tuned = personalised(flat, records.x, records.y, w if own is None else own)

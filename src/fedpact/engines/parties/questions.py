@@ -7,7 +7,7 @@ round 10^12 would make every later one stale, a τ of a million would spend the 
 from torch import Tensor
 
 from fedpact.errors import InputError
-from fedpact.messages import Task, Vectors
+from fedpact.messages import EVALUATION, Task, Vectors
 from fedpact.methods.short import whole
 from fedpact.params import all_finite
 from fedpact.plan import Plan
@@ -24,6 +24,7 @@ class Questions:
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
         self._always = frozenset(told.numbers)
         self._first = 0 if plan.method.opens_run else 1
+        self._evaluated = {"w": (w.shape, w.dtype)} if plan.evaluation_terms else None
         self._told = dict[int, Vectors]()
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
@@ -32,6 +33,10 @@ class Questions:
         A task may tell changes to what was told in the round before (methods.short), which is known
         as long as this object lives; the code is "model" where it is not.
         """
+        if task.algorithm == EVALUATION:
+            # Told in full, and nothing that a later task goes on from.
+            wrong = self.fault(task)
+            return (task, "", "") if wrong is None else (None, *wrong)
         base = self._told.get(task.round - 1)
         try:
             full = whole(task, base)
@@ -60,6 +65,10 @@ class Questions:
         return None if wrong is None else ("task", wrong)
 
     def _wrong(self, task: Task) -> str | None:
+        examined = task.algorithm == EVALUATION
+        vectors, numbers = (self._evaluated, {}) if examined else (self._vectors, self._numbers)
+        if vectors is None:
+            return "it asks for an evaluation: expected none, as the plan has none"
         for name, value, least, most in (
             ("round", task.round, self._first, self._rounds),
             ("included", task.included, -1, task.round - 1),
@@ -68,15 +77,15 @@ class Questions:
             if not least <= value <= most:
                 return f"its {name} is {value}: expected an integer from {least} to {most}"
         found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
-        if found != self._vectors:
-            return f"its vectors are {_few(found)}: expected {_few(self._vectors)}"
+        if found != vectors:
+            return f"its vectors are {_few(found)}: expected {_few(vectors)}"
         for name, value in task.numbers.items():
-            expected = self._numbers.get(name)
+            expected = numbers.get(name)
             if expected is None:
-                return f"it has a number {name!r}: expected none but {_few(self._numbers)}"
+                return f"it has a number {name!r}: expected none but {_few(numbers)}"
             if not expected.holds(value):
                 return f"its number {name!r} is {value!r}: expected {expected}"
-        for name in sorted(self._always - task.numbers.keys()):
+        for name in sorted((frozenset() if examined else self._always) - task.numbers.keys()):
             return f"it has no number {name!r}, which every task of this plan has"
         if not all(map(all_finite, task.vectors.values())):
             return "its vectors hold NaN or infinity: expected finite numbers"

@@ -1,6 +1,6 @@
 """A site on its own machine: from its directory to an answer. Charge, compute, commit, reply.
 
-    site.toml           the owner's: where the records are (SiteSettings)
+    site.toml           the owner's: where the records are (records.SiteSettings)
     policy.toml         the owner's: what is allowed at most (privacy.policy)
     federation.toml     the run it takes part in
     plan.json           what it trains
@@ -8,6 +8,7 @@
     ledger.jsonl.seen   entries that it had: one that lacks any does not open (parties.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
+    held-out.key        and two files more, of evaluations (engines.parties.examiner)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation;
                         made at the first opening, and missed after the first charge
 
@@ -24,25 +25,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from fedpact.client import Client
-from fedpact.data.columns.advice import advise
-from fedpact.data.sites import load_site
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
-from fedpact.engines.parties.entrance import limited, taken
+from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.questions import Questions
+from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.stored import LastReply, room
 from fedpact.engines.parties.witness import Witness, check_left_behind, is_place
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
-from fedpact.features.cache import beside
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (
+    EVALUATION,
     MOST_VECTORS,
     Refusal,
     Reply,
@@ -54,31 +52,11 @@ from fedpact.messages import (
 )
 from fedpact.methods.released import ColumnRecords
 from fedpact.params import FlatModel
-from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.reach import check_grid
 
 _log = logging.getLogger("fedpact.site")
-
-
-class SiteSettings(BaseModel):
-    """The owner's settings; paths are relative to the site's directory.
-
-    name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
-    table. data_set: what the ledger is called, one for each set of records and for its whole life.
-    device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
-    one of this machine, for the site's own processes to talk to each other.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: str
-    records: str
-    label: str | None = None
-    data_set: str
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    ledger: str = "ledger.jsonl"
-    port: int = Field(gt=0, lt=65536)
 
 
 class Site:
@@ -107,17 +85,19 @@ class Site:
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
+        path = directory / self.settings.ledger
+        self._examiner = Examiner(directory, self.name, self.federation, self.plan, path)
         self._records = ColumnRecords(self._load())
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self._last = LastReply(directory / "reply.bin")
-        path = directory / self.settings.ledger
         if not (path.exists() and path.stat().st_size):
             check_left_behind(directory, path, promised=False)
         self._witness = Witness(path)
         self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
         try:
             self._witness.check(self.ledger, self._last.ledger)
+            self._witness.check(self.ledger, self._examiner.last.ledger)
             check_left_behind(directory, path, promised=bool(self.ledger.runs))
             # It reads what it remembers: a file that cannot be read ends it before it promises.
             self._client = Client[Bench](
@@ -128,6 +108,7 @@ class Site:
                 self.ledger,
                 directory / "memory.safetensors",
                 device=self._device,
+                examine=partial(self._examiner.examine, self.ledger),
             )
             self._take_part()
         except BaseException:
@@ -197,10 +178,11 @@ class Site:
             _log.warning("round %d: the server's task is refused: %s", task.round, text)
             return self._refusal(task, code)
         task = full
-        stored = self._last.answer_to(task)
+        last = self._last_of(task)
+        stored = last.answer_to(task)
         if stored is not None:
             return stored
-        if self._last.is_newer_than(task):
+        if last.is_newer_than(task):
             return self._refusal(task, "stale")
         if self._terms.honest and self.ledger.is_charged(self.run, task.round, task.attempt):
             # Two sums of one attempt would differ by this site's shares alone.
@@ -208,7 +190,7 @@ class Site:
         pending = self._directory / "pending-memory.safetensors"
         before = self.ledger.length
         try:
-            with room(task, self._last.path, pending, self._witness.path, self.ledger.path):
+            with room(task, last.path, pending, self._witness.path, self.ledger.path):
                 return self._charged(task)
         except Exception as error:  # whatever it is: what was charged has no reply
             if self.ledger.length > before:
@@ -223,9 +205,13 @@ class Site:
         answer = self._client.handle(task, self._bench)
         block = to_bytes(answer)
         if isinstance(answer, Reply):
-            self._last.keep(task, block)
+            self._last_of(task).keep(task, block)
+            self._examiner.note(task, self._bench)
             self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
+
+    def _last_of(self, task: Task) -> LastReply:
+        return self._examiner.last if task.algorithm == EVALUATION else self._last
 
     @property
     def most_vectors(self) -> int:
@@ -256,6 +242,7 @@ class Site:
         terms = self._terms
         promised = terms.history(terms.steps)
         self.ledger.reserve(self.run, terms.budget, promised, terms.shared, unit=terms.protects)
+        self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")
@@ -264,7 +251,8 @@ class Site:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self._directory / "policy.toml")
         others = reserved(self.ledger, self.run, policy)
-        policy.check_run(self.plan.algorithm, self._terms, *others)
+        once = self._examiner.once
+        policy.check_run(self.plan.algorithm, self._terms, *others, evaluation=once)
 
     def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
         test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
@@ -277,38 +265,10 @@ class Site:
 
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
-        found = own_records(self._directory, self.settings, self.federation, self.plan, bench)
-        return found.to(self._device)
-
-
-def own_records(
-    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Bench | None = None
-) -> Records:
-    """Return a site's records as they are trained on, in the CPU's memory.
-
-    directory: the site's. bench: to try them with; it has to be in the CPU's memory, too: a word
-    that a card's table does not have ends its process. Raises InputError: they do not fit.
-    """
-    path = directory / settings.records
-    found = load_site(path, settings.label, of.classes, of.shape, of.values, of.records, of.person)
-    if len(of.shape) == 1:
-        names = found.features or tuple(map(str, range(of.shape[0])))
-        advise(str(path), of.records, names, None)
-    stage = of.stage(plan, directory)
-    staged = stage(found.x, of.example(), str(path), beside(path), found.features)
-    kernel = (bench or of.workshop(plan, directory).bench()).private
-    good = taken(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
-    used, persons = limited(found.persons, good, plan)
-    released = stage.released(of.example(), found.features)
-    return Records(staged.x[used], found.y[used], released, persons)
-
-
-def decode_task(block: bytes) -> Task:
-    """Decode a task. Raises InputError: another kind of message, or none."""
-    message = from_bytes(block)
-    if not isinstance(message, Task):
-        raise DataError(f"a {type(message).__name__} came where a task is expected")
-    return message
+        own = own_records(self._directory, self.settings, self.federation, self.plan, bench)
+        held = self._examiner.split(own)
+        self._examiner.take(own.raw[held], own.part(held).to(self._device))
+        return own.part(~held).to(self._device)
 
 
 def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[bytes, str]:

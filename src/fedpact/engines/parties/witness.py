@@ -24,6 +24,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
 _LEFT_BEHIND = (
     "reply.bin",
+    "evaluation.bin",
     "memory.safetensors",
     "pending-memory.safetensors",
     "opened.json",

@@ -1,0 +1,82 @@
+"""What a run's evaluations come to: the last one, with intervals, and what all have cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fedpact.evaluation.figures import Figure, Sums, figures
+from fedpact.evaluation.totals import SumsForm
+from fedpact.privacy.once import Once
+from fedpact.records.rounds import RoundRecord, SumsBySite
+from fedpact.theory.accounting import epsilon
+
+
+def outcome(
+    records: Sequence[RoundRecord], form: SumsForm, once: Once | None
+) -> dict[str, Any] | None:
+    """Return the last evaluation as plain data, None where the run released none.
+
+    figures: of all sites together; sites: of each. Of a simulation each figure has what it is
+    without noise, `exact`. epsilon_spent: site -> ε of what it has released, at delta.
+    """
+    done = [record for record in records if record.evaluation]
+    if once is None or not done:
+        return None
+    last, spent = done[-1], dict[str, float]()
+    for site in sorted({site for record in done for site in record.evaluation}):
+        count = sum(site in record.evaluation for record in done)
+        spent[site] = epsilon({once.event: count}, once.budget.delta, once.accountant)
+    noise = dict.fromkeys(form.shapes, once.sigma)
+    released, exact = last.evaluation, last.held_out
+    return {
+        "round": last.round,
+        "unit": form.unit,
+        "level": form.settings.level,
+        "epsilon": once.budget.epsilon,
+        "delta": once.budget.delta,
+        "epsilon_spent": spent,
+        "unevaluated": dict(last.unevaluated),
+        "figures": _beside(form, noise, list(released.values()), _of(exact, released)),
+        "sites": {
+            site: _beside(form, noise, [sums], _of(exact, {site: sums}))
+            for site, sums in released.items()
+        },
+    }
+
+
+def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:
+    """Return the figures of sums without noise, as a site's owner sees them."""
+    return _figures(form, [sums], dict.fromkeys(form.shapes, 0.0))
+
+
+def _of(exact: SumsBySite, released: SumsBySite) -> list[Mapping[str, Sequence[float]]]:
+    return [exact[site] for site in released if site in exact]
+
+
+def _beside(
+    form: SumsForm,
+    noise: Mapping[str, float],
+    released: list[Mapping[str, Sequence[float]]],
+    exact: list[Mapping[str, Sequence[float]]],
+) -> list[dict[str, Any]]:
+    found = [_plain(figure) for figure in _figures(form, released, noise)]
+    if exact:
+        known = _figures(form, exact, dict.fromkeys(noise, 0.0))
+        for figure, without in zip(found, known, strict=True):
+            figure["exact"] = _number(without.value)
+    return found
+
+
+def _figures(
+    form: SumsForm, sums: list[Mapping[str, Sequence[float]]], noise: Mapping[str, float]
+) -> list[Figure]:
+    return figures(Sums.added(sums, noise), form.settings, form.classes, form.groups, form.unit)
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    return {**asdict(figure), "value": _number(figure.value)}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,110 @@
+"""The [evaluation] table of a plan: which records are held out, and what is released of them.
+
+    [evaluation]
+    share = 0.2                of each site's records; 0: none, and nothing is released
+    every = 10                 rounds; 0: once, of the last model
+    epsilon = 1.0              (ε, δ) of a record that is held out, of all evaluations together
+    delta = 1e-5
+    releases = ["hits", "loss", "roc"]
+    groups = "sex"             a column with declared categories: hits by group
+
+All of it is public, the same at every party, and part of the plan.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedpact.privacy.once import Once
+from fedpact.theory.accounting import Accountant, Budget
+
+DECLARE: Final = (
+    "To have it evaluated at the sites, declare [evaluation] share = 0.2 (of each site's records, "
+    "which then are not trained on), epsilon and delta: sites release noisy counts of them"
+)
+"""What is said where nothing is evaluated."""
+
+Release = Literal["hits", "loss", "roc"]
+
+
+class EvaluationSettings(BaseModel):
+    """See the module.
+
+    share: a record falls to one side by itself, so the part is about so large. every: the last
+    model is evaluated in any case. releases: hits, a table of hits and misses by class (and group);
+    loss, the sum of losses, each clipped to loss_bound (with hits, which count the records); roc,
+    scores by class in `bins` bins, of two classes only. level: how often an interval covers what it
+    is for. groups: a column of [records] with categories.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    share: float = Field(default=0.0, ge=0, lt=1)
+    every: int = Field(default=0, ge=0)
+    epsilon: float = Field(default=1.0, gt=0)
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    releases: list[Release] = Field(default=["hits", "loss"], min_length=1)
+    loss_bound: float = Field(default=5.0, gt=0)
+    bins: int = Field(default=20, ge=2, le=1000)
+    level: float = Field(default=0.95, gt=0, lt=1)
+    groups: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if not self.share and self != EvaluationSettings.model_construct():
+            raise ValueError(
+                "share = 0 with other settings: no record is held out, so nothing would be "
+                "released; give share, as 0.2, or leave the table out"
+            )
+        if len(set(self.releases)) < len(self.releases):
+            raise ValueError(f"releases = {self.releases}: expected each once")
+        for name, asked in (("groups", self.groups is not None), ("loss", "loss" in self.releases)):
+            if asked and "hits" not in self.releases:
+                raise ValueError(
+                    f"{name} with releases = {self.releases}: it needs the table of hits, which "
+                    'counts the records; add "hits", or leave it out'
+                )
+        return self
+
+    @property
+    def used(self) -> bool:
+        """Whether records are held out."""
+        return self.share > 0
+
+    def times(self, rounds: int) -> int:
+        """Return how many evaluations a run of so many rounds has."""
+        return -(-rounds // self.every) if self.every else 1
+
+    def terms(self, rounds: int, spare: int, accountant: Accountant) -> Once | None:
+        """Return what a site releases in so many rounds, and as many evaluations more as are spare.
+
+        None: nothing. Raises BudgetExhausted: no noise is enough for it.
+        """
+        if not self.used:
+            return None
+        times, bounds = self.times(rounds) + spare, dict.fromkeys(map(str, self.releases), 1.0)
+        budget = Budget(self.epsilon, self.delta)
+        return Once.within("evaluation", bounds, times, budget, accountant)
+
+    def check_seen(self, threshold: int, scaled: Sequence[str]) -> None:
+        """Raise ValueError where a server that is to see sums only would see each site's counts.
+
+        scaled: columns by released scales, which held-out records would have to be given as well.
+        """
+        if self.used and scaled:
+            raise ValueError(
+                f'[evaluation] with scale = "released" for {", ".join(scaled)}: held-out records '
+                "would have to be scaled by what the others released, which is not done yet; "
+                "declare their scale, or leave [evaluation] out"
+            )
+        if self.used and threshold:
+            raise ValueError(
+                f"[evaluation] with secure_aggregation.threshold = {threshold}: each site releases "
+                "noisy counts of its own, which a server that is to see sums only would see; leave "
+                "one of them out"
+            )
+
+    def is_due(self, round_number: int, rounds: int) -> bool:
+        """Whether the model is evaluated after this round."""
+        regular = self.every > 0 and round_number % self.every == 0
+        return self.used and round_number > 0 and (regular or round_number == rounds)

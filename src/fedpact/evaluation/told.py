@@ -1,0 +1,56 @@
+"""What a statement of privacy says of evaluations: what is released, of whom, and what it costs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedpact.evaluation.totals import SumsForm
+from fedpact.privacy.once import Once
+from fedpact.text import upper
+from fedpact.theory.accounting import epsilon
+from fedpact.theory.persons import epsilon_per_person
+
+
+def described(once: Once, form: SumsForm, persons: bool, records: Sequence[int]) -> dict[str, Any]:
+    """Return what sites release of held-out records, and what it costs, as plain data.
+
+    persons: whether persons decide who is held out. records: for how many of one person's ε is
+    told; of none where it is of persons anyway.
+    """
+    delta, of_persons = once.budget.delta, form.unit == "person"
+    several = () if of_persons else records
+    return {
+        **form.settings.model_dump(mode="json"),
+        "groups": list(form.groups),
+        "classes": list(form.classes),
+        "unit": form.unit,
+        "split_by": "person" if persons else "record",
+        "sigma": once.sigma,
+        "sigma_joint": once.event.sigma,
+        "times": once.times,
+        "accountant": once.accountant,
+        "epsilon_reserved": epsilon(once.history, delta, once.accountant),
+        "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
+    }
+
+
+def line(of: dict[str, Any]) -> str:
+    """Return what a guarantee says of evaluations. of: what `described` returns."""
+    person, whole = of["unit"] == "person", of["split_by"] == "person"
+    each = "person, with all records," if whole else "record"
+    told = (
+        f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
+        f"training. Each {each} decides by itself whether to be among them (a hash under a secret "
+        f"of the site), and then bears (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
+        f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
+        "of the training's; the others bear the training's, and nothing of this one."
+    )
+    if person:
+        return told + " Each of a person's m records counts 1/m."
+    several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
+    both = (
+        "; that, or what training costs, as all of them are on one side."
+        if whole
+        else "; and where others of them are trained on, what those cost there as well: at most "
+        "the sum of both ε, at the sum of both δ."
+    )
+    return f"{told} A person with several of them pays for evaluations at most {several}{both}"

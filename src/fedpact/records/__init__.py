@@ -1,0 +1,1 @@
+"""What runs leave behind, for whoever reads them."""

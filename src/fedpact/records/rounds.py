@@ -1,0 +1,72 @@
+"""What a round leaves behind, for reports: one line of a run's rounds.jsonl."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SumsBySite = Mapping[str, Mapping[str, Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class SiteScore:
+    """The global model on one site's held-out records. Simulator only: not a private release."""
+
+    accuracy: float
+    loss: float
+    records: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round leaves behind.
+
+    round: 0 is the initial model, before any training; r >= 1 follows r rounds.
+    accuracy, loss: the global model on the public test set, None where the round was not evaluated.
+    metrics: of the sites' held-out records, by the names of metrics.METRICS (Ψ is "psi"), empty
+    likewise, as are scores, per site, and average: all these of the server's average. steps: τ.
+    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
+    no other site's noise counts; empty where each site's noise is its own.
+    bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
+    seconds: wall-clock time of the round. refused: site -> code.
+    numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
+    evaluation: site -> channel -> noisy sums over its held-out records, as it released them after
+    this round; empty where none were asked for. unevaluated: site -> code, who released none.
+    held_out: the same sums, exact; simulator only.
+    """
+
+    round: int
+    accuracy: float | None = None
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
+    steps: int = 0
+    epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
+    epsilon_alone: Mapping[str, float] = field(default_factory=dict[str, float])
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float = 0.0
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    average: Mapping[str, float] = field(default_factory=dict[str, float])
+    evaluation: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
+    unevaluated: Mapping[str, str] = field(default_factory=dict[str, str])
+    held_out: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON; a metric stands there under its own name."""
+        scores = {name: vars(score) for name, score in self.scores.items()}
+        body = {**vars(self), **self.metrics, "scores": scores}
+        del body["metrics"]
+        return json.dumps(body, default=dict)
+
+    @staticmethod
+    def from_json(line: str) -> "RoundRecord":
+        """Read back a line that `to_json` wrote."""
+        raw: dict[str, Any] = json.loads(line)
+        raw["scores"] = {name: SiteScore(**score) for name, score in raw["scores"].items()}
+        own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
+        # A round that was not evaluated has none, or null in a file of an earlier version.
+        metrics = {k: float(v) for k, v in raw.items() if k not in own and v is not None}
+        return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})

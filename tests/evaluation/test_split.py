@@ -1,0 +1,58 @@
+"""Each record decides by itself whether it is held out."""
+
+import pytest
+import torch
+
+from fedpact.draws.seeded import stream
+from fedpact.evaluation.split import held_out, key_of_seed, split_of
+
+KEY = key_of_seed(0, "site-00")
+
+
+def records(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(count, 3, generator=stream("split"))
+    return x, torch.randint(2, (count,), generator=stream("labels"))
+
+
+def test_one_record_more_moves_no_other() -> None:
+    x, y = records(200)
+    whole = held_out(x, y, 0.3, KEY)
+    for out in (0, 100, 199):
+        rest = torch.arange(200) != out
+        assert torch.equal(held_out(x[rest], y[rest], 0.3, KEY), whole[rest])
+    order = torch.randperm(200, generator=stream("order"))
+    assert torch.equal(held_out(x[order], y[order], 0.3, KEY), whole[order])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_about_so_many_are_held_out(share: float) -> None:
+    """5 deviations of a binomial count: outside once in 10^6."""
+    x, y = records(4000)
+    count = int(held_out(x, y, share, KEY).sum())
+    assert abs(count - 4000 * share) < 5 * (4000 * share * (1 - share)) ** 0.5
+
+
+def test_a_site_without_records_holds_none_out() -> None:
+    assert held_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
+
+
+def test_label_key_and_share_decide_too() -> None:
+    x, y = records(1000)
+    whole = held_out(x, y, 0.5, KEY)
+    assert not torch.equal(held_out(x, 1 - y, 0.5, KEY), whole)
+    assert not torch.equal(held_out(x, y, 0.5, key_of_seed(0, "site-01")), whole)
+    # A larger share holds out those of a smaller one, and more.
+    assert (held_out(x, y, 0.6, KEY) | ~whole).all()
+    assert not held_out(x, y, 0.0, KEY).any()
+    assert held_out(x, y, 1.0, KEY).all()
+    assert (
+        len(
+            {
+                split_of(KEY, 0.5, persons=False),
+                split_of(KEY, 0.5, persons=True),
+                split_of(KEY, 0.4, persons=False),
+                split_of(b"other", 0.5, persons=False),
+            }
+        )
+        == 4
+    )

@@ -1,0 +1,83 @@
+"""Sums over held-out records, by hand; and how far one record moves them."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.draws.seeded import stream
+from fedpact.errors import PlanError
+from fedpact.evaluation.groups import Grouping
+from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
+
+SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=0.8, bins=4)
+FORM = SumsForm(SETTINGS, ("no", "yes"), ("a", "b", "c"))
+
+
+def kernel() -> PerSampleKernel:
+    return PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
+
+
+def held(count: int) -> HeldOut:
+    x = torch.randn(count, 3, generator=stream("totals"))
+    y = torch.randint(2, (count,), generator=stream("y"))
+    return HeldOut(x, y, torch.randint(3, (count,), generator=stream("group")))
+
+
+def by_hand(one: HeldOut, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Record by record, from the model's outputs."""
+    hits, roc, loss = torch.zeros(3, 2, 2), torch.zeros(2, 4), 0.0
+    for x, y, group in zip(one.x, one.y, one.group, strict=True):
+        p = torch.softmax(w[:6].view(2, 3) @ x + w[6:], 0).double()
+        hits[group, y, int(p.argmax() != y)] += 1
+        roc[y, min(3, int(4 * p[1]))] += 1
+        loss += min(1.0, float(-p[y].log()) / 0.8)
+    return {"hits": hits, "roc": roc, "loss": torch.tensor([loss])}
+
+
+def test_they_are_what_counting_gives() -> None:
+    w, one = torch.randn(8, generator=stream("w")), held(50)
+    found, expected = one.totals(FORM, kernel(), w), by_hand(one, w)
+    assert torch.equal(found["hits"], expected["hits"].double().reshape(-1))
+    assert torch.equal(found["roc"], expected["roc"].double().reshape(-1))
+    # Each part is rounded down to 2^-20.
+    assert 0 <= float(expected["loss"] - found["loss"]) < 50 * 2**-20 + 1e-4
+    assert [*found] == ["hits", "loss", "roc"]
+    assert {c: len(v) for c, v in found.items()} == FORM.lengths
+
+
+def test_one_record_moves_each_channel_by_at_most_one() -> None:
+    """And the other records' parts are as they were, to the last bit."""
+    w, one, used = torch.randn(8, generator=stream("w")), held(60), kernel()
+    whole = one.totals(FORM, used, w)
+    for out in range(0, 60, 7):
+        rest = torch.arange(60) != out
+        fewer = HeldOut(one.x[rest], one.y[rest], one.group[rest]).totals(FORM, used, w)
+        alone = HeldOut(one.x[~rest], one.y[~rest], one.group[~rest]).totals(FORM, used, w)
+        for channel, total in whole.items():
+            assert torch.equal(total - fewer[channel], alone[channel])
+            assert alone[channel].norm() <= 1
+
+
+def test_whatever_a_record_does_it_is_one_record() -> None:
+    w, one = torch.randn(8, generator=stream("w")), held(3)
+    one.x[1] = torch.inf
+    found = one.totals(FORM, kernel(), w)
+    assert found["hits"].sum() == found["roc"].sum() == 3
+    assert found["loss"].isfinite().all()
+    nobody = HeldOut(one.x[:0], one.y[:0], one.group[:0]).totals(FORM, kernel(), w)
+    assert all(not total.any() for total in nobody.values())
+    assert {c: len(v) for c, v in nobody.items()} == FORM.lengths
+
+
+def test_a_roc_curve_is_of_two_classes() -> None:
+    with pytest.raises(PlanError, match="3 classes"):
+        form_of(SETTINGS, ("a", "b", "c"), None, "record")
+
+
+def test_groups_are_declared_categories_of_a_column() -> None:
+    groups = Grouping(column=1, values=(0.0, 1.0), names=("f", "m"))
+    assert groups.of(torch.tensor([[9.0, 1.0], [9.0, 0.0]])).tolist() == [1, 0]
