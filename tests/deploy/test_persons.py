@@ -1,11 +1,16 @@
 """A deployment that protects persons: who they are is declared, and their number is the size."""
 
+import json
+
+import numpy as np
 import pytest
 from tests.privacy.test_persons import table
 
-from fedpact.engines.parties.federation import Federation, read_plan
+from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.site import Site
 from fedpact.engines.scene import Scene
+from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
@@ -41,6 +46,59 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     (run,) = receipt(directory / "ledger.jsonl")["runs"].values()
     assert run["unit"] == "person"
     assert 'unit = "person"' in (directory / "policy.toml").read_text()
+
+
+@pytest.fixture(params=["person", "record"])
+def evaluated(request, federate, tmp_path):
+    """A run that is over, of records of which some persons have three."""
+    run = federate(
+        {"seeds": "test"},
+        rounds=2,
+        data=str(table(tmp_path / "visits.csv")),
+        label="sick",
+        person="patient_id",
+        sites=2,
+        privacy={"unit": request.param, "person_records": 2, "accountant": "rdp"},
+        evaluation={"share": 0.4, "epsilon": 3.0, "releases": ["hits", "loss", "roc"]},
+    )
+    run()
+    return run
+
+
+def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path):
+    """So that of the two budgets the larger holds of it, and a simulation releases the same."""
+    plan = read_plan(evaluated.directory / "server" / "plan.json")
+    unit = plan.privacy.unit
+    simulated = simulate(plan, tmp_path / "simulation")
+    assert evaluated.records[-1].evaluation == simulated.records[-1].evaluation
+    for directory in sorted((evaluated.directory / "sites").iterdir()):
+        name = directory.name
+        own = json.loads((directory / "own-figures.json").read_text())["rounds"]["2"]
+        assert own == simulated.records[-1].held_out[name]
+        settings = parse_toml(SiteSettings, directory / "site.toml")
+        federation = Federation.read(directory / "federation.toml")
+        found = own_records(directory, settings, federation, plan)
+        (node,) = [node for node in evaluated.nodes if node.directory == directory]
+        out = node.site._examiner.split(found).numpy()
+        whose = np.array(found.whose)
+        held, trained = set(whose[out]), set(whose[~out])
+        assert held
+        assert trained
+        assert not held & trained
+        # At most two records of a person; and of persons each counts once.
+        count = len(held) if unit == "person" else int(out.sum())
+        assert len(held) < out.sum() <= 2 * len(held)
+        assert sum(own["hits"]) == sum(own["roc"]) == count
+        runs = receipt(directory / "ledger.jsonl")["runs"]
+        assert [run["unit"] for run in runs.values()] == [unit, unit]
+        # The larger of the two, and not their sum.
+        budgets = [run["epsilon_reserved"] for run in runs.values()]
+        assert receipt(directory / "ledger.jsonl")["epsilon_reserved"] == max(budgets) == 3.0
+    told = json.loads((tmp_path / "simulation" / "privacy.json").read_text())
+    assert (told["evaluation"]["unit"], told["evaluation"]["split_by"]) == (unit, "person")
+    assert "Each person, with all records, decides by itself" in " ".join(told["covers"])
+    names = [figure["name"] for figure in simulated.summary["evaluation"]["figures"]]
+    assert names[0] == f"{unit}s"
 
 
 def test_without_their_names_nobody_is_protected(of_persons):

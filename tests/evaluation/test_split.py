@@ -32,6 +32,23 @@ def test_about_so_many_are_held_out(share: float) -> None:
     assert abs(count - 4000 * share) < 5 * (4000 * share * (1 - share)) ** 0.5
 
 
+def test_a_person_is_on_one_side_whoever_else_is_there() -> None:
+    x, y = records(300)
+    names = [f"p{i % 100}" for i in range(300)]
+    whole = held_out(x, y, 0.4, KEY, names)
+    assert torch.equal(whole[:100], whole[100:200])
+    assert torch.equal(whole[:100], whole[200:])
+    # By the name alone: other values, other persons, other places.
+    some = torch.arange(0, 300, 7)
+    assert torch.equal(
+        held_out(x[some] + 1, y[some], 0.4, KEY, [names[i] for i in some]), whole[some]
+    )
+    # A split by records is none by persons.
+    by_record = held_out(x, y, 0.4, KEY)
+    assert not torch.equal(by_record[:100], by_record[100:200])
+    assert held_out(x[:0], y[:0], 0.4, KEY, []).shape == (0,)
+
+
 def test_a_site_without_records_holds_none_out() -> None:
     assert held_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
 

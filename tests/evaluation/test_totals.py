@@ -1,5 +1,7 @@
 """Sums over held-out records, by hand; and how far one record moves them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,10 @@ def held(count: int) -> HeldOut:
     x = torch.randn(count, 3, generator=stream("totals"))
     y = torch.randint(2, (count,), generator=stream("y"))
     return HeldOut(x, y, torch.randint(3, (count,), generator=stream("group")))
+
+
+def part(of: HeldOut, chosen: torch.Tensor) -> HeldOut:
+    return HeldOut(of.x[chosen], of.y[chosen], of.group[chosen])
 
 
 def by_hand(one: HeldOut, w: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -60,6 +66,31 @@ def test_one_record_moves_each_channel_by_at_most_one() -> None:
         for channel, total in whole.items():
             assert torch.equal(total - fewer[channel], alone[channel])
             assert alone[channel].norm() <= 1
+
+
+def test_one_person_moves_each_channel_by_at_most_one_with_any_number_of_records() -> None:
+    w, one, used = torch.randn(8, generator=stream("w")), held(60), kernel()
+    whose = torch.cat(
+        [torch.zeros(40), torch.arange(1, 8), torch.arange(1, 8), torch.full((6,), 3)]
+    )
+    one = replace(one, persons=whose.long())
+    form = replace(FORM, unit="person")
+    whole = one.totals(form, used, w)
+    # By hand: the mean over persons of the means over their records, each rounded down.
+    for channel, total in whole.items():
+        means = [by_hand(part(one, whose == p), w)[channel].double().reshape(-1) for p in range(8)]
+        means = [mean / (whose == p).sum() for p, mean in enumerate(means)]
+        assert torch.allclose(total, torch.stack(means).sum(0), atol=60 * 2**-20 + 1e-4)
+    for person in range(8):
+        rest = whose != person
+        numbered = torch.unique(whose[rest], return_inverse=True)[1]
+        fewer = replace(part(one, rest), persons=numbered).totals(form, used, w)
+        alone = replace(part(one, ~rest), persons=torch.zeros(int((~rest).sum())).long())
+        for channel, total in alone.totals(form, used, w).items():
+            assert torch.equal(whole[channel] - fewer[channel], total)
+            assert 0.99 * (channel != "loss") < total.sum() <= 1
+    # Records for themselves would have moved the table by 40.
+    assert replace(one, persons=None).totals(form, used, w)["hits"].sum() == 60
 
 
 def test_whatever_a_record_does_it_is_one_record() -> None:

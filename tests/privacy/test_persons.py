@@ -11,6 +11,8 @@ from torch import nn
 
 from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
+from fedpact.data.kinds import PartitionSettings
+from fedpact.data.partition import make_partition
 from fedpact.data.splits import held_out_persons, kept_records
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
@@ -206,12 +208,43 @@ def test_nobody_trains_one_visit_and_is_evaluated_on_another(study):
 
 def test_who_is_held_out_depends_on_nobody_else():
     names = [f"p{i // 2}" for i in range(200)]
-    out, kept = held_out_persons(names, np.arange(200), 0.3, 4)
-    fewer, _ = held_out_persons(names[20:], np.arange(180), 0.3, 4)
-    assert {names[i] for i in out} - {f"p{i}" for i in range(10)} == {names[20 + i] for i in fewer}
-    assert not {names[i] for i in out} & {names[i] for i in kept}
+    out = held_out_persons(names, np.arange(200), 0.3, 4)
+    assert held_out_persons(names[20:], np.arange(180), 0.3, 4).tolist() == out[20:].tolist()
+    # Each with all records; and also where nobody else is left.
+    assert (out[::2] == out[1::2]).all()
+    for i in (0, 50, 120):
+        assert held_out_persons(names[i : i + 2], np.arange(2), 0.3, 4).all() == out[i]
     # 100 persons at 0.3, six standard deviations.
-    assert abs(len(out) / 2 - 30) < 6 * math.sqrt(21)
+    assert abs(out.sum() / 2 - 30) < 6 * math.sqrt(21)
+
+
+def test_a_data_sets_own_test_part_has_nobody_who_is_trained_on():
+    person = ["a", "a", "b", "c", "c", "d", "e", "e"]
+    test = [False, True, True, False, True, False, True, True]
+    data = from_arrays([[float(i)] for i in range(8)], [0, 1] * 4, site=["s"] * 8, person=person)
+    data = replace(data, held=torch.tensor(test))
+    made = make_partition(data, PartitionSettings(kind="natural", held_out="own"), 1, 0)
+    # What is trained on is as the data set has it.
+    assert made.train["s"].tolist() == [0, 3, 5]
+    assert [person[i] for i in made.held_out["s"]] == ["b", "e", "e"]
+
+
+def test_where_everybody_is_held_out_it_is_said():
+    """Nobody is put back: who that is would depend on the others."""
+    data = from_arrays([[float(i)] for i in range(6)], [0, 1] * 3, person=list("aabbcc"))
+    told = []
+    for seed in range(40):
+        try:
+            part = make_partition(data, PartitionSettings(held_out=0.6), 1, seed).held_out[
+                "site-00"
+            ]
+        except DataError as error:
+            told.append(str(error))
+        else:
+            assert len(part) % 2 == 0
+    # A chance of 0.216 each: none in 40 once in 16,000; the seeds are fixed.
+    assert told
+    assert "everybody at site site-00, of 6 records, is held out by its own choice" in told[0]
 
 
 def test_beyond_k_records_of_a_person_none_is_used(study):
