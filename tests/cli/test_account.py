@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.papers import tradeoffs_table as tradeoffs_module
+from fedpact.papers.selection import LAWS, winner_epsilon
 from fedpact.theory.accounting import SampledGaussian, epsilon
 from fedpact.theory.persons import epsilon_per_person
 
@@ -148,3 +149,44 @@ def test_a_person_of_several_records_stands_beside_the_record():
     assert "epsilon_per_person" not in answer(*given)
     with pytest.raises(InputError, match="records"):
         run("account", *given, "--per-person", "0")
+
+
+def test_what_trying_settings_costs_and_whom_each_figure_is_for():
+    given = ("--q", "0.05", "--sigma", "2.8391", "--steps", "200")
+    got = answer(*given, "--tuned", "10")
+    run_of = {SampledGaussian(0.05, 2.8391): 200}
+    assert got["epsilon"] == epsilon(run_of, 1e-5)
+    tuned = got["tuned"]
+    assert tuned["epsilon_of_every"] == epsilon({SampledGaussian(0.05, 2.8391): 2000}, 1e-5)
+    assert tuned["epsilon_of_winner"] == {
+        law: winner_epsilon([run_of], 1e-5, 10, law) for law in LAWS
+    }
+    text = " ".join(run("account", *given, "--tuned", "10").split())
+    every, winner = tuned["holds_for"]
+    assert every in text
+    assert winner in text
+    assert "the server and the other sites do: ε = " in every
+    assert "best of exactly 10" in every
+    assert "not against the server or another site" in winner
+    assert all(law in winner and about.told(10) in winner for law, about in LAWS.items())
+    # With the noise that a budget needs, it is of that noise.
+    solved = answer("--q", "0.05", "--steps", "200", "--epsilon", "1", "--tuned", "3")
+    assert solved["tuned"]["epsilon_of_one"] == solved["epsilon"] <= 1
+    rows = answer(*given, "--all", "--tuned", "10")["results"]
+    assert all(row["tuned"] == tuned for row in rows)
+    assert "tuned" not in answer(*given)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--tuned", "1"), "--tuned is 1"),
+        (("--tuned", "-4"), "--tuned is -4"),
+        (("--tuned", "3", "--per-person", "2"), "per-person 2"),
+        (("--tuned", "3", "--ledger", "somewhere"), "ledger show"),
+        (("--tuned", "2000000000"), "runs is 2000000000"),
+    ],
+)
+def test_what_trying_cannot_be_asked_with(more, message):
+    with pytest.raises(InputError, match=message):
+        run("account", *SETTING, *more)

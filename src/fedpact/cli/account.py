@@ -13,6 +13,7 @@ from rich.table import Table
 from fedpact import check
 from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
+from fedpact.papers.selection import document, tried
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
     UNITS,
@@ -68,12 +69,15 @@ def account(
     ledger: Path | None = None,
     joint: bool = False,
     per_person: int | None = None,
+    tuned: int | None = None,
     as_json: bool = False,
 ) -> None:
     """Carry out `fedpact account`. way: accountant and conversion; None for all side by side.
 
-    per_person: k, for a person of up to k records; None does not ask for it.
+    per_person: k, for a person of up to k records; None does not ask for it. tuned: m, for the
+    best of m runs, likewise.
     """
+    _tuned_alone(tuned, ledger, per_person)
     left = _left(setting, ledger, joint)
     if per_person is not None and left and left.unit == "person":
         raise InputError(
@@ -81,6 +85,8 @@ def account(
         )
     ways: list[tuple[Accountant, Conversion]] = [_way(*way)] if way else list(_SIDE_BY_SIDE)
     answers = [_solve(setting, left, by, how, per_person) for by, how in ways]
+    if tuned is not None:
+        answers = [answer | {"tuned": _tuned(answer, tuned)} for answer in answers]
     covers = _covers(left, joint)
     if as_json:
         shared = {
@@ -184,6 +190,33 @@ def _of_person(history: History, delta: float, records: int | None) -> dict[str,
     }
 
 
+def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) -> None:
+    """Raise InputError: --tuned with what it does not go with, or of too few runs."""
+    if runs is None:
+        return
+    if ledger is not None:
+        raise InputError(
+            f"--tuned {runs} with --ledger: what the runs in a ledger cost together is what "
+            "`fedpact ledger show` says, as every run in it counts; leave --ledger out for the "
+            "cost of new ones"
+        )
+    if per_person is not None:
+        raise InputError(
+            f"--tuned {runs} with --per-person {per_person}: the bound on the best of a random "
+            "number of runs is of one record; for all runs together ask for so many times the "
+            "--steps with --per-person, and leave --tuned out"
+        )
+    if not runs >= 2:
+        raise InputError(f"--tuned is {runs}: expected the number of runs tried, 2 or more")
+
+
+def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
+    """Return what `runs` runs of an answer's setting cost, as plain data with its sentences."""
+    event = SampledGaussian(answer["q"], answer["sigma"])
+    found = tried([{event: answer["steps"]}], answer["delta"], times=runs)
+    return document(found)
+
+
 def _covers(left: Remaining | None, joint: bool) -> str:
     """Say what ε is of, and on what it rests."""
     new = (
@@ -233,6 +266,12 @@ def _show(
             "itself; by PLD of the mixture, an upper bound at the same δ. A person at two sites "
             "pays the sum of both."
         )
+    for row in answers:
+        if "tuned" in row:
+            title = f" ({_name(row)})" if len(answers) > 1 else ""
+            console.print(f"\nTrying {row['tuned']['runs']} settings{title}:")
+            for line in row["tuned"]["holds_for"]:
+                console.print(f"- {line}", markup=False)
 
 
 def _bound(epsilon: float | None) -> str:

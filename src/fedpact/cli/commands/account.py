@@ -49,6 +49,12 @@ def account(
             help="k: also ε for a person, up to k records of theirs together, each sampled alone."
         ),
     ] = None,
+    tuned: Annotated[
+        int | None,
+        typer.Option(
+            help="m: also ε of trying m settings, for who sees every run, and the best alone."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
@@ -56,4 +62,4 @@ def account(
 
     setting = command.Setting(q, sigma, steps, epsilon, delta)
     way = None if every else (accountant, conversion)
-    command.account(setting, way, ledger, joint, per_person, as_json)
+    command.account(setting, way, ledger, joint, per_person, tuned, as_json)
