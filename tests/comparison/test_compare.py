@@ -1,10 +1,12 @@
 """Whole comparisons, with real processes. Each takes seconds to begin, so there are few."""
 
+import html
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from fedpact.cli.main import main
 from fedpact.comparison import pool
 from fedpact.comparison.pool import News
 from fedpact.errors import PlanError
+from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 from fedpact.report.outcomes import Comparison
+from fedpact.theory.accounting import SampledGaussian, epsilon
 
 FEDAVG = Plan.parse({"rounds": 2, "sites": 2, "run": {"evaluate_every": 1}})
 FEDFDP = Plan.parse({**FEDAVG.model_dump(mode="json"), "algorithm": "fedfdp", "settings": {}})
@@ -93,6 +97,41 @@ def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
     assert (folder / "two" / "seed-3" / "model.safetensors").read_bytes() == model
 
 
+def test_what_trying_costs_is_counted_from_the_ledgers_of_runs_that_are_there(
+    whole: tuple[Comparison, list[News]],
+) -> None:
+    folder = whole[0].folder
+    two = {name: PLANS[name] for name in ("one", "two")}
+    (found,) = fedpact.compare(two, [3], folder, counted=True).counted
+    costs = []
+    for site in ("site-00", "site-01"):
+        events = Counter[SampledGaussian]()
+        for name in two:
+            (run,) = receipt(folder / name / "seed-3" / "sites" / site / "ledger.jsonl")[
+                "runs"
+            ].values()
+            for event in run["events"]:
+                events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
+        costs.append(epsilon(events, 1e-5))
+    assert found.found.every == max(costs) > max(e.epsilon or 0 for e in whole[0].entries[:2])
+    (written,) = json.loads((folder / "comparison.json").read_text())["counted"]
+    assert written["epsilon_of_every"] == max(costs)
+    page = (folder / "comparison.html").read_text()
+    assert "What trying these settings costs" in page
+    assert all(line in html.unescape(page) for line in found.lines)
+
+
+def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
+    plain = Plan.parse({**FEDAVG.model_dump(mode="json"), "privacy": {"mode": "none"}})
+    own = {"data": str(tmp_path / "visits.csv"), "label": "sick", "person": "patient_id"}
+    person = Plan.parse({**own, "sites": 2, "privacy": {"unit": "person"}})
+    with pytest.raises(PlanError, match="--counted with 1 private runs of 2 entries"):
+        fedpact.compare({"one": FEDAVG, "plain": plain}, [3], counted=True)
+    record = Plan.parse({**own, "sites": 2})
+    with pytest.raises(PlanError, match="different units"):
+        fedpact.compare({"one": record, "person": person}, [3], counted=True)
+
+
 def test_the_command_prints_the_table_and_fails_where_a_run_did(
     whole: tuple[Comparison, list[News]],
     tmp_path: Path,
@@ -106,7 +145,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     for name, plan in PLANS.items():
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(plan.model_dump(mode="json")))
-    options = ["--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
+    options = ["--counted", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
     monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *map(str, files), *options])
     try:
         with pytest.raises(SystemExit) as end:
@@ -126,6 +165,8 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
         (line,) = [line for line in told.out.splitlines() if line.startswith(f"│ {entry.name} ")]
         assert f"{100 * (entry.outcomes[0].accuracy or 0):.2f} %" in line
         assert "at δ = 1e-05" in line
+    assert "2 settings, each once: one, two. Whoever sees every run" in told.out
+    assert "Not counted: runs that are missing" in told.out
     assert told.out.rstrip().endswith("comparison.html")
 
 

@@ -17,7 +17,14 @@ from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.metrics import METRICS
-from fedpact.report.comparison import document, guarantees, inequality, joining_lines, rows
+from fedpact.report.comparison import (
+    counted_lines,
+    document,
+    guarantees,
+    inequality,
+    joining_lines,
+    rows,
+)
 from fedpact.report.outcomes import Comparison
 from fedpact.text import percent
 
@@ -34,6 +41,7 @@ def compare(
     out: Path | None,
     jobs: int,
     joining: bool,
+    counted: bool,
     as_json: bool,
 ) -> None:
     """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
@@ -43,7 +51,16 @@ def compare(
     console.print(f"{len(plans)} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
     with _Live(console) as live:
-        found = carry_out(plans, seeds, folder, jobs=jobs, joining=joining, on_news=live, stop=stop)
+        found = carry_out(
+            plans,
+            seeds,
+            folder,
+            jobs=jobs,
+            joining=joining,
+            counted=counted,
+            on_news=live,
+            stop=stop,
+        )
     paths = {"folder": str(folder), "report": str(folder / "comparison.html")}
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
@@ -122,7 +139,11 @@ def _print(comparison: Comparison) -> None:
     sentence = inequality(comparison)
     if sentence:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)
-    for line in (*guarantees(comparison), *joining_lines(comparison)):
+    for line in (
+        *guarantees(comparison),
+        *joining_lines(comparison),
+        *counted_lines(comparison),
+    ):
         out.print(Text(line), soft_wrap=True)
     for entry in comparison.entries:
         for why in dict.fromkeys(entry.missing.values()):

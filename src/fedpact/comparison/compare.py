@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from fedpact.folder import Folder, check_out
 from fedpact.methods.released import check_as_declared
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
-from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
+from fedpact.report.counted import counted as trying
+from fedpact.report.outcomes import (
+    RESUMABLE,
+    Comparison,
+    private_runs,
+    read_comparison,
+    run_folder,
+)
 from fedpact.report.page import write_report
 
 
@@ -31,6 +39,7 @@ def compare(
     *,
     jobs: int = 0,
     joining: bool = False,
+    counted: bool = False,
     on_news: OnNews = _nobody,
     stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
@@ -44,6 +53,7 @@ def compare(
     run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
     plan has budget.seconds they go one after the other; their seconds mean the same only then.
     joining: find out, too, what joining was worth to each site (engines.joining); kept where it is.
+    counted: find out, too, what trying all this costs a site (report.counted).
     on_news: called with every round and every end. stop: asked every tenth of a second; true ends
     the runs under way after their round.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
@@ -56,6 +66,8 @@ def compare(
     comparable(entries)
     if joining:
         _holds_out(entries)
+    if counted:
+        _countable(entries, seeds)
     chosen = seeds_of(entries, seeds)
     folder = check_out(comparison_folder() if out is None else Path(out))
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
@@ -71,6 +83,8 @@ def compare(
         _joining(wanted)
     documents = {name: plan.model_dump(mode="json") for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
+    if counted:
+        comparison = replace(comparison, counted=trying(private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document(comparison), indent=2, default=str) + "\n"
     write_whole(folder / "comparison.json", text.encode(), private=False)
@@ -87,6 +101,24 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
                 f"{name}: partition.held_out is {plan.partition.held_out:g}: what joining is worth "
                 "is found on the sites' held-out records; give some, or leave --joining out"
             )
+
+
+def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
+    """Raise PlanError: what trying costs is asked where nothing adds up."""
+    private = {name: plan for name, plan in plans.items() if plan.private}
+    units = {name: plan.privacy.unit for name, plan in private.items()}
+    if len(set(units.values())) > 1:
+        told = ", ".join(f"{name}: {unit}" for name, unit in units.items())
+        raise PlanError(
+            f"--counted with ε of different units ({told}): one ε of them all would be of neither; "
+            "give them one privacy.unit, or leave --counted out"
+        )
+    runs = len(private) * len(seeds_of(plans, seeds))
+    if runs < 2:
+        raise PlanError(
+            f"--counted with {runs} private runs of {len(plans)} entries: what trying costs is of "
+            "two or more runs with an (ε, δ); add settings or seeds, or leave --counted out"
+        )
 
 
 def _joining(jobs: Sequence[Job]) -> None:

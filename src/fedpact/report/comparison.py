@@ -108,6 +108,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
             }
             for entry in comparison.entries
         },
+        "counted": [each.document for each in comparison.counted],
+        "not_counted": _uncounted(comparison),
     }
 
 
@@ -119,6 +121,32 @@ def joined(comparison: Comparison) -> list[Entry]:
 def joining_lines(comparison: Comparison) -> list[str]:
     """Return for each such entry in one sentence for which sites joining paid."""
     return [f"{entry.name}: {paid(_runs(entry))}" for entry in joined(comparison)]
+
+
+def counted_lines(comparison: Comparison) -> list[str]:
+    """Return what trying costs and for whom each ε holds; nothing where it was not asked."""
+    return [
+        *(f"{each.told}. {line}" for each in comparison.counted for line in each.lines),
+        *_uncounted(comparison),
+    ]
+
+
+def _uncounted(comparison: Comparison) -> list[str]:
+    """Return what the costs of trying leave out."""
+    if not comparison.counted:
+        return []
+    found = list[str]()
+    plain = [entry.name for entry in comparison.entries if entry.private is False]
+    if plain:
+        found.append(f"Not counted, as no ε bounds what they tell: {', '.join(plain)}.")
+    if any(entry.missing for entry in comparison.entries):
+        found.append("Not counted: runs that are missing. What they released costs as well.")
+    if comparison.pooled:
+        found.append(
+            "The accuracies here are exact, on held-out records: no ε above covers choosing the "
+            "winner by them. A deployment chooses by released or public numbers."
+        )
+    return found
 
 
 def _runs(entry: Entry) -> list[RunFolder]:
@@ -165,6 +193,8 @@ def render(comparison: Comparison) -> str:
         joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
         joining_note=NOTE,
         joining_headings=HEADINGS,
+        counted=comparison.counted,
+        uncounted=_uncounted(comparison),
         reached=reached(comparison),
         runs=_run_rows(comparison),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fedpact.errors import DataError
 from fedpact.metrics import Fairness, fairness
+from fedpact.report.counted import Trying
 from fedpact.report.equality import Difference, Document, differences
 from fedpact.report.reading import RunFolder, read_run
 
@@ -164,10 +165,14 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The entries in their order. folder: where their folders are."""
+    """The entries in their order. folder: where their folders are.
+
+    counted: what trying them all costs, where that was asked.
+    """
 
     folder: Path
     entries: Sequence[Entry]
+    counted: Sequence[Trying] = ()
 
     @property
     def outcomes(self) -> list[tuple[Entry, Outcome]]:
@@ -231,6 +236,15 @@ def read_comparison(
                 missing[seed] = found
         entries.append(Entry(name, plan, outcomes, missing))
     return Comparison(folder, entries)
+
+
+def private_runs(comparison: Comparison) -> dict[str, dict[int, RunFolder]]:
+    """Return the runs with an (ε, δ) that have ended: entry -> seed -> run."""
+    return {
+        entry.name: {outcome.seed: outcome.run for outcome in entry.outcomes}
+        for entry in comparison.entries
+        if entry.private
+    }
 
 
 def run_folder(folder: Path, name: str, seed: int) -> Path:

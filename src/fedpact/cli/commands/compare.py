@@ -29,6 +29,10 @@ def compare(
     joining: Annotated[
         bool, typer.Option(help="Say what joining was worth to each site, against going alone.")
     ] = False,
+    counted: Annotated[
+        bool,
+        typer.Option(help="Say what ε trying them all costs, against whom it is, by the ledgers."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
@@ -39,4 +43,4 @@ def compare(
         check_keys(config, whole)
     from fedpact.cli import compare as command
 
-    command.compare(configs or [], chosen, overrides, seeds, out, jobs, joining, as_json)
+    command.compare(configs or [], chosen, overrides, seeds, out, jobs, joining, counted, as_json)

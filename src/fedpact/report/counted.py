@@ -1,0 +1,167 @@
+"""What trying the settings of a comparison would cost a site, from its runs' ledgers.
+
+Every run's ledger names the events that it reserved. Runs are alternatives on the same records, so
+at each site their events add up against whoever sees every run; see papers.selection for whoever
+sees the best alone. Of each figure the site where it is most is told. All that a ledger promises
+counts for every record, held out or not.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpact.errors import DataError
+from fedpact.ledger.chain import read_entries
+from fedpact.ledger.reservations import FixedSequence, from_entry
+from fedpact.papers.selection import LAWS, Tried, document, lines, tried
+from fedpact.report.reading import RunFolder
+from fedpact.theory import shares
+from fedpact.theory.accounting import History, SampledGaussian
+
+
+@dataclass(frozen=True)
+class Trying:
+    """What so many runs cost. alone: without other sites' noise; None where none is needed.
+
+    honest: of how many sites of each sum `found` needs the noise, 0 for none.
+    """
+
+    told: str
+    found: Tried
+    alone: Tried | None
+    honest: int
+
+    @property
+    def lines(self) -> list[str]:
+        """What it costs and for whom each ε holds, in words."""
+        if self.alone is None:
+            return lines(self.found)
+        ifs = f"If at least {self.honest} sites of each sum are honest. "
+        other = "If no other site is honest. "
+        return [ifs + line for line in lines(self.found)] + [
+            other + line for line in lines(self.alone)
+        ]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The same as plain data."""
+        alone = None if self.alone is None else document(self.alone)
+        return {"of": self.told, **document(self.found), "honest": self.honest, "alone": alone}
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it."""
+
+    events: History
+    epsilon: float
+    delta: float
+    honest: int
+    exact: bool
+
+
+def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
+    """Return what trying costs: each setting once, and with all seeds where there are several.
+
+    runs: setting -> seed -> its run, private ones. Nothing where there are fewer than two runs.
+    Raises DataError: a run's folder lacks a ledger; LedgerError: one is damaged.
+    """
+    by_seed: dict[int, list[str]] = {}
+    for name, seeds in runs.items():
+        for seed in seeds:
+            by_seed.setdefault(seed, []).append(name)
+    promises = {
+        (name, seed): _promises(run) for name, seeds in runs.items() for seed, run in seeds.items()
+    }
+    groups = list[tuple[str, list[list[tuple[str, int]]]]]()
+    names = f"{len(runs)} settings, each once: {', '.join(runs)}"
+    groups.append((names, [[(name, seed) for name in each] for seed, each in by_seed.items()]))
+    if len(by_seed) > 1:
+        told = f"all {len(promises)} runs, every seed of every setting counted"
+        groups.append((told, [list(promises)]))
+    found = list[Trying]()
+    for told, choices in groups:
+        choices = [keys for keys in choices if len(keys) >= 2]
+        if choices:
+            found.append(_worst(told, [[promises[key] for key in keys] for keys in choices]))
+    return found
+
+
+def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Trying:
+    """Return each figure of the choice and site where it is most. choices: of runs, by site."""
+    found = dict[Any, tuple[Tried, Tried]]()
+    honest = 0
+    for runs in choices:
+        for site in sorted({name for run in runs for name in run}):
+            each = [run[site] for run in runs if site in run]
+            honest = max(honest, *(one.honest for one in each))
+            # Many sites have the same terms.
+            key = tuple((tuple(sorted(one.events.items())), one.delta, one.exact) for one in each)
+            if len(each) >= 2 and key not in found:
+                found[key] = _at_site(each)
+    together, alone = zip(*found.values(), strict=True)
+    return Trying(told, _largest(together), _largest(alone) if honest else None, honest)
+
+
+def _largest(found: Sequence[Tried]) -> Tried:
+    return Tried(
+        runs=max(one.runs for one in found),
+        delta=max(one.delta for one in found),
+        one=max(one.one for one in found),
+        every=max(one.every for one in found),
+        winner={law: max(one.winner[law] for one in found) for law in LAWS},
+    )
+
+
+def _at_site(runs: Sequence[_Promise]) -> tuple[Tried, Tried]:
+    """Return what they cost one site: with the help of others' shares of noise, and without."""
+    delta, count = max(one.delta for one in runs), len(runs)
+    if any(one.exact for one in runs):
+        nothing = Tried(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
+        return nothing, nothing
+    own = [shares.all_alone(one.events, one.honest) if one.honest else one.events for one in runs]
+    alone = tried(own, delta)
+    shared = [one.epsilon for one in runs if one.honest]
+    if not shared:
+        return alone, alone
+    # Each run is off a Gaussian's law by so much, and K drawn ones by so much on average; one more
+    # for the rounding of that average.
+    left = delta - (count + 1) * shares.ADDED_DELTA
+    sums = tried([one.events for one in runs], left)
+
+    def covered(cost: float, without: float) -> float:
+        return shares.covered(cost, min(shared), without)
+
+    winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
+    every = covered(sums.every, alone.every)
+    return Tried(count, delta, covered(sums.one, alone.one), every, winner), alone
+
+
+def _promises(run: RunFolder) -> dict[str, _Promise]:
+    """Return what each site's ledger of a run promises."""
+    return {site: _promise(run.path / "sites" / site / "ledger.jsonl") for site in run.site_privacy}
+
+
+def _promise(path: Path) -> _Promise:
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing: what trying costs is counted from the ledgers of every run; put "
+            "it back, remove the run's folder and compare again, or leave --counted out"
+        )
+    entries = read_entries(path)
+    made = [from_entry(e) for e in entries if e["kind"] in ("reserve", "filter")]
+    events = Counter[SampledGaussian]()
+    for one in made:
+        if isinstance(one, FixedSequence):
+            events.update(one.allowed)
+    unknown = not made or any(not isinstance(one, FixedSequence) for one in made)
+    return _Promise(
+        events,
+        min((one.epsilon for one in made), default=math.inf),
+        max((one.budget.delta for one in made), default=0.5),
+        max((one.honest for one in made), default=0),
+        unknown or any(e["kind"] == "unprotected" for e in entries),
+    )

@@ -1,0 +1,109 @@
+"""What trying costs, from ledgers that were made for it: every figure is known."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedpact.errors import DataError
+from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.reservations import Shared
+from fedpact.papers.selection import LAWS, winner_epsilon
+from fedpact.report.counted import counted
+from fedpact.theory import shares
+from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
+
+DELTA = 1e-5
+CHEAP = {SampledGaussian(0.05, 4.0): 100}
+DEAR = {SampledGaussian(0.1, 2.0): 30}
+
+
+def run(
+    path: Path,
+    *,
+    honest: int = 0,
+    expose: bool = False,
+    delta: float = DELTA,
+    **sites: History,
+) -> Any:
+    """A run's folder with the ledgers of its sites, of which a run may have charged nothing."""
+    for site, events in sites.items():
+        cost = epsilon(events, delta - (shares.ADDED_DELTA if honest else 0))
+        shared = None
+        if honest:
+            shared = Shared(honest, epsilon(shares.all_alone(events, honest), delta))
+        file = path / "sites" / site / "ledger.jsonl"
+        with Ledger(file, site, hypothetical=True) as ledger:
+            ledger.reserve(path.name, Budget(cost, delta), events, shared=shared)
+            if expose:
+                ledger.expose(path.name, 1)
+    return SimpleNamespace(path=path, site_privacy=dict.fromkeys(sites))
+
+
+def test_settings_add_up_by_site_and_the_dearest_site_is_told(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", a=CHEAP, b=CHEAP)
+    two = run(tmp_path / "two", a=DEAR, b=CHEAP)
+    (found,) = counted({"one": {0: one}, "two": {0: two}})
+    at_a, at_b = {**CHEAP, **DEAR}, {SampledGaussian(0.05, 4.0): 200}
+    both = epsilon(at_a, DELTA), epsilon(at_b, DELTA)
+    assert found.found.every == max(both) > found.found.one == epsilon(DEAR, DELTA)
+    assert found.found.runs == 2
+    for law in LAWS:
+        assert found.found.winner[law] == winner_epsilon([CHEAP, DEAR], DELTA, 2, law)
+    assert found.alone is None
+    assert "2 settings, each once: one, two" in found.told
+    assert found.document["epsilon_of_every"] == max(both)
+
+
+def test_seeds_are_alternatives_of_their_own_and_all_of_them_together_cost_more(
+    tmp_path: Path,
+) -> None:
+    runs = {
+        name: {seed: run(tmp_path / f"{name}-{seed}", a=events) for seed in (0, 1, 2)}
+        for name, events in (("one", CHEAP), ("two", DEAR))
+    }
+    once, every = counted(runs)
+    assert once.found.every == epsilon({**CHEAP, **DEAR}, DELTA)
+    thrice = {event: 3 * count for event, count in {**CHEAP, **DEAR}.items()}
+    assert (every.found.runs, every.found.every) == (6, epsilon(thrice, DELTA))
+    # Of one setting the seeds alone are what is chosen from; of one run, nothing is.
+    (seeds,) = counted({"one": runs["one"]})
+    assert seeds.found.runs == 3
+    assert counted({"one": {0: runs["one"][0]}}) == []
+
+
+def test_shared_noise_has_an_epsilon_with_the_others_and_one_without(tmp_path: Path) -> None:
+    events = {SampledGaussian(1.0, 8.0): 10}
+    runs = {name: {0: run(tmp_path / name, honest=4, a=events)} for name in ("one", "two")}
+    (found,) = counted(runs)
+    whole = {SampledGaussian(1.0, 8.0): 20}
+    assert found.alone is not None
+    assert found.honest == 4
+    # A little δ is taken off for the shares' law, of each run.
+    assert found.found.every >= epsilon(whole, DELTA - 2 * shares.ADDED_DELTA)
+    assert found.found.every == pytest.approx(epsilon(whole, DELTA), rel=1e-6)
+    assert found.alone.every == epsilon(shares.all_alone(whole, 4), DELTA) > found.found.every
+    assert "at least 4 sites" in found.lines[0]
+    assert "no other site is honest" in found.lines[2]
+
+
+def test_exact_numbers_and_what_is_not_known_have_no_epsilon(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", a=CHEAP)
+    exact = run(tmp_path / "exact", expose=True, a=CHEAP)
+    (found,) = counted({"one": {0: one}, "exact": {0: exact}})
+    assert math.isinf(found.found.every)
+    assert all(map(math.isinf, found.found.winner.values()))
+    assert found.document["epsilon_of_every"] is None
+    (tmp_path / "one" / "sites" / "a" / "ledger.jsonl").unlink()
+    with pytest.raises(DataError, match=r"ledger\.jsonl is missing"):
+        counted({"one": {0: one}, "exact": {0: exact}})
+
+
+def test_the_largest_delta_stands_for_all(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", a=CHEAP)
+    two = run(tmp_path / "two", delta=1e-6, a=CHEAP)
+    (found,) = counted({"one": {0: one}, "two": {0: two}})
+    assert found.found.delta == DELTA
+    assert found.found.every == epsilon({SampledGaussian(0.05, 4.0): 200}, DELTA)
