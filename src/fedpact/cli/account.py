@@ -13,7 +13,7 @@ from rich.table import Table
 from fedpact import check
 from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
-from fedpact.papers.selection import document, tried
+from fedpact.papers.selection import as_document, tried
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
     UNITS,
@@ -214,7 +214,7 @@ def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
     """Return what `runs` runs of an answer's setting cost, as plain data with its sentences."""
     event = SampledGaussian(answer["q"], answer["sigma"])
     found = tried([{event: answer["steps"]}], answer["delta"], times=runs)
-    return document(found)
+    return as_document(found)
 
 
 def _covers(left: Remaining | None, joint: bool) -> str:

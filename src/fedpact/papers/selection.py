@@ -43,7 +43,7 @@ _MOST: Final = 1e9  # runs
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trials:
     """What trying costs at one δ: upper bounds on ε, inf where none is found.
 
     runs: m, each once. one: of the dearest run alone. every: of all m together, for whoever sees
@@ -58,7 +58,7 @@ class Tried:
     winner: Mapping[str, float]
 
 
-def tried(histories: Sequence[History], delta: float, times: int = 1) -> Tried:
+def tried(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
     """Return what runs cost that release these histories, each `times` times.
 
     histories: event -> how often, of each setting. delta: in (0, 1). Raises InputError: fewer than
@@ -71,10 +71,10 @@ def tried(histories: Sequence[History], delta: float, times: int = 1) -> Tried:
             together[event] += check.natural(count=count) * times
     winner = {law: winner_epsilon(histories, delta, runs, law) for law in LAWS}
     one = max(epsilon(history, delta) for history in histories)
-    return Tried(runs, delta, one, epsilon(together, delta), winner)
+    return Trials(runs, delta, one, epsilon(together, delta), winner)
 
 
-def document(found: Tried) -> dict[str, Any]:
+def as_document(found: Trials) -> dict[str, Any]:
     """Return it as plain data, with `lines`; None stands for an ε of which no bound was found."""
 
     def known(cost: float) -> float | None:
@@ -91,7 +91,7 @@ def document(found: Tried) -> dict[str, Any]:
     }
 
 
-def lines(found: Tried) -> list[str]:
+def lines(found: Trials) -> list[str]:
     """Return in words what trying costs, and for whom each ε holds."""
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
     drawn = "; ".join(

@@ -16,7 +16,7 @@ from typing import Any
 from fedpact.errors import DataError
 from fedpact.ledger.chain import read_entries
 from fedpact.ledger.reservations import FixedSequence, from_entry
-from fedpact.papers.selection import LAWS, Tried, document, lines, tried
+from fedpact.papers.selection import LAWS, Trials, as_document, lines, tried
 from fedpact.report.reading import RunFolder
 from fedpact.theory import shares
 from fedpact.theory.accounting import History, SampledGaussian
@@ -30,8 +30,8 @@ class Trying:
     """
 
     told: str
-    found: Tried
-    alone: Tried | None
+    found: Trials
+    alone: Trials | None
     honest: int
 
     @property
@@ -48,8 +48,8 @@ class Trying:
     @property
     def document(self) -> dict[str, Any]:
         """The same as plain data."""
-        alone = None if self.alone is None else document(self.alone)
-        return {"of": self.told, **document(self.found), "honest": self.honest, "alone": alone}
+        alone = None if self.alone is None else as_document(self.alone)
+        return {"of": self.told, **as_document(self.found), "honest": self.honest, "alone": alone}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
 
 def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Trying:
     """Return each figure of the choice and site where it is most. choices: of runs, by site."""
-    found = dict[Any, tuple[Tried, Tried]]()
+    found = dict[Any, tuple[Trials, Trials]]()
     honest = 0
     for runs in choices:
         for site in sorted({name for run in runs for name in run}):
@@ -106,8 +106,8 @@ def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Tr
     return Trying(told, _largest(together), _largest(alone) if honest else None, honest)
 
 
-def _largest(found: Sequence[Tried]) -> Tried:
-    return Tried(
+def _largest(found: Sequence[Trials]) -> Trials:
+    return Trials(
         runs=max(one.runs for one in found),
         delta=max(one.delta for one in found),
         one=max(one.one for one in found),
@@ -116,11 +116,11 @@ def _largest(found: Sequence[Tried]) -> Tried:
     )
 
 
-def _at_site(runs: Sequence[_Promise]) -> tuple[Tried, Tried]:
+def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     """Return what they cost one site: with the help of others' shares of noise, and without."""
     delta, count = max(one.delta for one in runs), len(runs)
     if any(one.exact for one in runs):
-        nothing = Tried(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
+        nothing = Trials(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
         return nothing, nothing
     own = [shares.all_alone(one.events, one.honest) if one.honest else one.events for one in runs]
     alone = tried(own, delta)
@@ -137,7 +137,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Tried, Tried]:
 
     winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
     every = covered(sums.every, alone.every)
-    return Tried(count, delta, covered(sums.one, alone.one), every, winner), alone
+    return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
 
 
 def _promises(run: RunFolder) -> dict[str, _Promise]:
