@@ -1,6 +1,7 @@
 """The plan: one configuration, validated whole and frozen, that every command reads.
 
 data = "digits"              top level: what to train on what, how long
+[about]                      purpose, data, who publishes it  (ledger.about)
 [records]                    what own records may hold        (data.form.PlanRecords)
 [features]                   what stands in place of each      (features.settings.FeatureSettings)
 [evaluation]                 what is held out, and released    (evaluation.settings)
@@ -36,6 +37,7 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
+from fedpact.ledger.about import About
 from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
@@ -78,6 +80,7 @@ class Plan(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
     batch_size: float | None = Field(default=None, gt=0)
+    about: About = About()
     records: PlanRecords = PlanRecords()
     features: FeatureSettings = FeatureSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -1,12 +1,14 @@
 """Ledgers across runs on the same records, the site's policy over them, and their receipts."""
 
 import json
+import math
+from datetime import UTC, datetime
 
 import pytest
 
 from fedpact.cli import ledger as commands
 from fedpact.engines.simulation import simulate
-from fedpact.errors import BudgetExhausted, LedgerError, PolicyRefused
+from fedpact.errors import BudgetExhausted, LedgerError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.remaining import remaining
@@ -77,15 +79,29 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     commands.show_spend(kept, as_json=True)
     shown = json.loads(capsys.readouterr().out)["ledgers"]
     assert {each["site"] for each in shown.values()} == {"site-00", "site-01"}
-    commands.verify(kept, as_json=True)
+    commands.verify(kept, None, as_json=True)
     assert json.loads(capsys.readouterr().out)["intact"] is True
     commands.export(kept, tmp_path / "receipt.json", as_json=True)
-    assert json.loads((tmp_path / "receipt.json").read_text()) == shown
+    exported = json.loads((tmp_path / "receipt.json").read_text())
+    for path, told in exported.items():
+        # Two runs of other plans: nobody says of which data, or what for; the day is today's.
+        assert told["data_set"] == {"name": None, "version": None}
+        assert {run.pop("purpose") for run in told["runs"].values()} == {None}
+        assert told["date"][:10] == datetime.now(UTC).date().isoformat()
+        assert told["first_entry"] <= told["last_entry"] <= told["date"]
+        assert "signature" not in told
+        assert told | shown[path] == told
+        assert told["sentence"].startswith("This is of a simulation, which protects nobody")
+        assert (
+            f"a factor of at most {upper(math.exp(told['epsilon_reserved']), 3)}"
+            in told["sentence"]
+        )
     for each in shown.values():
         for run in each["runs"].values():
             events = {SampledGaussian(e["q"], e["sigma"]): e["reserved"] for e in run["events"]}
             of_five = epsilon_per_person(events, run["delta"], 5)
-            assert run["epsilon_per_person"]["5"] == of_five > run["epsilon_reserved"]
+            of_run = run["epsilon_per_person"]
+            assert of_run["5"] == of_five > run["epsilon_reserved"]
     commands.show_spend(kept, as_json=False)
     printed = capsys.readouterr().out
     assert "add/remove one record" in printed
@@ -100,7 +116,7 @@ def test_an_altered_ledger_is_told(twice, tmp_path):
         .replace(b'"round": 2', b'"round": 3')
     )
     with pytest.raises(LedgerError, match="altered"):
-        commands.verify(tmp_path / "kept", as_json=False)
+        commands.verify(tmp_path / "kept", None, as_json=False)
 
 
 def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_path, capsys):
@@ -114,7 +130,7 @@ def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_
         assert (
             run["epsilon_spent"] == run["epsilon_reserved"] >= before["runs"][name]["epsilon_spent"]
         )
-    commands.verify(tmp_path / "kept", as_json=False)
+    commands.verify(tmp_path / "kept", None, as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("a crash left unreadable") == 1
     commands.show_spend(tmp_path / "kept", as_json=False)
@@ -155,6 +171,31 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
 
 def test_what_is_no_ledger_is_told(tmp_path):
     with pytest.raises(LedgerError, match="holds no ledger"):
-        commands.verify(tmp_path, as_json=False)
+        commands.verify(tmp_path, None, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
-        commands.verify(tmp_path / "missing", as_json=False)
+        commands.verify(tmp_path / "missing", None, as_json=False)
+
+
+def test_a_receipt_of_a_simulated_run_says_of_which_data_and_what_for(tmp_path):
+    about = {"purpose": "to try it", "data_version": "1998"}
+    simulate(Plan.parse({"rounds": 1, "sites": 2, "about": about}), tmp_path / "run")
+    commands.export(tmp_path / "run", tmp_path / "receipt.json", as_json=False)
+    for told in json.loads((tmp_path / "receipt.json").read_text()).values():
+        assert told["data_set"] == {"name": "digits", "version": "1998"}
+        assert [run["purpose"] for run in told["runs"].values()] == ["to try it"]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"published": "31.1.2026"},
+        {"published": "2026-02-30"},
+        {"purpose": "two\nlines"},
+        {"sector": "Piracy"},
+        {"reason": "none"},
+        {"curators": "one"},
+    ],
+)
+def test_what_is_said_of_a_run_has_a_form(about):
+    with pytest.raises(PlanError, match=f"about.{next(iter(about))}|published"):
+        Plan.parse({"about": about})

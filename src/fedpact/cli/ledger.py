@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from fedpact.cli.console import show, strict
 from fedpact.errors import LedgerError
-from fedpact.files import write_whole
+from fedpact.files import understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import FILTER
 from fedpact.text import upper
@@ -26,8 +26,19 @@ def show_spend(where: Path, as_json: bool) -> None:
     show({"ledgers": receipts}, as_json, lambda: _print(receipts))
 
 
-def verify(where: Path, as_json: bool) -> None:
-    """Check every link of the chain of every ledger; an altered one is an error."""
+def verify(where: Path, federation: Path | None, as_json: bool) -> None:
+    """Check every link of the chain of every ledger, or the signatures of an exported file.
+
+    federation: the federation.toml whose keys count. An altered one is an error.
+    """
+    if where.suffix == ".json" and where.is_file():
+        _verify_signed(where, federation, as_json)
+        return
+    if federation is not None:
+        raise LedgerError(
+            f"--federation {federation} with {where}: keys are asked for by an exported receipt, "
+            "a .json file; leave it out, or name that file"
+        )
     receipts = _receipts(where)
     checked = {path: each["entries"] for path, each in receipts.items()}
     torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
@@ -42,28 +53,68 @@ def verify(where: Path, as_json: bool) -> None:
     )
 
 
-def export(where: Path, out: Path, as_json: bool) -> None:
-    """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
-    receipts = _receipts(where)
-    write_whole(
-        out, json.dumps(strict(receipts), indent=2, allow_nan=False).encode() + b"\n", private=False
-    )
+def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
+    """Check what `export` wrote at a site: who signed each receipt in the file."""
+    from fedpact.deploy.receipts import check_signature
+    from fedpact.engines.parties.federation import Federation
+
+    known = None if federation is None else Federation.read(federation)
+    with understood(where, "ask the site's owner for the receipt again"):
+        receipts = dict[str, Any](json.loads(where.read_bytes()))
+    checked = {path: check_signature(told, known) for path, told in receipts.items()}
+    lines = [f"{path}: {told}" for path, told in checked.items()]
     show(
-        {"receipt": str(out), "ledgers": len(receipts)},
+        {"intact": True, "signatures": checked},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
+    )
+
+
+def export(where: Path, out: Path, as_json: bool) -> None:
+    """Write receipts: mechanisms, counts, budgets, date and purpose; nothing about records.
+
+    where: as of the other commands. In a deployed site's directory it is signed with its key.
+    """
+    from fedpact.deploy.receipts import handed_on, signed
+
+    # A site's owner signs; whoever holds the directories of several signs for none of them.
+    site = where if (where / "site.toml").exists() else None
+    receipts = {str(path): strict(handed_on(path, site)) for path in _ledgers(where)}
+    if site is not None:
+        receipts = {path: signed(told, site) for path, told in receipts.items()}
+    text = json.dumps(receipts, indent=2, allow_nan=False)
+    write_whole(out, text.encode() + b"\n", private=False)
+    how = "unsigned" if site is None else f"signed with {site / 'site.key'}"
+    show(
+        {"receipt": str(out), "ledgers": len(receipts), "signed": site is not None},
         as_json,
         lambda: Console(highlight=False, soft_wrap=True).print(
-            f"receipt of {len(receipts)} ledgers: {out}"
+            f"receipt of {len(receipts)} ledgers, {how}: {out}"
         ),
     )
 
 
 def _receipts(where: Path) -> dict[str, dict[str, Any]]:
+    return {str(path): receipt(path) for path in _ledgers(where)}
+
+
+def _ledgers(where: Path) -> list[Path]:
+    """Return the ledger that is named, or all in a folder; a deployed site's where its owner says.
+
+    Raises LedgerError: there is none.
+    """
     paths = sorted(where.rglob("*ledger.jsonl")) if where.is_dir() else [where]
+    if (where / "site.toml").exists():
+        from fedpact.engines.parties.federation import parse_toml
+        from fedpact.engines.parties.records import SiteSettings
+
+        own = where / parse_toml(SiteSettings, where / "site.toml").ledger
+        paths = [own] if own.exists() else []
     if not paths:
         raise LedgerError(
             f"{where} holds no ledger: name a ledger.jsonl, or the folder of a private run"
         )
-    return {str(path): receipt(path) for path in paths}
+    return paths
 
 
 def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
@@ -108,6 +159,8 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
         if each["unreadable_last_line"]:
             out.print(f"{path} has {_TORN}", markup=False)
     first = next(iter(receipts.values()))
+    if len(receipts) == 1:
+        out.print(first["sentence"], markup=False)
     out.print(
         f"(ε, δ), {first['adjacency']}, accountant {first['accountant']}; covers "
         f"{first['covers']}. Runs on the same records add up. {_of_persons(receipts)}"

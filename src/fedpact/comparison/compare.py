@@ -166,7 +166,8 @@ def has_ended(job: Job) -> bool:
     if not (job.folder / "plan.json").exists():
         return False
     # How it is carried out may differ, what is trained may not.
-    found = Plan.parse(folder.read_json("plan.json")).model_copy(update={"run": job.plan.run})
+    said = {"run": job.plan.run, "about": job.plan.about}
+    found = Plan.parse(folder.read_json("plan.json")).model_copy(update=said)
     if found != job.plan:
         raise PlanError(
             f"{job.folder} holds a run of another configuration: choose another folder with --out, "

@@ -155,6 +155,7 @@ name = "{name}"                # as in federation.toml
 records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
 {column}
 data_set = "{name}"            # what the ledger is called: one for these records, for ever
+# data_version = "2026-01"     # what its receipts say of it beside the name
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
 device = "cpu"                 # or "cuda": where it computes
 port = {port}                  # a free one of this machine, for the site's own processes

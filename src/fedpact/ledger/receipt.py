@@ -7,12 +7,14 @@ no true count.
 import math
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedpact.errors import LedgerError
 from fedpact.ledger.chain import Entry, read_all
 from fedpact.ledger.reservations import FILTER, FIXED, over_runs
+from fedpact.text import guarded, upper
 from fedpact.theory import shares
 from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
@@ -35,7 +37,7 @@ def receipt(path: Path) -> dict[str, Any]:
             run["epsilon_spent"] = run["epsilon_reserved"]
             run["epsilon_alone_spent"] = run["epsilon_alone_reserved"]
     whole, delta = _together(runs, "epsilon_reserved")
-    return {
+    told = {
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
         # A ledger's runs have one unit.
@@ -50,7 +52,42 @@ def receipt(path: Path) -> dict[str, Any]:
         "entries": len(entries),
         "unreadable_last_line": torn,
         "head": entries[-1]["hash"],
+        "first_entry": _day(entries[0]),
+        "last_entry": _day(entries[-1]),
     }
+    return {**told, "sentence": _sentence(told)}
+
+
+def _day(entry: Entry) -> str | None:
+    """Return when an entry was written, in UTC by its machine's clock; None if it does not say."""
+    time = entry.get("time")
+    return None if time is None else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
+
+
+def _sentence(told: Mapping[str, Any]) -> str:
+    """Return what the receipt says, for somebody who has never seen one."""
+    runs = told["runs"].values()
+    of = f"the data set {told['site']!r}"
+    if not runs:
+        return f"Nothing of {of} has been promised to any run, and nothing released."
+    if not math.isfinite(told["epsilon_reserved"]):
+        return f"Exact numbers of {of} have left: no ε bounds what is known of its records."
+    hypothetical = bool(told["hypothetical"])
+    honest = max(run["honest"] for run in runs)
+    whose = "person, with all records," if "person" in told["adjacency"] else "record"
+    many = f"{len(runs)} runs" if len(runs) > 1 else "run"
+    bound = guarded(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
+    factor = "" if honest else f", a factor of at most {_odds(told['epsilon_reserved'])},"
+    return (
+        ("This is of a simulation, which protects nobody; a deployment could say: " * hypothetical)
+        + f"Whether or not any one {whose} is in {of}, all that the {many} named here may release "
+        f"turns out nearly alike: the chance of any outcome differs by at most e^ε{factor} and by "
+        f"δ = {upper(told['delta_reserved'])} more, with ε = {bound}."
+    )
+
+
+def _odds(cost: float) -> str:
+    return upper(math.exp(cost), 3) if cost < 700 else "more than 1e300"
 
 
 def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, float]:

@@ -17,7 +17,7 @@ _METHOD = (
 )
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
 # Does not change what is trained; or differs between the runs of one entry.
-_NOTHING = ("run", "seed")
+_NOTHING = ("run", "seed", "about")
 DATA = ("data", "label", "site")
 """What must be equal for any figure to mean the same."""
 

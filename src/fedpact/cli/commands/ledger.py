@@ -23,11 +23,21 @@ def show(where: Where, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(where: Where, as_json: AsJson = False) -> None:
-    """Check every link of the chain of every ledger; an altered one is an error."""
+def verify(
+    where: Annotated[
+        Path,
+        typer.Argument(help="A ledger.jsonl, a folder of ledgers, or a receipt that was exported."),
+    ],
+    federation: Annotated[
+        Path | None,
+        typer.Option(help="With a receipt: the federation.toml that says whose key is whose."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every link of each ledger's chain, or a receipt's signature; altered is an error."""
     from fedpact.cli import ledger as command
 
-    command.verify(where, as_json)
+    command.verify(where, federation, as_json)
 
 
 @app.command()
@@ -36,7 +46,7 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write the receipt to.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a receipt: mechanisms, counts and budgets, and nothing about records."""
+    """Write a receipt, signed at a deployed site: budgets and purpose, nothing about records."""
     from fedpact.cli import ledger as command
 
     command.export(where, out, as_json)

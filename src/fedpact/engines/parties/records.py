@@ -14,6 +14,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.parties.entrance import limited, taken
 from fedpact.engines.parties.federation import Federation
 from fedpact.features.cache import beside
+from fedpact.ledger.about import Line
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 
@@ -22,7 +23,8 @@ class SiteSettings(BaseModel):
     """The owner's settings; paths are relative to the site's directory.
 
     name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
-    table. data_set: what the ledger is called, one for each set of records and for its whole life.
+    table. data_set: what the ledger is called, one for each set of records and for its whole life;
+    data_version: what receipts say of it beside its name, "" where nobody says.
     device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
     one of this machine, for the site's own processes to talk to each other.
     """
@@ -32,6 +34,7 @@ class SiteSettings(BaseModel):
     records: str
     label: str | None = None
     data_set: str
+    data_version: Line = ""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     ledger: str = "ledger.jsonl"
     port: int = Field(gt=0, lt=65536)

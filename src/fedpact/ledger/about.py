@@ -1,0 +1,47 @@
+"""What people say of a run: purpose, data, who publishes it. Nothing is computed from it."""
+
+import datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f\u0085\u2028\u2029]*$", max_length=2000)]
+"""A text on one line: it stands in receipts, tables and files of other forms."""
+
+
+class About(BaseModel):
+    """The table [about]; all of it may be left out, and "" is not stated.
+
+    name: what the model is called. purpose: what it is for. data_version: which version of the data
+    set, whose name is the plan's data, or a site's data_set. curators: who publishes it; authors:
+    who fills in a registry's entry. published: YYYY-MM-DD. region, sector, curator_type: as the
+    registry of deployments asks them. licence: an identifier, as in apache-2.0.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    name: Line = ""
+    purpose: Line = ""
+    data_version: Line = ""
+    curators: list[Line] = Field(default_factory=list[str])
+    curator_type: Literal["", "Government", "Industry", "Nonprofit"] = ""
+    region: Line = ""
+    sector: Literal[
+        "", "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
+    ] = ""
+    published: str = ""
+    authors: list[Line] = Field(default_factory=list[str])
+    licence: Line = ""
+    contact: Line = ""
+
+    @model_validator(mode="after")
+    def _is_a_day(self) -> Self:
+        if self.published:
+            try:
+                day = datetime.date.fromisoformat(self.published)
+            except ValueError:
+                day = None
+            if day is None or day.isoformat() != self.published:
+                raise ValueError(
+                    f"published is {self.published!r}: expected a day as in 2026-01-31"
+                )
+        return self
