@@ -28,9 +28,11 @@ class Node:
 
     def hear(self, message):
         self.heard.append(codec.unpack(message.content)[0])
-        answer = self.behave(message, lambda: respond(self.site, self.key, message))
-        if answer is not None and not answer.has_error():
-            self.said.append(codec.unpack(answer.content)[0])
+        return self.behave(message, lambda: self.answer(message))
+
+    def answer(self, message):
+        answer = respond(self.site, self.key, message)
+        self.said.append(codec.unpack(answer.content)[0])
         return answer
 
     def forge(self, message, block, key=None, name=None):

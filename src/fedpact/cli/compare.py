@@ -20,6 +20,7 @@ from fedpact.metrics import METRICS
 from fedpact.report.comparison import (
     counted_lines,
     document,
+    evaluation_lines,
     guarantees,
     inequality,
     joining_lines,
@@ -141,6 +142,7 @@ def _print(comparison: Comparison) -> None:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)
     for line in (
         *guarantees(comparison),
+        *evaluation_lines(comparison),
         *joining_lines(comparison),
         *counted_lines(comparison),
     ):

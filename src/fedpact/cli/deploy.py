@@ -15,7 +15,6 @@ from fedpact.deploy.write import Choices
 from fedpact.deploy.write import write as write_deployment
 from fedpact.engines.flower import require_flower
 from fedpact.errors import FedpactError
-from fedpact.evaluation.figures import Figure
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
@@ -158,25 +157,21 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
     form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])
     rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
     figures = {name: exact_figures(sums, form) for name, sums in rounds}
-    of_all = [f.name for f in next(iter(figures.values())) if not _is_part(f)]
+    of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
     table = Table("after round", *of_all)
     for name, found in figures.items():
-        table.add_row(name, *(f"{f.value:.4g}" for f in found if not _is_part(f)))
+        table.add_row(name, *(f"{f.value:.4g}" for f in found if not f.of_part))
     out.print(table)
     some = [*figures][-_SHOWN:]
     parts = Table("", *(f"round {name}" for name in some))
-    for each in zip(*(filter(_is_part, figures[name]) for name in some), strict=True):
+    of_parts = ([f for f in figures[name] if f.of_part] for name in some)
+    for each in zip(*of_parts, strict=True):
         parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
     out.print(parts)
     out.print(
         "Exact figures of this site's held-out records, for its owner alone: nothing of them is "
         "in any message, and to pass them on is a release that no budget counts."
     )
-
-
-def _is_part(figure: Figure) -> bool:
-    """Whether it is of a class or of groups."""
-    return figure.about.startswith(("class", "group"))
 
 
 def _out() -> Console:

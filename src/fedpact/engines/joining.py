@@ -35,7 +35,7 @@ SiteModels = dict[str, dict[str, SiteModel]]
 """What sites have by themselves, kept from run to run: what it follows from -> site -> model."""
 
 _ALONE = ("data", "label", "site", "model", "logistic", "seed", "sites", "partition")
-_RECORDS = ("features", "records")
+_RECORDS = ("features", "records", "person", "evaluation")
 
 
 def of_run(
@@ -95,6 +95,7 @@ def _check(folder: Folder) -> None:
 
 def _follows_from(plan: Plan) -> str:
     document = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
+    document["person_records"] = plan.privacy.person_records
     return json.dumps(document, sort_keys=True)
 
 

@@ -29,13 +29,21 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: about, as "accuracy" or "class 3"; its value, NaN if unknown; its interval."""
+    """One figure: its name, as "accuracy"; of whom; its value, NaN if unknown; its interval.
+
+    about: "all", "class 3", "group Female", or "groups" for how far these are apart.
+    """
 
     name: str
     about: str
     value: float
     low: float
     high: float
+
+    @property
+    def of_part(self) -> bool:
+        """Whether it is of one class or one group."""
+        return self.about.startswith(("class ", "group "))
 
 
 @dataclass(frozen=True)

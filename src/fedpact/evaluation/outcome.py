@@ -17,8 +17,9 @@ def outcome(
 ) -> dict[str, Any] | None:
     """Return the last evaluation as plain data, None where the run released none.
 
-    figures: of all sites together; sites: of each. Of a simulation each figure has what it is
-    without noise, `exact`. epsilon_spent: site -> ε of what it has released, at delta.
+    figures: of all sites together; sites: of each. by_round: of all sites together after each
+    evaluated round, without those of single classes and groups. Of a simulation each figure has
+    what it is without noise, `exact`. epsilon_spent: site -> ε of what it has released, at delta.
     """
     done = [record for record in records if record.evaluation]
     if once is None or not done:
@@ -29,6 +30,11 @@ def outcome(
         spent[site] = epsilon({once.event: count}, once.budget.delta, once.accountant)
     noise = dict.fromkeys(form.shapes, once.sigma)
     released, exact = last.evaluation, last.held_out
+
+    def together(record: RoundRecord) -> list[dict[str, Any]]:
+        sums = list(record.evaluation.values())
+        return _beside(form, noise, sums, _of(record.held_out, record.evaluation))
+
     return {
         "round": last.round,
         "unit": form.unit,
@@ -37,7 +43,11 @@ def outcome(
         "delta": once.budget.delta,
         "epsilon_spent": spent,
         "unevaluated": dict(last.unevaluated),
-        "figures": _beside(form, noise, list(released.values()), _of(exact, released)),
+        "figures": together(last),
+        "by_round": [
+            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
+            for record in done
+        ],
         "sites": {
             site: _beside(form, noise, [sums], _of(exact, {site: sums}))
             for site, sums in released.items()
@@ -75,7 +85,7 @@ def _figures(
 
 
 def _plain(figure: Figure) -> dict[str, Any]:
-    return {**asdict(figure), "value": _number(figure.value)}
+    return {**asdict(figure), "value": _number(figure.value), "of_part": figure.of_part}
 
 
 def _number(value: float) -> float | None:

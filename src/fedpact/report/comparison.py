@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS
+from fedpact.report import evaluations
 from fedpact.report.drawing import Drawing
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
@@ -105,6 +106,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 "runs": {str(outcome.seed): _run_document(outcome) for outcome in entry.outcomes},
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
+                "evaluation": evaluations.means(_runs(entry)) or None,
             }
             for entry in comparison.entries
         },
@@ -147,6 +149,12 @@ def _uncounted(comparison: Comparison) -> list[str]:
             "winner by them. A deployment chooses by released or public numbers."
         )
     return found
+
+
+def evaluation_lines(comparison: Comparison) -> list[str]:
+    """Return for each entry whose sites released evaluations what they released, as a sentence."""
+    told = {entry.name: evaluations.line(_runs(entry)) for entry in comparison.entries}
+    return [f"{name}: {line}" for name, line in told.items() if line]
 
 
 def _runs(entry: Entry) -> list[RunFolder]:
@@ -195,6 +203,7 @@ def render(comparison: Comparison) -> str:
         joining_headings=HEADINGS,
         counted=comparison.counted,
         uncounted=_uncounted(comparison),
+        released=evaluations.compared({e.name: _runs(e) for e in comparison.entries}),
         reached=reached(comparison),
         runs=_run_rows(comparison),
     )

@@ -1,12 +1,14 @@
 """What sites released of their held-out records, as rows for people."""
 
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpact.evaluation.settings import DECLARE
 from fedpact.report.reading import RunFolder
 from fedpact.text import number, percent, upper
 
-_NUMBERS = ("records", "loss")
+_NUMBERS = ("records", "persons", "loss")
 
 
 def about(run: RunFolder) -> dict[str, Any] | None:
@@ -25,8 +27,13 @@ def about(run: RunFolder) -> dict[str, Any] | None:
         "level": f"{found['level']:g}",
         "round": found["round"],
         "cost": f"({upper(spent)}, {upper(found['delta'])}) of the ({upper(found['epsilon'])}, "
-        f"{upper(found['delta'])}) that evaluations may cost a record that is held out; such a "
-        "record bears nothing of the training's ε, and the others nothing of this one",
+        f"{upper(found['delta'])}) that evaluations may cost a {found['unit']} that is held out; "
+        f"such a {found['unit']} bears nothing of the training's ε, and the others nothing of this",
+        "by_round": [
+            (each["round"], _row(figure))
+            for each in found["by_round"]
+            for figure in each["figures"]
+        ],
         "missing": ", ".join(f"{s} ({code})" for s, code in found["unevaluated"].items()),
     }
 
@@ -47,12 +54,48 @@ def headline(run: RunFolder) -> tuple[str, str] | None:
 
 
 def why_none(run: RunFolder) -> str:
-    """Return why a run has no accuracy of any kind."""
+    """Return why a run shows no accuracy of any kind."""
+    if any(record.evaluation for record in run.records):
+        return "sites have released evaluations, which stand here when the run is over"
     if run.privacy.get("evaluation"):
         last = run.last.unevaluated
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
         return f"no site has answered an evaluation yet{f' ({codes})' if codes else ''}"
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
+
+
+def compared(entries: Mapping[str, Sequence[RunFolder]]) -> list[tuple[str, dict[str, str]]]:
+    """Return (entry, row) of each figure that every run of an entry released of all sites together.
+
+    Over several runs all are means, the interval's ends too: no narrower than it has to be.
+    """
+    return [(name, _row(mean)) for name, runs in entries.items() for mean in means(runs)]
+
+
+def means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Return the figures of an entry's runs, means over them; none where a run released none."""
+    each = [{(f["name"], f["about"]): f for f in r.released["figures"]} for r in runs if r.released]
+    if not each or len(each) < len(runs):
+        return []
+    return [_mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
+
+
+def line(runs: Sequence[RunFolder]) -> str | None:
+    """Return in one sentence what an entry's runs released; None where nothing."""
+    rows = [_row(figure) for figure in means(runs) if not figure["of_part"]]
+    told = ", ".join(f"{row['name']} {row['value']} ({row['interval']})" for row in rows)
+    return f"as sites released it: {told}" if told else None
+
+
+def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of a figure over runs; not known where it is not known in one."""
+
+    def over(key: str) -> float | None:
+        values = [figure[key] for figure in figures]
+        return None if None in values else statistics.fmean(values)
+
+    known = [key for key in ("value", "low", "high", "exact") if key in figures[0]]
+    return {**figures[0], **{key: over(key) for key in known}}
 
 
 def _row(figure: dict[str, Any]) -> dict[str, str]:

@@ -31,7 +31,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     """Carry out a run over a Grid and return its summary."""
     key = seal.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
-    form = partial(expected_form, coordinator.workshop(), coordinator.sums)
+    form = partial(expected_form, coordinator.workshop(), sums=coordinator.sums)
     federation, plan = coordinator.federation, coordinator.plan
     transport = FlowerTransport(grid, federation, key, admission, form, remember)
     if not plan.secure_aggregation.threshold:

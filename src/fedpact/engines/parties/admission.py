@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -54,7 +55,9 @@ REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
 """The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
-def expected_form(workshop: Workshop, sums: Mapping[str, int], task: Task) -> Form:
+def expected_form(
+    workshop: Workshop, task: Task, sums: Mapping[str, int] = MappingProxyType({})
+) -> Form:
     """Return the form of every honest reply to this task, on records that are nobody's.
 
     sums: of an evaluation, how many numbers each channel has.
