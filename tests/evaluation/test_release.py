@@ -1,0 +1,98 @@
+"""A release as a deployment makes it: it costs what it was given, and its intervals hold."""
+
+import math
+from collections import Counter
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedpact.draws.secure import SecureDraws
+from fedpact.draws.seeded import stream
+from fedpact.evaluation.figures import Sums, figures
+from fedpact.evaluation.outcome import exact_figures
+from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.totals import HeldOut, SumsForm
+from fedpact.losses import cross_entropy
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.privacy.once import Once
+from fedpact.theory.accounting import SampledGaussian
+
+TRIES = 400
+# A rate of 95 % is found to be below this once in 10^5, of 400 tries (normal approximation).
+LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
+
+
+def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> Once:
+    found = settings.terms(rounds, spare, "best")
+    if found is None:
+        raise ValueError("nothing is held out")
+    return found
+
+
+@pytest.mark.parametrize(("unit", "size"), [("record", 60), ("person", 600)])
+def test_released_figures_are_in_their_intervals_as_often_as_stated(unit: str, size: int) -> None:
+    """From held-out records to figures, with the noise of a deployment."""
+    settings = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=2.0)
+    form, once = SumsForm(settings, ("no", "yes"), ("a", "b"), unit), once_of(settings, 1)
+    x = torch.randn(size, 3, generator=stream("release"))
+    y = (x[:, 0] > 0.3 * x[:, 1]).long()
+    persons = torch.arange(size) // 3 if unit == "person" else None
+    held = HeldOut(x, y, (x[:, 2] > 0).long(), persons)
+    kernel = PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
+    sums = held.totals(form, kernel, torch.tensor([0.0, 0, 1, 1, 0, 0, 0, 0]))
+    exact = {(f.name, f.about): f.value for f in exact_figures(plain(sums), form)}
+    covered, charged, draws = Counter[tuple[str, str]](), Counter[SampledGaussian](), SecureDraws()
+
+    def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
+        assert purpose == ("evaluation hits", "evaluation loss", "evaluation roc")
+        charged[event] += 1
+
+    noise = dict.fromkeys(sums, once.sigma)
+    for _ in range(TRIES):
+        released = once.release(charge, lambda: {c: s.clone() for c, s in sums.items()}, draws)
+        noisy = Sums.added([plain(released)], noise)
+        for figure in figures(noisy, settings, form.classes, form.groups, unit):
+            key = figure.name, figure.about
+            covered[key] += figure.low <= exact[key] <= figure.high
+    assert charged == {once.event: TRIES}
+    assert covered.keys() == exact.keys()
+    for key, count in covered.items():
+        assert count / TRIES > LEAST, key
+
+
+def plain(sums: dict[str, Tensor]) -> dict[str, list[float]]:
+    return {channel: total.tolist() for channel, total in sums.items()}
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
+@pytest.mark.parametrize(("every", "spare"), [(0, 0), (3, 0), (1, 5)])
+def test_all_evaluations_together_cost_what_they_were_given(
+    epsilon: float, every: int, spare: int
+) -> None:
+    """By the Gaussian mechanism's own formula (Balle and Wang, 2018), of n times m channels."""
+    settings = EvaluationSettings(
+        share=0.2, every=every, epsilon=epsilon, delta=1e-6, releases=["hits", "loss"]
+    )
+    once = once_of(settings, 10, spare)
+    times = {0: 1, 3: 4, 1: 10}[every] + spare
+    assert sum(once.history.values()) == once.times == times
+    mu = math.sqrt(times * 2) / once.sigma
+    phi = NormalDist().cdf
+    delta = phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
+    assert 0.9e-6 < delta <= 1e-6
+
+
+def test_half_the_noise_would_be_found_out() -> None:
+    """The coverage test above can fail: intervals for half the deviation do not hold."""
+    rng, covered = np.random.default_rng(5), 0
+    settings = EvaluationSettings(share=0.2, releases=["hits"])
+    hits = np.array([30.0, 10, 20, 20])
+    for _ in range(TRIES):
+        noisy = Sums({"hits": hits + 4 * rng.standard_normal(4)}, {"hits": 2.0**2})
+        figure = figures(noisy, settings, ("no", "yes"), ("all",))[1]
+        covered += figure.low <= 50 / 80 <= figure.high
+    assert covered / TRIES < LEAST

@@ -1,0 +1,70 @@
+"""What sites released stands in the report and in a comparison, with intervals and by group."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.evaluation.people import people
+
+from fedpact.engines.simulation import simulate
+from fedpact.plan import Plan
+from fedpact.report.comparison import document, evaluation_lines, render
+from fedpact.report.outcomes import read_comparison, run_folder
+from fedpact.report.page import write_report
+from fedpact.report.reading import read_run
+from fedpact.text import percent
+
+SEEDS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compared")
+    table = people(folder / "people.csv", rows=600)
+    table["evaluation"]["every"] = 1
+    for seed in SEEDS:
+        plan = Plan.parse({**table, "rounds": 2, "sites": 2, "seed": seed})
+        simulate(plan, run_folder(folder, "fedavg", seed))
+    return folder
+
+
+def figures(folder: Path, seed: int) -> dict[tuple[str, str], dict[str, float]]:
+    found = json.loads((run_folder(folder, "fedavg", seed) / "summary.json").read_text())
+    return {(f["name"], f["about"]): f for f in found["evaluation"]["figures"]}
+
+
+def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
+    plan = json.loads((run_folder(runs, "fedavg", 0) / "plan.json").read_text())
+    comparison = read_comparison(runs, {"fedavg": plan}, SEEDS)
+    one, other = (figures(runs, seed) for seed in SEEDS)
+    gap = "equalised-odds gap", "groups"
+    mean = {key: (one[gap][key] + other[gap][key]) / 2 for key in ("value", "low", "high", "exact")}
+    entry = document(comparison)["entries"]["fedavg"]["evaluation"]
+    (found,) = [f for f in entry if (f["name"], f["about"]) == gap]
+    assert {key: found[key] for key in mean} == pytest.approx(mean)
+    interval = f"{percent(mean['low'])} to {percent(mean['high'])}"
+    (line,) = evaluation_lines(comparison)
+    assert line.startswith("fedavg: as sites released it: records ")
+    assert f"equalised-odds gap {percent(mean['value'])} ({interval})" in line
+    page = render(comparison)
+    assert "As sites released it" in page
+    assert f'<td class="n">{interval}</td><td class="n">{percent(mean["exact"])}</td>' in page
+    for about in ("group Female", "group Male"):
+        for name in ("accuracy", "hits of class low", "hits of class high"):
+            assert f"<td>{name}</td><td>{about}</td>" in page
+
+
+def test_a_report_shows_groups_their_gap_and_every_evaluated_round(runs: Path) -> None:
+    folder = run_folder(runs, "fedavg", 1)
+    page = write_report(folder).read_text()
+    found = figures(runs, 1)
+    for key in (("equalised-odds gap", "groups"), ("accuracy", "group Male")):
+        figure = found[key]
+        cell = f"{percent(figure['low'])} to {percent(figure['high'])}"
+        assert f"<td>{key[0]}</td><td>{key[1]}</td>" in page
+        assert cell in page
+    assert "Round by round" in page
+    rounds = read_run(folder).released["by_round"]
+    assert [each["round"] for each in rounds] == [1, 2]
+    assert rounds[-1]["figures"] == [f for f in found.values() if not f["of_part"]]
+    assert "bears nothing of the training" in page
