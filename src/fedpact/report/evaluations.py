@@ -38,6 +38,11 @@ def about(run: RunFolder) -> dict[str, Any] | None:
     }
 
 
+def figures(run: RunFolder) -> list[dict[str, str]]:
+    """Return what sites released together, of all of them; nothing of one site."""
+    return [_row(figure) for figure in (run.released or {"figures": []})["figures"]]
+
+
 def headline(run: RunFolder) -> tuple[str, str] | None:
     """Return the released accuracy and what it is, None where none was released."""
     found = run.released

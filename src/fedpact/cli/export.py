@@ -1,0 +1,37 @@
+"""`fedpact export`: a run's statement as a registry's entry, a model card, or a summary."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fedpact.cli.console import show
+from fedpact.files import write_whole
+from fedpact.report.exports import model_card, registry, summary
+from fedpact.report.exports.facts import Facts, about_of
+from fedpact.report.reading import read_run
+
+
+def export(run: Path, form: str, out: Path | None, overrides: Sequence[str], as_json: bool) -> None:
+    """Carry out `fedpact export`. form: "registry", "model-card" or "summary"."""
+    found = read_run(run)
+    facts = Facts(found, about_of(found.plan, overrides))
+    if form == "registry":
+        document = registry.entry(facts)
+        text = registry.as_yaml(document)
+    elif form == "summary":
+        document, text = summary.summary(facts), summary.as_text(facts)
+    else:
+        text = model_card.as_text(facts)
+        document = {"markdown": text}
+    if out is not None:
+        write_whole(out, text.encode(), private=False)
+    for warning in facts.warnings:
+        Console(stderr=True, highlight=False, quiet=as_json).print(warning, markup=False)
+    wrote = {} if out is None else {"file": str(out)}
+
+    def tell() -> None:
+        sys.stdout.write(text if out is None else f"{out}\n")
+
+    show({**document, **wrote}, as_json, tell)

@@ -1,0 +1,1 @@
+"""A run's statement in the forms of others; none names a site or counts fewer than a few."""
