@@ -244,8 +244,11 @@ def test_the_command_writes_each_form(build: Build, tmp_path: Path) -> None:
         told = CliRunner().invoke(app, ["export", str(folder), "--as", form, "--json"])
         assert json.loads(told.stdout)
     given = ["--set", "about.purpose=another", "--set", 'about.curators=["One"]', "--json"]
+    # As people write a day, which TOML reads as one.
+    given += ["--set", "about.published=2027-01-02"]
     done = CliRunner().invoke(app, ["export", str(folder), "--as", "registry", *given])
     basic = json.loads(done.stdout)["deployment"]["basic"]
+    assert basic["publication_date"] == "2027-01-02"
     assert basic["intended_use"] == "another"
     assert [each["data_curator_name"] for each in basic["data_curators"]] == ["One"]
 

@@ -3,10 +3,15 @@
 import datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f\u0085\u2028\u2029]*$", max_length=2000)]
 """A text on one line: it stands in receipts, tables and files of other forms."""
+
+
+def _written(day: object) -> object:
+    """TOML has days of its own; as a text they are the same everywhere."""
+    return day.isoformat() if type(day) is datetime.date else day
 
 
 class About(BaseModel):
@@ -28,7 +33,7 @@ class About(BaseModel):
     sector: Literal[
         "", "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
     ] = ""
-    published: str = ""
+    published: Annotated[str, BeforeValidator(_written)] = ""
     authors: list[Line] = Field(default_factory=list[str])
     licence: Line = ""
     contact: Line = ""
