@@ -9,7 +9,7 @@ import typer
 from fedpact.cli.options import AsJson
 
 
-class Form(StrEnum):
+class ExportForm(StrEnum):
     """What a run's statement can be written as."""
 
     registry = "registry"
@@ -20,7 +20,7 @@ class Form(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run; of a deployment, server/run.")],
     form: Annotated[
-        Form,
+        ExportForm,
         typer.Option(
             "--as",
             help="registry: an entry of the DP deployments registry; model-card: Markdown; "

@@ -100,8 +100,8 @@ def _loss(facts: Facts) -> dict[str, Any]:
     return {
         "privacy_unit": _UNITS[privacy["unit"]],
         "privacy_unit_details": (
-            f"Adjacent data sets: {privacy['adjacency']} at one site; the symmetric distance, at "
-            "most 1. " + str(privacy.get("per_person", ""))
+            f"Adjacent data sets: {privacy['adjacency']} at one site; the symmetric distance, "
+            f"counted in {privacy['unit']}s, is at most 1. " + str(privacy.get("per_person", ""))
         ).strip(),
         # Two digits: an approximate number is what the registry asks for.
         **({"number_of_privacy_units": int(float(f"{size:.1e}"))} if many else {}),
