@@ -3,7 +3,8 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,19 +15,115 @@ if TYPE_CHECKING:
 
 _DEFAULT = Path(__file__).with_name("default.toml")
 
+DEFAULTS = "defaults"
+"""The key of a written plan under which stands what was left to its default."""
+
 _FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
 
-def read_configuration(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def unmarked(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without what it marks as left to its default, and without the marks.
+
+    Raises PlanError: the marks are no list of keys.
+    """
+    # What is no table is left to whoever reads the keys.
+    return without(raw, [*marked(raw), DEFAULTS]) if isinstance(raw, Mapping) else raw
+
+
+def read_configuration(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = unmarked,
+) -> dict[str, Any]:
     """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
 
+    read: returns what of a file counts as given. The embedded configuration's [settings] are its
+    own algorithm's: another one has its own defaults.
     Raises PlanError: the file or an override cannot be read.
     """
-    raw = read_file(_DEFAULT if path is None else path)
+    raw = read(read_file(_DEFAULT if path is None else path))
+    if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
+        del raw["settings"]
     for setting in overrides:
         override(raw, setting)
     return raw
+
+
+def overridden(overrides: Sequence[str], key: str) -> Any:
+    """Return what `key=value` overrides make of a key, None if nothing."""
+    found = dict[str, Any]()
+    for setting in overrides:
+        if setting.partition("=")[0].strip() == key:
+            override(found, setting)
+    return found.get(key)
+
+
+def given(
+    raw: Mapping[str, Any], document: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what of a configuration was given, and what it marks as default and is none here.
+
+    document: makes of a configuration what would be written of it, every default in its place.
+    """
+    bare = unmarked(raw)
+    if DEFAULTS not in raw:
+        return bare
+    written, here = leaves(raw), leaves(document(bare))
+    same = [key for key in marked(raw) if written.get(key) == here.get(key)]
+    return without(raw, [*same, DEFAULTS])
+
+
+def marked(raw: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a written plan marks as defaults. Raises PlanError: it is no list."""
+    found = raw.get(DEFAULTS, [])
+    if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
+        raise PlanError(
+            f"{DEFAULTS} is {found!r}: expected the list of keys that were left to their defaults, "
+            "as a run's plan.json has it; leave it out"
+        )
+    return found
+
+
+def without(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a configuration without these dotted keys; those it lacks change nothing."""
+    found = deepcopy(dict(raw))
+    for key in keys:
+        *tables, last = key.split(".")
+        place: Any = found
+        for table in tables:
+            place = place.get(table) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.pop(last, None)
+    return found
+
+
+def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a document's leaves by dotted key; an empty table is a leaf of its own.
+
+    >>> leaves({"a": {"b": 1, "c": {}}, "d": 2})
+    {'a.b': 1, 'a.c': {}, 'd': 2}
+    """
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            found.update(leaves(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def left(model: "BaseModel", prefix: str = "") -> Iterable[str]:
+    """Every dotted key of a configuration that nobody gave, so that its default counts."""
+    from pydantic import BaseModel
+
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        if isinstance(value, BaseModel):
+            # What nobody gave holds nothing that anybody gave.
+            yield from left(value, f"{prefix}{key}.")
+        elif key not in model.model_fields_set:
+            yield prefix + key
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run's folder: who writes which file where. Every write is whole or not at all (see files).
 
-plan.json           the resolved configuration; `fedpact run RUN/plan.json` repeats the run
+plan.json           every setting in effect; "defaults" names those that nobody gave
 partition.json      which records belong to which site
 privacy.json        each site's terms, and what they cover
 environment.json    versions and machine

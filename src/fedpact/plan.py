@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import plan_error, read_configuration
+from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
@@ -42,6 +42,7 @@ from fedpact.methods import Method
 from fedpact.methods.combine import combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
+from fedpact.methods.effective import in_effect, with_iterations
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
@@ -55,6 +56,9 @@ from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
+
+_RATE = 0.5
+"""q where neither it nor a batch size is given."""
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -131,47 +135,23 @@ class Plan(BaseModel):
                 f"own clip, and under privacy.mode = {mode!r} records have none: use "
                 "privacy.mode = 'per_sample'"
             )
-        calibrates = self.privacy.mode != "none" and self.privacy.sigma is None
-        if method.controlled and calibrates and method.iterations is None:
-            raise ValueError(
-                f"algorithm = {self.algorithm!r} chooses τ as it goes, so σ cannot be calibrated "
-                "before the number of local iterations is known: give it as settings.iterations "
-                "(or control.iterations), or give privacy.sigma"
-            )
         if self.compression.kind == "grid" and not self.private:
             raise ValueError(
                 'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
                 f"records, and {self.why_unprotected} adds none: use int8, float16 or topk"
             )
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
-        if self.privacy.honest:
-            self._check_shared(method)
         self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
+        whose = (
+            f"algorithm = {self.algorithm!r}{', [fairness]' if self.fairness.weight > 0 else ''}"
+        )
+        self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         if method.controlled and self.budget.spare_rounds:
             raise ValueError(
                 f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
                 "spare events would be used like the others, and none are needed; leave it out"
             )
         return self
-
-    def _check_shared(self, method: Method) -> None:
-        """Raise ValueError where sites cannot share noise out."""
-        if not self.secure_aggregation.threshold:
-            raise ValueError(
-                'privacy.trust = "sum" needs a server that sees sums only: set '
-                'secure_aggregation.threshold, or trust = "own"'
-            )
-        if method.needs_own_noise:
-            raise ValueError(
-                f'privacy.trust = "sum" does not go with algorithm = {self.algorithm!r}'
-                f"{', [fairness]' if self.fairness.weight > 0 else ''}: {method.needs_own_noise}"
-            )
-        given = [grant.sigma for grant in self.privacy.per_site.values()]
-        if isinstance(self.privacy.sigma, list) or any(s is not None for s in given):
-            raise ValueError(
-                'privacy.trust = "sum" with a sigma for each site: the noise is that of the sum, '
-                "and one for all; give one number, or leave it out"
-            )
 
     @cached_property
     def method(self) -> Method:
@@ -180,7 +160,7 @@ class Plan(BaseModel):
             self.algorithm,
             self.algorithm_settings,
             self.fairness,
-            self.control,
+            self._control,
             self.server,
             self.compression,
             self.robust,
@@ -196,9 +176,15 @@ class Plan(BaseModel):
         """The [settings] table as the algorithm's own Settings."""
         module = algorithms.load(self.algorithm)
         try:
-            return module.Settings(**self.settings)
+            found = module.Settings(**self.settings)
         except ValidationError as error:
             raise plan_error(error, ("settings",), module.Settings) from None
+        return with_iterations(found, self.rounds) if self.privacy.calibrates else found
+
+    @property
+    def _control(self) -> ControlSettings:
+        calibrates = self.privacy.calibrates
+        return with_iterations(self.control, self.rounds) if calibrates else self.control
 
     def stage(self, at: Path = Path(), form: RecordForm | None = None) -> FeatureStage:
         """Return what scales records and makes the plan's features.
@@ -217,7 +203,8 @@ class Plan(BaseModel):
     def why_unprotected(self) -> str:
         """Why the run protects nobody; empty where it is private."""
         if self.privacy.mode == "none":
-            return 'privacy.mode = "none"'
+            why = self.algorithm_settings.plain_only
+            return 'privacy.mode = "none"' + (why and f", as {self.algorithm} has no private form")
         if self.method.unprotected:
             return 'estimator = "raw": exact numbers over the records leave every site'
         return ""
@@ -241,7 +228,7 @@ class Plan(BaseModel):
         if grant is not None and grant.sampling_rate is not None:
             return grant.sampling_rate
         if self.batch_size is None:
-            return 0.5 if self.sampling_rate is None else self.sampling_rate
+            return self.sampling_rate or _RATE
         return round_rate_up(min(1.0, self.batch_size / size))
 
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
@@ -301,13 +288,24 @@ class Plan(BaseModel):
             protects=self.privacy.unit,
         )
 
+    def document(self) -> dict[str, Any]:
+        """Return plan.json's content: every setting in effect, of the algorithm's own too.
+
+        Under "defaults" it names those that nobody gave. `parse` reads it back.
+        """
+        whole, settings = self.model_dump(mode="json"), self.algorithm_settings
+        whole["control"] = self._control.model_dump()
+        whole["settings"] = in_effect(settings, self.method.controlled)
+        if self.batch_size is None:
+            whole["sampling_rate"] = self.sampling_rate or _RATE
+        unset = [key for key in left(self) if key != "settings"]
+        unset += [f"settings.{key}" for key in whole["settings"] if key not in self.settings]
+        return {**whole, DEFAULTS: sorted(unset)}
+
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> "Plan":
         """Return the plan of a parsed configuration. Raises PlanError, naming every mistake."""
-        try:
-            return Plan.model_validate(raw)
-        except ValidationError as error:
-            raise plan_error(error, (), Plan) from None
+        return _validated(given(raw, _document))
 
     @staticmethod
     def read(path: Path | None, overrides: Sequence[str] = ()) -> "Plan":
@@ -316,4 +314,20 @@ class Plan(BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        return Plan.parse(read_configuration(path, overrides))
+        raw = read_configuration(path, overrides, lambda found: given(found, _document))
+        private = any(text.lstrip().startswith("privacy") for text in overrides)
+        if path is None and not private and algorithms.load(raw["algorithm"]).Settings().plain_only:
+            # The embedded configuration's word on privacy is not the user's.
+            raw["privacy"] = {"mode": "none"}
+        return _validated(raw)
+
+
+def _validated(raw: Mapping[str, Any]) -> Plan:
+    try:
+        return Plan.model_validate(raw)
+    except ValidationError as error:
+        raise plan_error(error, (), Plan) from None
+
+
+def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _validated(raw).document()

@@ -282,8 +282,6 @@ def test_a_site_with_a_policy_refuses_raw_estimates(data, tmp_path):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"algorithm": "ali_dpfl"}, ["settings.iterations", "privacy.sigma"]),
-        ({"control": {"kind": "ali"}}, ["control.iterations", "privacy.sigma"]),
         ({"control": {"kappa": 2.0}}, ["kappa", 'kind = "ali"']),
         ({"control": {"kind": "ali", "kappa": 0.0}}, ["control.kappa", "greater than 0"]),
         ({"control": {"kind": "ali", "most_local_steps": 101}}, ["most_local_steps", "100"]),
@@ -298,6 +296,20 @@ def test_what_makes_no_sense_is_refused(tables, told):
         plan(tables)
     for words in told:
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tables", [{"algorithm": "ali_dpfl"}, {"control": {"kind": "ali"}}], ids=["own", "around"]
+)
+def test_where_noise_is_calibrated_there_is_a_number_of_iterations(tables):
+    rounds, given = {"rounds": 7}, {"iterations": 5 * 7}
+    key = "control" if "control" in tables else "settings"
+    left, said = plan(tables, rounds), plan(tables, rounds, {key: {**tables.get(key, {}), **given}})
+    assert left.steps == said.steps == 35
+    assert left.terms({"a": 50.0}) == said.terms({"a": 50.0})
+    # Where σ is given, the site whose budget allows least decides, and in a plain run nobody.
+    for free in ({"privacy": {"sigma": 2.0}}, {"privacy": {"mode": "none"}}):
+        assert plan(tables, rounds, free).method.iterations is None
 
 
 def test_the_forecast_says_what_it_may_spend(data):

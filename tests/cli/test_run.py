@@ -4,8 +4,11 @@ Most calls go through main() in this process; the interrupt needs a process of i
 """
 
 import contextlib
+import html
 import io
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,6 +71,41 @@ def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
     assert (tmp_path / "r" / "report.html").stat().st_size > 10_000
     # Not a terminal: a plain line for every round, on the other stream.
     assert [line for line in done.stderr.splitlines() if line.startswith("round 3/3")]
+
+
+def printed(folder):
+    """The command under "How to repeat it", as a shell would take it apart."""
+    page = (folder / "report.html").read_text()
+    (command,) = re.findall("<h2>How to repeat it</h2>\n<p><code>(.*?)</code>", page)
+    return shlex.split(html.unescape(command))
+
+
+def test_the_command_that_a_report_prints_repeats_the_run(tmp_path):
+    # Settings left to defaults, given ones, and a name that a shell would take apart.
+    given = ("--set", "algorithm=fedprox", "--set", "settings.proximal=0.5", "--set", "seed=3")
+    first = tmp_path / "a run's"
+    assert fedpact("run", *QUICK, *given, "--out", first.name, cwd=tmp_path).returncode == 0
+    name, *arguments = printed(first)
+    assert name == "fedpact"
+    done = fedpact(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (again,) = {path.parent for path in tmp_path.glob("*/plan.json")} - {first}
+    for file in ("model.safetensors", "plan.json", "partition.json"):
+        assert (again / file).read_bytes() == (first / file).read_bytes()
+    marked = json.loads((first / "plan.json").read_text())["defaults"]
+    assert {"settings.local_steps", "settings.learning_rate", "label"} <= set(marked)
+    assert {"settings.proximal", "seed", "algorithm", "rounds"}.isdisjoint(marked)
+
+
+def test_records_that_were_given_in_python_are_said_to_be_needed(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 2
+    plan = package.Plan(rounds=1, sites=2)
+    package.run(plan, tmp_path / "own", data=package.from_arrays(x.astype(np.float32), y))
+    page = html.unescape((tmp_path / "own" / "report.html").read_text())
+    call = (
+        f"fedpact.run(fedpact.Plan.read(Path({str(tmp_path / 'own' / 'plan.json')!r})), data=...)"
+    )
+    assert call in page
 
 
 @pytest.mark.parametrize(

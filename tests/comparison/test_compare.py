@@ -21,8 +21,9 @@ from fedpact.plan import Plan
 from fedpact.report.outcomes import Comparison
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
-FEDAVG = Plan.parse({"rounds": 2, "sites": 2, "run": {"evaluate_every": 1}})
-FEDFDP = Plan.parse({**FEDAVG.model_dump(mode="json"), "algorithm": "fedfdp", "settings": {}})
+TABLES = {"rounds": 2, "sites": 2, "run": {"evaluate_every": 1}, "settings": {"learning_rate": 1.0}}
+FEDAVG = Plan.parse(TABLES)
+FEDFDP = Plan.parse({**TABLES, "algorithm": "fedfdp"})
 # Fails only when its run is set up, as a model that needs another shape would.
 BROKEN = Plan.parse({**FEDAVG.model_dump(mode="json"), "model": "cnn"})
 PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}

@@ -94,7 +94,7 @@ def test_no_plans_and_names_alike_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"data": "mnist"}, "differ in data .one: 'digits', two: 'mnist'."),
+        ({"data": "mnist"}, "differ in data .one: 'digits' by default, two: 'mnist'."),
         ({"run": {"ledgers": "kept"}}, "two: run.ledgers is 'kept'"),
     ],
 )

@@ -3,6 +3,7 @@ way in without a key, with another authority's certificate, or over plain HTTP."
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from fedpact.engines.parties.federation import Federation
 from fedpact.engines.simulation import simulate
 from fedpact.ledger.chain import read_entries
 from fedpact.plan import Plan
+from fedpact.report.reading import read_run
+from fedpact.report.repeat import repeat
 
 PLAN = {"rounds": 5, "sites": 3, "settings": {"local_steps": 2}, "run": {"workers": 2}}
 
@@ -160,6 +163,16 @@ def entries(path):
     ]
 
 
+def check_that_what_its_report_prints_repeats_it(directory, elsewhere):
+    found = read_run(directory / "server" / "run")
+    again = repeat(found)
+    assert "a simulation repeats the run" in again.words
+    arguments = shlex.split(again.command)
+    assert arguments[:2] == ["fedpact", "run"]
+    result = simulate(Plan.read(Path(arguments[2])), elsewhere)
+    check_the_model_bit_for_bit(directory, result)
+
+
 def check_that_strangers_did_not_get_in(directory, knocked):
     for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
         code, told = knocked[name]
@@ -201,6 +214,7 @@ def test_a_federation_of_processes(make, tmp_path):
     check_the_model_bit_for_bit(directory, in_process)
     check_every_round(directory, in_process)
     check_the_ledgers_entry_by_entry(directory, in_process)
+    check_that_what_its_report_prints_repeats_it(directory, tmp_path / "again")
     check_that_strangers_did_not_get_in(directory, knocked)
     check_that_the_logs_say_what_each_round_took(directory)
     check_that_nothing_is_left_running(directory)

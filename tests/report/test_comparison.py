@@ -18,7 +18,8 @@ from fedpact.report.comparison import (
     rows,
     write_comparison,
 )
-from fedpact.report.equality import differences, flatten
+from fedpact.report.effort import effort
+from fedpact.report.equality import differences
 from fedpact.report.outcomes import Comparison, read_comparison, run_folder
 from fedpact.report.overlay import curve
 from fedpact.report.reached import reached
@@ -321,12 +322,52 @@ def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
     assert json.loads(json.dumps(document(comparison)))["entries"]["one"]["accuracy"] is None
 
 
-def test_flatten_keeps_every_leaf() -> None:
-    assert flatten({"a": {"b": {"c": 1}, "d": []}, "e": None}) == {
-        "a.b.c": 1,
-        "a.d": [],
-        "e": None,
+def test_settings_that_were_left_to_unlike_defaults_are_no_choice(tmp_path: Path) -> None:
+    """τ of 1 and 5 is a choice where somebody made it, and else makes runs unequal."""
+    steps = {"one": 1, "two": 5}
+    plans = {
+        name: {
+            **PLAN,
+            "algorithm": algorithm,
+            "settings": {"learning_rate": 0.5, "local_steps": steps[name]},
+            "defaults": ["settings.local_steps"],
+        }
+        for name, algorithm in (("one", "fedavg"), ("two", "fedprox"))
     }
+    (found,) = [d for d in differences(plans) if d.unequal]
+    assert found.key == "settings.local_steps"
+    assert dict(found.values) == {"one": "1 by default", "two": "5 by default"}
+    told = inequality(read_comparison(tmp_path, plans, [0]))
+    assert told is not None
+    assert "settings.local_steps (one: 1 by default, two: 5 by default)" in told
+    assert "--set settings.KEY=VALUE" in told
+    # Chosen for both, or two settings of one algorithm, or what was swept over: compared.
+    chosen = {name: {**plan, "defaults": []} for name, plan in plans.items()}
+    same = {name: {**plan, "algorithm": "fedavg"} for name, plan in plans.items()}
+    for equal in (chosen, same):
+        assert not any(d.unequal for d in differences(equal))
+    assert not any(d.unequal for d in differences(plans, ["settings.local_steps"]))
+    # Left by one of them only.
+    plans["one"]["defaults"] = []
+    assert [d.key for d in differences(plans) if d.unequal] == ["settings.local_steps"]
+
+
+def test_the_table_says_what_each_did(tmp_path: Path) -> None:
+    comparison = two(tmp_path)
+    assert effort(comparison) == [(name, "0", "0.5", "0", "–", "2.5") for name in ("one", "two")]
+    for path in tmp_path.glob("two/*/"):
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps({**summary, "records_read": 600.0}))
+        lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps({**line, "steps": line["round"]}) + "\n" for line in lines)
+        (path / "rounds.jsonl").write_text(text)
+    again = read(tmp_path, ["one", "two"], [3, 4])
+    assert effort(again)[1] == ("two", "1 to 4", "0.5", "10", "600", "2.5")
+    entry = document(again)["entries"]["two"]
+    assert entry["local_steps"] == (1, 4)
+    assert (entry["iterations"], entry["records_read"]) == (10, 600)
+    for cell in ("1 to 4", "records read", "600"):
+        assert cell in render(again)
 
 
 def test_bytes_to_an_accuracy_are_those_up_to_the_first_evaluation_with_it(tmp_path: Path) -> None:

@@ -233,6 +233,35 @@ def test_a_diverged_run_is_reported(build: Build) -> None:
     assert "clinic-1; the worst 10 % have not a number" in text
 
 
+def test_what_was_left_to_its_default_is_told_apart(build: Build) -> None:
+    folder = build(["a"])
+    plan = json.loads((folder / "plan.json").read_text())
+    plan |= {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
+    plan["defaults"] = ["seed", "settings.local_steps"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    source = write_report(folder).read_text()
+    given, left = source[source.index("<h3>Configuration") :].split("2 settings at their defaults")
+    assert "<th>settings.learning_rate</th>" in given
+    assert "<th>seed</th>" not in given
+    assert "<th>defaults</th>" not in source
+    assert '<th>settings.local_steps</th><td class="wrap">7</td>' in left
+
+
+@pytest.mark.parametrize(
+    ("randomness", "told"),
+    [
+        ("seeded simulation", "bit for bit, from the same data"),
+        ("seeded test: protects nobody", "so a simulation repeats the run"),
+        ("secure, at each site", "Nobody can repeat this run"),
+    ],
+)
+def test_the_page_says_what_a_repetition_gives(build: Build, randomness: str, told: str) -> None:
+    folder = build(["a"])
+    privacy = json.loads((folder / "privacy.json").read_text())
+    (folder / "privacy.json").write_text(json.dumps({**privacy, "randomness": randomness}))
+    assert told in " ".join(write_report(folder).read_text().split())
+
+
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
     folder = build(FIVE, rounds=rounds, bytes_down=0, bytes_up=0)

@@ -79,6 +79,11 @@ class BaseSettings(BaseModel):
         return None
 
     @property
+    def step_size(self) -> float | None:
+        """η: the length of a step, of a site or, where sites make none, of the server."""
+        return getattr(self, "learning_rate", None)
+
+    @property
     def needs_own_noise(self) -> str:
         """Why noise that sites share out would not protect it; empty where it would.
 

@@ -26,6 +26,9 @@ from fedpact.report.comparison import (
     joining_lines,
     rows,
 )
+from fedpact.report.effort import HEADINGS as EFFORT
+from fedpact.report.effort import NOTE as EFFORT_NOTE
+from fedpact.report.effort import effort
 from fedpact.report.outcomes import Comparison
 from fedpact.text import percent
 
@@ -119,6 +122,15 @@ class _Live:
         self._console.print(Text(text, style=style or ""))
 
 
+def _effort(comparison: Comparison) -> Table:
+    table = Table("", title="what each did for it", title_justify="left")
+    for heading in EFFORT:
+        table.add_column(heading, justify="right")
+    for row in effort(comparison):
+        table.add_row(*map(Text, row))
+    return table
+
+
 def _print(comparison: Comparison) -> None:
     out = Console(file=sys.stdout, highlight=False)
     # A pipe has no width: there a row stays on its line.
@@ -133,6 +145,8 @@ def _print(comparison: Comparison) -> None:
         figures = (row.accuracy, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
+    out.print(_effort(comparison))
+    out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = ("accuracy (on held-out records)",) if comparison.pooled else ()
     simulator = ", ".join((*pooled, *_METRICS))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")

@@ -146,7 +146,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             f"accountant {summary['accountant']}; covers every release of the run"
         )
     else:
-        out.print(f"privacy    NONE: this run was asked for with {plan.why_unprotected}")
+        out.print(f"privacy    NONE: {plan.why_unprotected}")
     out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
     out.print(f"time       {summary['seconds']:.1f} s")
     out.print(f"report     {result.folder / 'report.html'}")

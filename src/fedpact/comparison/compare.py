@@ -81,7 +81,7 @@ def compare(
     failed = carry_out(missing, side_by_side, on_news, stop)
     if joining and not stop():
         _joining(wanted)
-    documents = {name: plan.model_dump(mode="json") for name, plan in entries.items()}
+    documents = {name: plan.document() for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
     if counted:
         comparison = replace(comparison, counted=trying(private_runs(comparison)))

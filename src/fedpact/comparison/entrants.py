@@ -22,7 +22,8 @@ def read_plans(
 ) -> dict[str, Plan]:
     """Return the plans of configuration files, each once with every chosen algorithm, by name.
 
-    Without a file it is the embedded default; without chosen algorithms, each file's own.
+    Without a file it is the embedded default, whose settings are those of its own algorithm alone;
+    without chosen algorithms, each file's own.
     "local" is each site by itself, under the same privacy: mr_mtl with λ = 0. Of a
     file's [settings], an algorithm gets those that it knows; an override `settings.KEY=VALUE` goes
     to the algorithms that know KEY. Raises PlanError: a file or an override that does not fit, or a
@@ -72,7 +73,7 @@ def comparable(plans: Mapping[str, Plan]) -> None:
 
     Raises PlanError: their data differ, or a plan keeps ledgers across runs.
     """
-    found = differences({name: plan.model_dump(mode="json") for name, plan in plans.items()})
+    found = differences({name: plan.document() for name, plan in plans.items()})
     for difference in found:
         if difference.key in DATA:
             values = ", ".join(f"{name}: {value}" for name, value in difference.values.items())
@@ -105,7 +106,7 @@ def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]
 
 def seeded(plan: Plan, seed: int, workers: int) -> Plan:
     """Return a plan with another seed and, unless it names a number of workers, so many."""
-    raw = plan.model_dump(mode="json")
+    raw = plan.document()
     raw["seed"] = seed
     raw["run"]["workers"] = plan.run.workers or workers
     return Plan.parse(raw)
@@ -114,7 +115,9 @@ def seeded(plan: Plan, seed: int, workers: int) -> Plan:
 def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) -> Plan:
     algorithm, fixed = _ALONE.get(chosen, (chosen, ()))
     general = [text for text in overrides if _setting(text) is None]
-    own = Plan.read(config, general).settings
+    base = Plan.read(config, general)
+    # The embedded configuration's settings are its own algorithm's.
+    own = base.settings if config or algorithm == base.algorithm else {}
     fields = _fields(algorithm)
     # A list or a plain value reads the same in JSON and in TOML.
     kept = [f"settings.{key}={json.dumps(own[key])}" for key in own if key in fields]

@@ -115,7 +115,7 @@ class _Pool:
             raise TypeError("a run's process has no pipes")
         # A process that was ended before it read closes the pipe; its exit code tells.
         with contextlib.suppress(BrokenPipeError), process.stdin as told:
-            plan = job.plan.model_dump(mode="json")
+            plan = job.plan.document()
             json.dump({"plan": plan, "folder": str(job.folder)}, told)
         with process.stdout as lines:
             for line in _complete(lines):

@@ -25,6 +25,9 @@ from fedpact.messages import Local, Reply, State, Task, join, split
 from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 from fedpact.theory import tau
 
+STEPS_A_ROUND: Final = 5
+"""R_c over the rounds where σ is calibrated and nobody gives R_c: the τ of fedprox and scaffold."""
+
 PREFIX: Final = "control/"
 _LEFT: Final = "left/"
 
@@ -37,7 +40,8 @@ class Ali(BaseModel):
 
     kappa: κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
     the estimates as server.KAPPA ρ², in units of their own. iterations: R_c, the
-    local iterations of all rounds together; left out, the site whose budget allows least decides.
+    local iterations of all rounds together; left out, STEPS_A_ROUND times the rounds where σ is
+    calibrated, else the site whose budget allows least decides.
     most_local_steps: no round has more. estimator: "released", from gradients that were released
     anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.
     """

@@ -109,7 +109,7 @@ def _person(scene: Scene, with_records: bool) -> str | None:
 def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federation) -> None:
     (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
     keys.write_runtime_secret(party / "runtime.secret")
-    Folder(party).write_json("plan.json", plan.model_dump(mode="json"))
+    Folder(party).write_json("plan.json", plan.document())
     (party / "federation.toml").write_text(texts.federation(federation), encoding="utf-8")
 
 

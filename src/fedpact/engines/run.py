@@ -69,6 +69,7 @@ def finish(
     folder: Folder,
     plan: Plan,
     terms: Mapping[str, Terms],
+    sizes: Mapping[str, float],
     module: nn.Module,
     form: SumsForm,
     at: Checkpoint,
@@ -77,6 +78,7 @@ def finish(
 ) -> dict[str, Any]:
     """Write the final model, which `module` then has, and the summary; return the summary.
 
+    sizes: each site's N_i, as declared or released.
     Where the server keeps an average beside the model, it is written as well. form: what sites were
     asked to sum of held-out records.
     """
@@ -91,7 +93,7 @@ def finish(
         mean, deviation = at.state.vectors[CONSTANTS].chunk(2)
         named = zip(plan.records.released, mean.tolist(), deviation.tolist(), strict=True)
         folder.write_json("columns.json", {n: {"mean": m, "deviation": d} for n, m, d in named})
-    found = _summary(plan, terms, records, status) | {
+    found = _summary(plan, terms, sizes, records, status) | {
         "model_parameters": model.size,
         "evaluation": outcome(records, form, plan.evaluation_terms),
     }
@@ -100,7 +102,11 @@ def finish(
 
 
 def _summary(
-    plan: Plan, terms: Mapping[str, Terms], records: list[RoundRecord], status: str
+    plan: Plan,
+    terms: Mapping[str, Terms],
+    sizes: Mapping[str, float],
+    records: list[RoundRecord],
+    status: str,
 ) -> dict[str, Any]:
     """The last round, and totals over all of them."""
     last = records[-1]
@@ -115,6 +121,8 @@ def _summary(
         **{name: last.metrics.get(name) for name in METRICS},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
         "fairness": fairness(last.scores) if last.scores else None,
+        "iterations": sum(record.steps for record in records),
+        "records_read": _read(plan, sizes, records),
         "seconds": sum(record.seconds for record in records),
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
@@ -125,3 +133,19 @@ def _summary(
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
     }
+
+
+def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) -> float:
+    """Return the number of records that batches had, as expected: q_i N_i each, of public sizes.
+
+    Counted are sites whose replies were. Where persons are what is sampled, they are what is read.
+    """
+    opening = plan.method.opening.rate if plan.method.opening else 0.0
+    batch = {name: plan.rate(name, size) * size for name, size in sizes.items()}
+    return sum(
+        record.steps * batch[name] + opening * sizes[name]
+        for record in records
+        if record.round
+        for name in sizes
+        if name not in record.refused
+    )

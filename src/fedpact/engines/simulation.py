@@ -88,7 +88,7 @@ def simulate(
     known = is_known(folder, plan)
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known:
-        _write_setting(folder, scene)
+        _write_setting(folder, scene, given=data is not None)
     environment = folder.read_json("environment.json")
     run = environment["run"]
     with ExitStack() as stack:
@@ -197,16 +197,18 @@ def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
     return ledgers[site].spent(run)
 
 
-def _write_setting(folder: Folder, scene: Scene) -> None:
+def _write_setting(folder: Folder, scene: Scene, *, given: bool) -> None:
+    """Write what the run is of. given: whether the data set is none that the plan names."""
     if (folder.path / "environment.json").exists():
         # It ended before round 0 was written. What was released till then is released again, as the
         # same draws of the same run, so that it is not charged twice.
         return
+    facts = {"data": "given"} if given else {}
     name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
-    environment = environment_of(name, cores=available_cores(), draws=DRAWS)
+    environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
     folder.path.mkdir(parents=True, exist_ok=True)
     # The plan comes first: it says whose folder this is, should nothing else be written.
-    folder.write_json(FIRST, scene.plan.model_dump(mode="json"))
+    folder.write_json(FIRST, scene.plan.document())
     scene.partition.save(folder.partition)
     folder.write_json("environment.json", environment)
 
@@ -266,5 +268,7 @@ def _finish(
 ) -> Result:
     folder.rewrite(records)
     module = scene.module()
-    summary = finish(folder, scene.plan, scene.terms, module, scene.form, at, records, status)
+    summary = finish(
+        folder, scene.plan, scene.terms, scene.sizes, module, scene.form, at, records, status
+    )
     return Result(folder.path, records, summary, module)

@@ -91,9 +91,8 @@ class Controlled(Around):
 
 
 def _step_size(inner: Method) -> float:
-    """Return η, from the settings' `step_size` where they have one, else `learning_rate`."""
     settings: BaseSettings = inner.settings
-    rate = getattr(settings, "step_size", None) or getattr(settings, "learning_rate", None)
+    rate = settings.step_size
     if inner.controlled or rate is None or not hasattr(settings, "local_steps"):
         raise PlanError(
             f'control.kind = "ali" with algorithm = {inner.name!r}: expected an algorithm with '

@@ -136,6 +136,11 @@ class Privacy(BaseModel):
             )
         return self
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether σ follows from the budgets, so that the number of iterations has to be known."""
+        return self.mode != "none" and self.sigma is None
+
     def clips(self, rounds: int) -> tuple[float, ...]:
         """Return C of each round; of a constant one nothing."""
         if self.clip_schedule == "constant":
@@ -163,6 +168,28 @@ class Privacy(BaseModel):
             raise ValueError(
                 'privacy.unit = "person" with estimator = "raw": exact means over records count '
                 "each record alike, whosever it is; use another estimator"
+            )
+
+    def check_sum(self, threshold: int, whose: str, needs_own_noise: str) -> None:
+        """Raise ValueError where sites cannot share noise out.
+
+        threshold: of secure aggregation. needs_own_noise: why shared noise would not protect, of
+        the method in `whose`, in words; "" if it would.
+        """
+        if not self.honest:
+            return
+        if not threshold:
+            raise ValueError(
+                'privacy.trust = "sum" needs a server that sees sums only: set '
+                'secure_aggregation.threshold, or trust = "own"'
+            )
+        if needs_own_noise:
+            raise ValueError(f'privacy.trust = "sum" does not go with {whose}: {needs_own_noise}')
+        given = [grant.sigma for grant in self.per_site.values()]
+        if isinstance(self.sigma, list) or any(s is not None for s in given):
+            raise ValueError(
+                'privacy.trust = "sum" with a sigma for each site: the noise is that of the sum, '
+                "and one for all; give one number, or leave it out"
             )
 
     def check_shared(self, threshold: int, sites: int) -> None:

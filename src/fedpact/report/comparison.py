@@ -16,12 +16,20 @@ from fedpact.files import write_whole
 from fedpact.metrics import METRICS
 from fedpact.report import evaluations
 from fedpact.report.drawing import Drawing
+from fedpact.report.effort import HEADINGS as EFFORT
+from fedpact.report.effort import NOTE as EFFORT_NOTE
+from fedpact.report.effort import effort, effort_document
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
 from fedpact.report.overlay import curves
 from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
 from fedpact.text import duration, number, percent, size, upper, written
+
+SHARED = (
+    "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
+    "that know it have one value"
+)
 
 Measure = Callable[[Outcome], float | None]
 
@@ -64,7 +72,10 @@ def rows(comparison: Comparison) -> list[Row]:
 def inequality(comparison: Comparison) -> str | None:
     """Return the sentence that has to stand beside the table where it compares unequal runs."""
     found = comparison.inequalities
-    return f"NOT AN EQUAL COMPARISON; it differs in {'; '.join(found)}" if found else None
+    if not found:
+        return None
+    told = f"NOT AN EQUAL COMPARISON; it differs in {'; '.join(found)}"
+    return f"{told}; {SHARED}" if comparison.left_apart else told
 
 
 def guarantees(comparison: Comparison) -> list[str]:
@@ -100,6 +111,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
             entry.name: {
                 "private": entry.private,
                 **{name: _pair(entry.spread(of)) for name, of in _MEASURES.items()},
+                **effort_document(entry),
                 "epsilon": entry.epsilon,
                 "epsilon_alone": entry.epsilon_alone,
                 "delta": entry.delta,
@@ -188,10 +200,14 @@ def render(comparison: Comparison) -> str:
         title="Comparison: " + ", ".join(names[:4]) + (" …" if len(names) > 4 else ""),
         facts=_facts(comparison),
         inequalities=comparison.inequalities,
+        shared=SHARED if comparison.left_apart else "",
         differences=comparison.differences,
         names=names,
         metrics=[metric.label for metric in METRICS.values()],
         rows=rows(comparison),
+        effort=effort(comparison),
+        effort_headings=EFFORT,
+        effort_note=EFFORT_NOTE,
         fair=_fair_rows(comparison),
         guarantees=guarantees(comparison),
         plain=[entry.name for entry in comparison.entries if entry.private is False],
@@ -276,11 +292,7 @@ def _number(spread: Spread | None) -> str:
 
 
 def _with(spread: Spread | None, form: Callable[[float], str]) -> str:
-    if spread is None:
-        return number(None)
-    if not spread.deviation:
-        return form(spread.mean)
-    return f"{form(spread.mean)} ± {form(spread.deviation)}"
+    return number(None) if spread is None else spread.told(form)
 
 
 def _facts(comparison: Comparison) -> list[str]:

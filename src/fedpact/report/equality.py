@@ -1,12 +1,18 @@
 """Whether runs may be compared at all: what differs between their plans, and what that makes of it.
 
 A comparison is equal where its runs have the same data, partition, seeds, rounds, budgets and kind
-of privacy. What the method itself consists of may differ, and is shown.
+of privacy. What the method itself consists of may differ, and is shown. But a setting that several
+algorithms share is part of what a method was chosen to be only where somebody chose it: left to
+defaults that differ from algorithm to algorithm, as τ and η are, it makes runs unequal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
+
+from fedpact import algorithms
+from fedpact.configuration import DEFAULTS, leaves
 
 Document = Mapping[str, Any]
 
@@ -18,15 +24,17 @@ _METHOD = (
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
 # Does not change what is trained; or differs between the runs of one entry.
 _NOTHING = ("run", "seed", "about")
+STEPS = "settings.local_steps"
+"""Every algorithm has a τ, whether or not it is a setting."""
+_UNKNOWN = object()
 DATA = ("data", "label", "site")
 """What must be equal for any figure to mean the same."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key of the plans that differs. values: entry -> value, for the entries that have it.
-
-    unequal: the comparison is not between equals because of it.
+    """One key of the plans that differs. values: entry -> value, for the entries that have it, and
+    whether that is its default. unequal: the comparison is not between equals because of it.
     """
 
     key: str
@@ -34,49 +42,79 @@ class Difference:
     unequal: bool
 
 
-def differences(plans: Mapping[str, Document]) -> list[Difference]:
+def differences(plans: Mapping[str, Document], swept: Collection[str] = ()) -> list[Difference]:
     """Return every key in which plans (entry -> plan.json's content) differ, unequal ones first.
 
-    The privacy settings of a plain run apply to nothing, so only its mode is looked at.
+    swept: keys whose values are what is compared. The privacy settings of a plain run apply to
+    nothing, so only its mode is looked at.
     """
-    flat = {name: _applicable(flatten(plan)) for name, plan in plans.items()}
+    flat = {name: _applicable(plan) for name, plan in plans.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
     found = []
     for key in keys:
-        private = key.startswith("privacy.")
+        # What a plain run has no use for does not differ, nor what only one algorithm knows, unless
+        # somebody gave it.
+        optional = key.startswith("privacy.") or (
+            key.startswith("settings.")
+            and all(_is_left(key, plans[name]) for name, own in flat.items() if key in own)
+        )
         values = {
             name: repr(values.get(key))
             for name, values in flat.items()
-            if key in values or not private
+            if key in values or not optional
         }
         if len(set(values.values())) > 1:
-            found.append(Difference(key, values, unequal=not _is_method(key)))
+            unequal = key not in swept and not (
+                _is_method(key) and not _left_apart(key, values, plans)
+            )
+            shown = {n: value + _note(key, plans[n]) for n, value in values.items()}
+            found.append(Difference(key, shown, unequal))
     return sorted(found, key=lambda difference: not difference.unequal)
 
 
-def flatten(document: Document, prefix: str = "") -> dict[str, Any]:
-    """Return a document's leaves by dotted key; an empty table is a leaf of its own.
-
-    >>> flatten({"a": {"b": 1, "c": {}}, "d": 2})
-    {'a.b': 1, 'a.c': {}, 'd': 2}
-    """
-    leaves: dict[str, Any] = {}
-    for key, value in document.items():
-        if isinstance(value, Mapping) and value:
-            leaves.update(flatten(value, f"{prefix}{key}."))
-        else:
-            leaves[prefix + key] = value
-    return leaves
+def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, Document]) -> bool:
+    """Whether two algorithms differ in a setting that they share, and one of them was left."""
+    return key.startswith("settings.") and any(
+        values[one] != values[other]
+        and plans[one].get("algorithm") != plans[other].get("algorithm")
+        and (_is_left(key, plans[one]) or _is_left(key, plans[other]))
+        for one, other in combinations(values, 2)
+    )
 
 
-def _applicable(flat: dict[str, Any]) -> dict[str, Any]:
+def _is_left(key: str, plan: Document) -> bool:
+    return key in plan.get(DEFAULTS, ())
+
+
+def _note(key: str, plan: Document) -> str:
+    return " by default" if _is_left(key, plan) else ""
+
+
+def _applicable(plan: Document) -> dict[str, Any]:
+    flat = leaves(plan)
+    flat.setdefault(STEPS, _steps(plan))
     plain = flat.get("privacy.mode") == "none"
     return {
         key: value
         for key, value in flat.items()
-        if key.split(".")[0] not in _NOTHING
+        if key.split(".")[0] not in (*_NOTHING, DEFAULTS)
+        and value is not _UNKNOWN
         and not (plain and key.startswith("privacy.") and key != "privacy.mode")
     }
+
+
+def _steps(plan: Document) -> Any:
+    """Return τ of a plan without such a setting."""
+    name, control = plan.get("algorithm"), plan.get("control", {})
+    if name not in algorithms.names():
+        return _UNKNOWN
+    algorithm = algorithms.load(name)
+    settings = algorithm.Settings()
+    if settings.controlled or control.get("kind", "fixed") != "fixed":
+        return "chosen in each round"
+    return (
+        _UNKNOWN if "local_steps" in algorithm.Settings.model_fields else algorithm.steps(settings)
+    )
 
 
 def _is_method(key: str) -> bool:

@@ -80,6 +80,33 @@ class Outcome:
         return max((site.delta for site in self.run.site_privacy.values()), default=None)
 
     @property
+    def steps(self) -> tuple[int, int] | None:
+        """The least and the largest τ of a round; None before the first."""
+        taken = [record.steps for record in self.run.records if record.round]
+        return (min(taken), max(taken)) if taken else None
+
+    @property
+    def iterations(self) -> float:
+        """Local iterations of all rounds: batches that each site was asked for."""
+        return sum(record.steps for record in self.run.records)
+
+    @property
+    def records_read(self) -> float | None:
+        """Records in the batches of all sites, as expected; None of an earlier version's run."""
+        return self.run.summary.get("records_read")
+
+    @property
+    def learning_rate(self) -> float | None:
+        """η; None of an earlier version's run that was not given it."""
+        return self.run.plan.get("settings", {}).get("learning_rate")
+
+    @property
+    def sigma(self) -> tuple[float, float] | None:
+        """The least and the largest σ of a site's step, all channels together; None without."""
+        found = [site.sigma_joint for site in self.run.site_privacy.values()]
+        return (min(found), max(found)) if found else None
+
+    @property
     def rounds(self) -> float:
         """Rounds carried out."""
         return self.run.last.round
@@ -101,6 +128,10 @@ class Spread:
 
     mean: float
     deviation: float | None
+
+    def told(self, form: Callable[[float], str]) -> str:
+        """Return it in words; form: of a single value."""
+        return f"{form(self.mean)} ± {form(self.deviation)}" if self.deviation else form(self.mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +156,13 @@ class Entry:
             return Spread(math.nan, None)
         deviation = statistics.stdev(known) if len(known) > 1 else None
         return Spread(statistics.fmean(known), deviation)
+
+    def range(
+        self, measure: Callable[[Outcome], tuple[float, float] | None]
+    ) -> tuple[float, float] | None:
+        """Return the least and the largest of all runs; None where no run has any."""
+        known = [pair for outcome in self.outcomes if (pair := measure(outcome)) is not None]
+        return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
     @property
     def private(self) -> bool | None:
@@ -188,6 +226,11 @@ class Comparison:
     def differences(self) -> list[Difference]:
         """What the entries' plans differ in."""
         return differences({entry.name: entry.plan for entry in self.entries})
+
+    @property
+    def left_apart(self) -> bool:
+        """Whether a setting that algorithms share was left to defaults that are not the same."""
+        return any(d.unequal and d.key.startswith("settings.") for d in self.differences)
 
     @cached_property
     def inequalities(self) -> list[str]:

@@ -9,11 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from fedpact.configuration import DEFAULTS, leaves
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import budgets, evaluations, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.reading import RunFolder, read_run
+from fedpact.report.repeat import repeat
 from fedpact.text import duration, lower, number, percent, size, upper, written
 from fedpact.theory.accounting import ACCOUNTANTS
 
@@ -63,6 +65,7 @@ def render(run: RunFolder) -> str:
     from fedpact.papers.rates import rates
     from fedpact.papers.wire import wire
 
+    given, defaults = _settings(run.plan)
     template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
@@ -92,7 +95,9 @@ def render(run: RunFolder) -> str:
         accountant=_accountant(run),
         budgets=_budgets(run),
         refusals=_refusals(run),
-        configuration=_flat(run.plan),
+        repeat=repeat(run),
+        configuration=given,
+        defaults=defaults,
         environment=_flat(run.environment),
     )
 
@@ -297,11 +302,16 @@ def _refusals(run: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows = []
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((prefix + key, "–" if value in (None, {}) else str(value)))
-    return rows
+def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return what was given, and what was left to its default."""
+    rows, marked = _flat(plan), set(plan.get(DEFAULTS, ()))
+    return (
+        [row for row in rows if row[0] not in {*marked, DEFAULTS}],
+        [row for row in rows if row[0] in marked],
+    )
+
+
+def _flat(document: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (key, "–" if value in (None, {}) else str(value)) for key, value in leaves(document).items()
+    ]

@@ -141,7 +141,8 @@ class Coordinator:
         records[-1] = rounds.ended(at, records[-1])
         self.folder.rewrite(records)
         ended = at, records, rounds.status
-        return finish(self.folder, self.plan, self.terms, self.module(), self.form, *ended)
+        sizes = {name: terms.size for name, terms in self.terms.items()}
+        return finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
@@ -152,12 +153,12 @@ class Coordinator:
         return self.federation.workshop(self.plan, self.directory)
 
     def _begin(self) -> None:
-        folder, plan = self.folder, self.plan.model_dump(mode="json")
+        folder = self.folder
         if (folder.path / "plan.json").exists():
             run = folder.read_json("environment.json")["run"]
             # Of an earlier version it may lack tables that had no other meaning.
-            kept = Plan.parse(folder.read_json("plan.json")).model_dump(mode="json")
-            if (kept, run) != (plan, self.federation.run):
+            kept = Plan.parse(folder.read_json("plan.json"))
+            if (kept, run) != (self.plan, self.federation.run):
                 raise PlanError(
                     f"{folder.path} holds run {run!r} of its own plan, and this is run "
                     f"{self.federation.run!r}: name a new run in federation.toml at every party "
@@ -166,7 +167,7 @@ class Coordinator:
             return
         folder.write_json("environment.json", environment_of(self.federation.run, "flwr"))
         folder.write_json("privacy.json", self._statement())
-        folder.write_json("plan.json", plan)
+        folder.write_json("plan.json", self.plan.document())
 
     def _statement(self) -> dict[str, Any]:
         test = self.federation.seeds == "test"

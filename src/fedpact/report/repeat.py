@@ -1,0 +1,73 @@
+"""How a run can be repeated, and what comes of it: what the report says under that heading."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedpact.report.reading import RunFolder
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """command: what to type, where paths of the plan begin; is_python: there, and not in a shell.
+
+    words: what comes of it.
+    """
+
+    command: str
+    is_python: bool
+    words: str
+
+
+_SAME = (
+    "It makes the same model, bit for bit, from the same data, with the versions below and on a "
+    "machine of that kind."
+)
+_GIVEN = (
+    "The records were given in Python and are no part of the plan: give the same ones. Otherwise "
+    "fedpact would train on plan.json's data."
+)
+_TEST = (
+    "Every party drew from the plan's seed, so a simulation repeats the run: the same model, bit "
+    "for bit, if the sites' records were those that `fedpact deploy init` gave them, if features' "
+    "weights lie where plan.json names them, and if every reply came in its round."
+)
+_SECURE = (
+    "Nobody can repeat this run: each site drew its batches and noise in secret, once. What can be "
+    "repeated is the plan, which is what the command does with plan.json's own data and the plan's "
+    "seed: a simulation, which spends nothing. To train the same sites anew, name a new run in "
+    "federation.toml at every party; each site's ledger then reserves and spends anew."
+)
+_LEDGERS = "run.ledgers names ledgers that are kept: the repetition reserves and spends there anew."
+_TIMED = "budget.seconds ends a run by measured time, which no repetition has to the second."
+_CARD = "It trained on a GPU, whose noise a CPU does not draw."
+
+
+def repeat(run: RunFolder) -> Repeat:
+    """Return how the run can be repeated."""
+    path = run.path / "plan.json"
+    shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(str(_beside(run.path)))}"
+    randomness = str(run.privacy["randomness"])
+    if randomness.startswith("secure"):
+        return Repeat(shell, False, _SECURE)
+    if randomness.startswith("seeded test"):
+        return Repeat(shell, False, _TEST)
+    words = [_SAME, *_conditions(run)]
+    if run.environment.get("data") == "given":
+        call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), data=...)"
+        return Repeat(call, True, " ".join([_GIVEN, *words]))
+    return Repeat(shell, False, " ".join(words))
+
+
+def _conditions(run: RunFolder) -> list[str]:
+    own, budget = run.plan.get("run", {}), run.plan.get("budget", {})
+    conditions = {
+        _LEDGERS: own.get("ledgers"),
+        _TIMED: budget.get("seconds"),
+        _CARD: own.get("device", "cpu") != "cpu",
+    }
+    return [told for told, holds in conditions.items() if holds]
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.resolve().name}-again")

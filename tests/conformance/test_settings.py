@@ -1,0 +1,101 @@
+"""Every algorithm's settings as they are in effect: recorded, marked where they were left to their
+defaults, compared, and enough for a run of the embedded configuration."""
+
+import itertools
+import json
+
+import pytest
+
+from fedpact import algorithms
+from fedpact.comparison.entrants import read_plans
+from fedpact.engines.simulation import simulate
+from fedpact.plan import Plan
+from fedpact.report.equality import differences
+
+NAMES = algorithms.names()
+PAIRS = list(itertools.combinations(NAMES, 2))
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def settings_of(name, **given):
+    return algorithms.load(name).Settings(**given)
+
+
+@each
+def test_a_plan_records_every_setting_in_effect_and_marks_those_left(name):
+    plan = Plan.read(None, [f"algorithm={name}", "seed=0"])
+    document = json.loads(json.dumps(plan.document()))
+    own = settings_of(name)
+    expected = set(type(own).model_fields) - ({"local_steps"} if plan.method.controlled else set())
+    assert set(document["settings"]) == expected
+    marked = {key for key in document["defaults"] if key.startswith("settings.")}
+    typed = {"learning_rate"} if name == "fedavg" else set()
+    assert marked == {f"settings.{key}" for key in expected - typed}
+    if not typed:
+        assert document["settings"]["learning_rate"] == own.step_size > 0
+    if "local_steps" in expected:
+        steps = algorithms.load(name).steps(own)
+        assert document["settings"]["local_steps"] == steps == plan.steps // plan.rounds
+    # Given by name or by value, and seed = 0 is what the default would have been.
+    assert {"seed", "algorithm", "rounds"}.isdisjoint(document["defaults"])
+    assert "run.workers" in document["defaults"]
+
+
+@each
+def test_what_a_run_wrote_down_is_read_back_as_the_same_plan(name, tmp_path):
+    plan = Plan.read(None, [f"algorithm={name}"])
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.document()))
+    again = Plan.read(path)
+    assert again == plan
+    assert again.document() == plan.document()
+    # What follows from other keys follows them here too, and a value that is written counts.
+    longer = Plan.read(path, ["rounds=7"])
+    assert longer == Plan.read(None, [f"algorithm={name}", "rounds=7"])
+    edited = plan.document()
+    edited["settings"]["learning_rate"] = 0.125
+    assert Plan.parse(edited).algorithm_settings.learning_rate == 0.125
+
+
+@each
+def test_it_runs_on_the_embedded_configuration_by_its_name_alone(name, tmp_path):
+    Plan.read(None, [f"algorithm={name}"])
+    plan = Plan.read(None, [f"algorithm={name}", "rounds=1", "sites=2"])
+    assert plan.private == (not settings_of(name).plain_only)
+    result = simulate(plan, tmp_path / "run")
+    assert result.summary["rounds"] == 1
+    read = result.summary["records_read"]
+    counts = [
+        len(records)
+        for records in json.loads((tmp_path / "run" / "partition.json").read_text())[
+            "train"
+        ].values()
+    ]
+    opening = plan.method.opening.rate if plan.method.opening else 0.0
+    steps = result.summary["iterations"]
+    assert read == pytest.approx((steps * 0.5 + opening) * sum(counts))
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_settings_that_two_share_are_compared_as_they_are_in_effect(names):
+    plans = read_plans([], names)
+    documents = {name: plan.document() for name, plan in plans.items()}
+    unequal = {d.key for d in differences(documents) if d.unequal}
+    one, other = (documents[name]["settings"] for name in names)
+    for key in set(one) & set(other):
+        assert (f"settings.{key}" in unequal) == (one[key] != other[key]), key
+    taus = {"chosen" if plan.method.controlled else plan.method.steps() for plan in plans.values()}
+    # Where neither has such a setting, nobody left it: the methods are so.
+    could = any("local_steps" in document["settings"] for document in documents.values())
+    assert ("settings.local_steps" in unequal) == (could and len(taus) > 1)
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_what_was_given_to_all_is_no_inequality(names):
+    given = ["settings.learning_rate=0.25"]
+    if any("local_steps" in type(settings_of(name)).model_fields for name in names):
+        given.append("settings.local_steps=3")
+    documents = {name: plan.document() for name, plan in read_plans([], names, given).items()}
+    found = {d.key for d in differences(documents) if d.unequal}
+    assert found.isdisjoint({"settings.learning_rate", "settings.local_steps"})
+    assert {document["settings"]["learning_rate"] for document in documents.values()} == {0.25}
