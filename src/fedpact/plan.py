@@ -135,6 +135,12 @@ class Plan(BaseModel):
                 f"own clip, and under privacy.mode = {mode!r} records have none: use "
                 "privacy.mode = 'per_sample'"
             )
+        if self.compression.kind == "auto":
+            # plan.json says what was done. Nobody but its own validators has seen the plan yet.
+            chosen = self.compression.settled(self.private and not self.records.released)
+            object.__setattr__(self, "compression", chosen)
+            vars(self).pop("method")
+            method = self.method
         if self.compression.kind == "grid" and not self.private:
             raise ValueError(
                 'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '

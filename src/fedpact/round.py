@@ -34,7 +34,7 @@ from fedpact.messages import (
     encoded_length,
 )
 from fedpact.methods.folding import folded
-from fedpact.methods.short import ShortenedTask
+from fedpact.methods.short import ShortenedTask, unshortened
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -258,8 +258,9 @@ class Rounds:
         distinct = dict[int, Task]()
         for last in set(included.values()):
             told_by = self.run, number, self.plan.algorithm, told.vectors, told.numbers, last
-            # Who took part in the last round has what it was told then.
-            if short is not None and last == at.round:
+            # Who took part in the last round has what it was told then; before the first one every
+            # site has the plan's start.
+            if short is not None and (last == at.round or at.round == 0):
                 distinct[last] = ShortenedTask(*told_by, changes=short)
             else:
                 distinct[last] = Task(*told_by)
@@ -271,16 +272,18 @@ class Rounds:
         if allowed is None:
             return math.inf
         tasks = self._tasks(at, at.state, at.round + 1).values()
-        # Before the first round a reply is taken to be as long as its task.
-        if at.round:
-            expected = at.costs.sent / at.round
-        else:
-            expected = 2 * sum(task.wire_bytes for task in tasks)
         spare = 2 * len(self.transport.sites) * _DIGITS + self._evaluation_bytes(at)
-        if any(isinstance(task, ShortenedTask) for task in tasks):
-            # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
-            spare += expected / 4
-            spare += sum(t.wire_bytes for t in tasks if not isinstance(t, ShortenedTask))
+        if not at.round:
+            # A reply is taken to be as long as its task in full.
+            expected = 2 * sum(unshortened(task).wire_bytes for task in tasks)
+        else:
+            short = [task for task in tasks if isinstance(task, ShortenedTask)]
+            # The first round told next to nothing: here as much as the next one will.
+            expected = (at.costs.sent + sum(task.wire_bytes for task in short)) / at.round
+            if short:
+                # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
+                spare += expected / 4
+                spare += sum(t.wire_bytes for t in tasks if not isinstance(t, ShortenedTask))
         return max(0.0, (allowed - spare - at.costs.sent) // expected)
 
     def _evaluation_bytes(self, at: Checkpoint) -> int:

@@ -55,17 +55,40 @@ def restart(node):
     node.site, node.since = Site(node.directory), "again"
 
 
-WHOLE, SHORT = ["w"], ["grid/w"]
+WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
 
 
 def test_a_site_that_was_there_is_told_changes(federation):
     run = federation()
     records = run()
     for node in run.nodes:
-        assert tasks_of(node) == [(1, WHOLE), (2, SHORT), (3, SHORT), (4, SHORT)]
-    assert len(run.nodes[0].heard[1]) < len(run.nodes[0].heard[0]) / 2
+        assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, SHORT)]
+    assert len(run.nodes[0].heard[0]) < len(run.nodes[0].heard[1])
     lengths = [sum(len(node.heard[i]) for node in run.nodes) for i in range(4)]
     assert [record.bytes_down for record in records[1:]] == lengths
+
+
+@pytest.mark.parametrize("secure", [{}, {"threshold": 2}])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure, others):
+    """As where another version of a library draws other weights from the plan's seed."""
+    plan = {"secure_aggregation": secure} if secure else {}
+    undisturbed = federation("u", **plan)
+    undisturbed()
+    run = federation(**plan)
+    for node in run.nodes[:others]:
+        node.site._questions._told[0] = {"w": torch.ones(650)}
+    records = run()
+    if secure and others == 1:
+        # A sum is opened without it.
+        assert records[1].refused == {"site-00": "model"}
+        assert tasks_of(run.nodes[0])[:2] == [(1, START), (2, WHOLE)]
+        return
+    assert [record.refused for record in records[1:]] == [{}] * 4
+    for node in run.nodes[:others]:
+        assert tasks_of(node)[:3] == [(1, START), (1, WHOLE), (2, SHORT)]
+    assert [charged(node) for node in run.nodes] == [8, 8, 8]
+    assert torch.equal(model_of(run), model_of(undisturbed))
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -89,7 +112,7 @@ def test_a_site_that_was_started_again_is_told_the_model(federation, lost):
     node.behave = behave
     records = run()
     assert [record.refused for record in records[1:]] == [{}] * 4
-    asked = [(1, WHOLE), (2, SHORT), *[(3, SHORT)] * (1 + lost), (3, WHOLE), (4, SHORT)]
+    asked = [(1, START), (2, SHORT), *[(3, SHORT)] * (1 + lost), (3, WHOLE), (4, SHORT)]
     assert tasks_of(node) == asked
     assert [charged(each) for each in run.nodes] == [8, 8, 8]
     assert torch.equal(model_of(run), model_of(undisturbed))
@@ -106,7 +129,7 @@ def test_a_site_whose_reply_did_not_count_is_told_the_model(federation):
     )
     records = run()
     assert records[2].refused == {"site-00": "rejected: key"}
-    assert tasks_of(node) == [(1, WHOLE), (2, SHORT), (3, WHOLE), (4, SHORT)]
+    assert tasks_of(node) == [(1, START), (2, SHORT), (3, WHOLE), (4, SHORT)]
     assert tasks_of(other)[-1] == (4, SHORT)
 
 
@@ -161,7 +184,7 @@ def test_under_secure_aggregation_it_misses_a_round(federation):
     node.behave = behave
     records = run()
     assert [record.refused for record in records[1:]] == [{}, {}, {"site-01": "session"}, {}]
-    assert tasks_of(node) == [(1, WHOLE), (2, SHORT), (3, SHORT), (4, WHOLE)]
+    assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, WHOLE)]
     assert tasks_of(run.nodes[0])[-1] == (4, SHORT)
 
 

@@ -148,7 +148,7 @@ def combined(
         "robust": robust.rule != "mean",
         "fairness": fairness.weight > 0,
         "control": control.kind != "fixed",
-        "compression": compression.kind not in ("none", "grid"),
+        "compression": compression.kind not in ("auto", "none", "grid"),
     }
     if chosen["robust"]:
         # Innermost: whatever is around it still sees the sites' own replies.

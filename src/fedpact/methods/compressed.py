@@ -36,10 +36,13 @@ _LEVELS = 127
 
 
 class CompressionSettings(BaseModel):
-    """The [compression] table of a plan. keep: of topk, the share of coordinates that is sent."""
+    """The [compression] table of a plan. keep: of topk, the share of coordinates that is sent.
+
+    kind "auto" is what a Plan puts in its place: "grid" where that goes with it, else "none".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    kind: Literal["none", "float16", "int8", "topk", "grid"] = "none"
+    kind: Literal["auto", "none", "float16", "int8", "topk", "grid"] = "auto"
     keep: float = Field(default=0.1, gt=0, le=1)
 
 

@@ -18,8 +18,9 @@ twelfth of its change's deviation, and nothing is kept. Codes are written by `in
 
 All of it is post-processing of releases, lengths too: it spends no privacy.
 
-A site that took part in the last round is sent the codes alone, every other one the model itself
-(`short`). Whoever has w, r and the codes has w', bit for bit.
+A site that took part in the last round is sent the codes alone, every other one the model itself;
+before the first round nobody is sent any (`short`). Whoever has w, r and the codes has w', bit for
+bit.
 """
 
 import math
@@ -33,7 +34,7 @@ from torch import Tensor
 from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
 from fedpact.methods import Around, Method, integers
 from fedpact.methods.linear import Weights, weights
-from fedpact.methods.short import PREFIX
+from fedpact.methods.short import PREFIX, start
 from fedpact.params import all_finite
 from fedpact.privacy.around import OracleAround
 from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
@@ -137,7 +138,8 @@ class Gridded(Around):
         own, rest = split(state, PREFIX)
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:
-            return None
+            # Nothing was changed yet: a plan's start is what its sites make themselves.
+            return start(self.inner.task(rest).vectors)
         told = self.inner.task(rest).vectors
         whole = {name: vector for name, vector in told.items() if name not in codes}
         return whole | {PREFIX + name: block for name, block in codes.items()}

@@ -3,12 +3,18 @@
 Wherever it is handled, digested and answered it is whole, and its short form is a Task like any
 other, whose vectors "grid/NAME" are blocks of `integers`. So nobody but who sends it and who takes
 it in knows of changes.
+
+Before the first round that is what the plan's own start tells, which every site makes for itself:
+the short form is its digest, and whoever makes another one is told in full.
 """
+
+import hashlib
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fedpact.errors import InputError
@@ -17,6 +23,23 @@ from fedpact.methods import integers
 
 PREFIX: Final = "grid/"
 """Of the names of vectors that are changes: in a short task, and in the server's state."""
+
+START: Final = PREFIX + "start"
+"""Of the vector that stands for all of a plan's start: its SHA-256, uint8 [32]."""
+
+
+def start(vectors: Vectors) -> Vectors:
+    """Return the short form of what the plan's start tells."""
+    digest = hashlib.sha256()
+    for name, vector in sorted(vectors.items()):
+        digest.update(f"{name} {vector.dtype} {list(vector.shape)}\n".encode())
+        digest.update(vector.detach().cpu().contiguous().numpy().tobytes())
+    return {START: torch.tensor(list(digest.digest()), dtype=torch.uint8)}
+
+
+def tells_start(task: Task) -> bool:
+    """Whether a task's short form needs no earlier one."""
+    return isinstance(task, ShortenedTask) and START in task.changes
 
 
 @dataclass(frozen=True)
@@ -47,9 +70,13 @@ def shortest(task: Task) -> Task:
 def whole(task: Task, base: Vectors | None) -> Task | None:
     """Return a task that came, in full.
 
-    base: what its site was told in the round before; None: it does not know. Returns None where
-    the task tells changes to that. Raises InputError: changes that do not fit it.
+    base: what its site was told in the round before, or of the first round the plan's start; None:
+    it does not know. Returns None where the task tells changes to that, or is of another start.
+    Raises InputError: changes that do not fit it.
     """
+    if START in task.vectors:
+        same = base is not None and torch.equal(start(base)[START], task.vectors[START])
+        return replace(task, vectors=dict(base)) if base is not None and same else None
     codes, rest = split(State(task.vectors, {}), PREFIX)
     if not codes.vectors:
         return task

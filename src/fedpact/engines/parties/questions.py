@@ -16,7 +16,7 @@ _MOST_ATTEMPTS = 1000
 
 
 class Questions:
-    """Checks tasks. w: a vector [d] like the model's, of which only the form counts."""
+    """Checks tasks. w: the model before the first round [d]."""
 
     def __init__(self, plan: Plan, w: Tensor) -> None:
         told = plan.method.task(plan.method.init(w))
@@ -25,13 +25,14 @@ class Questions:
         self._always = frozenset(told.numbers)
         self._first = 0 if plan.method.opens_run else 1
         self._evaluated = {"w": (w.shape, w.dtype)} if plan.evaluation_terms else None
-        self._told = dict[int, Vectors]()
+        self._told: dict[int, Vectors] = {0: told.vectors}
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
         """Return a task that may be carried out, in full; or None, a refusal's code, and why.
 
         A task may tell changes to what was told in the round before (methods.short), which is known
-        as long as this object lives; the code is "model" where it is not.
+        as long as this object lives, and before the first one follows from the plan; the code is
+        "model" where it is not known.
         """
         if task.algorithm == EVALUATION:
             # Told in full, and nothing that a later task goes on from.
@@ -43,7 +44,7 @@ class Questions:
         except InputError as error:
             return None, "task", str(error)
         if full is None:
-            return None, "model", f"it tells changes to round {task.round - 1}, which nobody told"
+            return None, "model", f"this site has not the model of round {task.round - 1} that it changes"
         wrong = self.fault(full)
         if wrong is not None:
             return None, *wrong

@@ -25,7 +25,7 @@ from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import Refusal, Reply, State, Step, Task, encoded_length
-from fedpact.methods.short import unshortened
+from fedpact.methods.short import tells_start, unshortened
 
 _log = logging.getLogger("fedpact.server")
 _LOST = (
@@ -193,7 +193,8 @@ class Secured:
             return why
 
         # Whoever lacks the last model cannot do with changes to it.
-        in_full = {s: t if s in self._told else unshortened(t) for s, t in tasks.items()}
+        short = {s for s, t in tasks.items() if s in self._told or tells_start(t)}
+        in_full = {s: t if s in short else unshortened(t) for s, t in tasks.items()}
         missing = self._step(this.ask_masked(in_full), masked)
         self._told = set(this.replies)
         refused |= missing
