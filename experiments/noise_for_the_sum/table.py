@@ -5,8 +5,9 @@
 MODEL: logistic or cnn. Fashion-MNIST, ten sites, ε = 1 and 2 at δ = 1e-5, two labels a site and
 Dirichlet(0.3). η is chosen for each noise and ε on the sites' held-out records, with a seed of its
 own (one step from a common w does not depend on which site holds a record, so for both partitions
-at once), and doubled as long as the largest is the best; the test set is looked at for the runs that are reported, after their last round. Results
-are stored as they come (results-MODEL.json), and what is stored is not run again.
+at once), and doubled as long as the largest is the best; the test set is looked at for the runs
+that are reported, after their last round. Results are stored as they come (results-MODEL.json), and
+what is stored is not run again.
 """
 
 import json

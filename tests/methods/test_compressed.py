@@ -185,7 +185,8 @@ def test_places_that_are_none_are_refused(change):
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind, algorithm):
-    plain = simulate(Plan.parse({**SMALL, "algorithm": algorithm}), tmp_path / "plain")
+    plain = {**SMALL, "algorithm": algorithm, "compression": {"kind": "none"}}
+    plain = simulate(Plan.parse(plain), tmp_path / "plain")
     plan = Plan.parse({**SMALL, "algorithm": algorithm, "compression": {"kind": kind}})
     smaller = simulate(plan, tmp_path / "smaller")
     assert smaller.summary["bytes_up"] < 0.75 * plain.summary["bytes_up"]

@@ -307,8 +307,10 @@ def rounds_of(plan, transport, at):
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
 def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
-    """Over drop-outs; down as few bits as up for whoever was there, 32 for whoever was not, and none
-    before the first round."""
+    """Over drop-outs; down as few bits as up for whoever was there, 32 for whoever was not.
+
+    Before the first round nobody is sent any.
+    """
     plan = plan_of(
         algorithm=name, rounds=6, server={"optimiser": server}, settings={"local_steps": 2}
     )

@@ -34,7 +34,7 @@ from torch import Tensor
 from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
 from fedpact.methods import Around, Method, integers
 from fedpact.methods.linear import Weights, weights
-from fedpact.methods.short import PREFIX, start
+from fedpact.methods.short import PREFIX, start_told
 from fedpact.params import all_finite
 from fedpact.privacy.around import OracleAround
 from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
@@ -139,7 +139,7 @@ class Gridded(Around):
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:
             # Nothing was changed yet: a plan's start is what its sites make themselves.
-            return start(self.inner.task(rest).vectors)
+            return start_told(self.inner.task(rest).vectors)
         told = self.inner.task(rest).vectors
         whole = {name: vector for name, vector in told.items() if name not in codes}
         return whole | {PREFIX + name: block for name, block in codes.items()}

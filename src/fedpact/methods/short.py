@@ -9,7 +9,6 @@ the short form is its digest, and whoever makes another one is told in full.
 """
 
 import hashlib
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -28,7 +27,7 @@ START: Final = PREFIX + "start"
 """Of the vector that stands for all of a plan's start: its SHA-256, uint8 [32]."""
 
 
-def start(vectors: Vectors) -> Vectors:
+def start_told(vectors: Vectors) -> Vectors:
     """Return the short form of what the plan's start tells."""
     digest = hashlib.sha256()
     for name, vector in sorted(vectors.items()):
@@ -75,7 +74,7 @@ def whole(task: Task, base: Vectors | None) -> Task | None:
     Raises InputError: changes that do not fit it.
     """
     if START in task.vectors:
-        same = base is not None and torch.equal(start(base)[START], task.vectors[START])
+        same = base is not None and torch.equal(start_told(base)[START], task.vectors[START])
         return replace(task, vectors=dict(base)) if base is not None and same else None
     codes, rest = split(State(task.vectors, {}), PREFIX)
     if not codes.vectors:

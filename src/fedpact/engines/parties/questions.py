@@ -44,7 +44,8 @@ class Questions:
         except InputError as error:
             return None, "task", str(error)
         if full is None:
-            return None, "model", f"this site has not the model of round {task.round - 1} that it changes"
+            text = f"it tells changes to a model of round {task.round - 1} that is not known here"
+            return None, "model", text
         wrong = self.fault(full)
         if wrong is not None:
             return None, *wrong
