@@ -140,12 +140,10 @@ class Plan(BaseModel):
             chosen = self.compression.settled(self.private and not self.records.released)
             object.__setattr__(self, "compression", chosen)
             vars(self).pop("method")
-            method = self.method
         if self.compression.kind == "grid" and not self.private:
             raise ValueError(
                 'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
-                f"records, and {self.why_unprotected} adds none: leave the key out, or use int8, "
-                "float16 or topk"
+                f"records, and {self.why_unprotected} adds none: use none, int8, float16 or topk"
             )
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
