@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
 
+from fedpact.configuration import DEFAULTS, leaves
 from fedpact.plan import Plan
 from fedpact.report import evaluations
-from fedpact.report.equality import flatten
 from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.registry import as_yaml
 from fedpact.text import duration, number, percent, size
@@ -22,7 +22,7 @@ _ALWAYS: Final = (
     *("privacy.delta", "privacy.clip"),
 )
 # Of people and places, or of the machine; budgets by site would name sites.
-_NEVER: Final = ("about", "data", "run", "policy", "privacy.per_site", "seed")
+_NEVER: Final = ("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS)
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
 
@@ -64,11 +64,11 @@ def _metadata(facts: Facts) -> dict[str, Any]:
 
 
 def _settings(facts: Facts) -> list[tuple[str, str]]:
-    """Return how it was trained: the plan's keys that are not what they are by default."""
-    usual = flatten(Plan().model_dump(mode="json"))
+    """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
+    usual = leaves(Plan().model_dump(mode="json"))
     return [
         (key, str(value))
-        for key, value in flatten(facts.run.plan).items()
+        for key, value in leaves(facts.run.plan).items()
         if (key in _ALWAYS and value is not None)
         or (usual.get(key, {}) != value and not any(f"{key}.".startswith(f"{n}.") for n in _NEVER))
     ]
