@@ -169,14 +169,21 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
 
 def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     """Return what the dearest run reserved for a person with several records."""
-    runs = [run for each in receipts.values() for run in each["runs"].values()]
-    each = [found for run in runs if (found := run["epsilon_per_person"])]
+    together = dict[tuple[str, str], dict[str, float]]()
+    for path, ledger in receipts.items():
+        for name, run in ledger["runs"].items():
+            # What a run trains on and what it holds out may both be some of a person's records.
+            whole = together.setdefault((path, run["beside"] or name), {})
+            for k, cost in (run["epsilon_per_person"] or {}).items():
+                whole[k] = whole.get(k, 0.0) + cost
+    each = [found for found in together.values() if found]
     if not each:
         return ""
     most = {k: max(one[k] for one in each) for k in each[0]}
+    both = any(run["beside"] for ledger in receipts.values() for run in ledger["runs"].values())
     return (
         "A person with several records loses more: of the dearest run, a patient with five visits "
         f"at most ε = {upper(most['5'])} ("
         + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
-        + ")."
+        + f"){', with evaluations the sum of both, at the sum of both δ' if both else ''}."
     )

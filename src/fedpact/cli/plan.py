@@ -12,8 +12,9 @@ from torch import Tensor
 from fedpact.cli.console import show
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
-from fedpact.engines.statement import per_person, secure_terms, site_terms
+from fedpact.engines.statement import per_person, released_of_held, secure_terms, site_terms
 from fedpact.errors import PlanError
+from fedpact.evaluation import told
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
@@ -88,6 +89,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
     total = _iterations(scene)
     size_of_message = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
+    of_held = released_of_held(plan, scene.form, scene.dataset.person is not None)
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
@@ -102,7 +104,8 @@ def forecast(scene: Scene) -> dict[str, Any]:
         "bytes": size_of_message * plan.rounds,
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
-        "per_person": per_person(sites, plan.privacy.unit),
+        "per_person": per_person(sites, plan.privacy.unit, of_held),
+        "evaluation": of_held,
         "secure_aggregation": secure_terms(plan, len(scene.sites)),
         "sites": {
             name: {
@@ -183,8 +186,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         return
     honest = plan.privacy.honest
     table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
-    told = plan.privacy.told_records
-    records = (plan.privacy.person_records or 5) if told else None
+    several = plan.privacy.told_records
+    records = (plan.privacy.person_records or 5) if several else None
     if records:
         table.add_column(f"ε, person of {records}")
     if honest:
@@ -215,9 +218,15 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
                 f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
                 f"{plan.privacy.column_share:.3g} of the budget"
             )
+    if (of := document["evaluation"]) is not None:
+        out.print(
+            f"{told.line(of)} {of['times']} evaluations with noise of deviation {of['sigma']:.4g} "
+            "in each of a site's counts."
+        )
     out.print(
         f"(ε, δ) per site and {plan.privacy.unit}, {plan.privacy.adjacency}, accountant "
-        f"{plan.privacy.accountant}; it covers every release of the run. "
+        f"{plan.privacy.accountant}; it covers every release of the "
+        f"{'training' if document['evaluation'] else 'run'}. "
         f"{document['per_person']} Channels and their σ: "
         + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
     )

@@ -18,6 +18,7 @@ from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
+from fedpact.report import evaluations
 from fedpact.text import guarded, size, upper, written
 
 
@@ -143,8 +144,14 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         out.print(
             f"privacy    ε <= {_spent(summary)} at δ = "
             f"{upper(max(summary['delta'].values()))} for each site, {summary['adjacency']}, "
-            f"accountant {summary['accountant']}; covers every release of the run"
+            f"accountant {summary['accountant']}; covers every release of the "
+            f"{'training' if plan.evaluation_terms else 'run'}"
         )
+        if summary["evaluation"]:
+            out.print(f"released   {evaluations.sentence(summary['evaluation']['figures'])}")
+            out.print(
+                f"           of held-out records, at {evaluations.cost(summary['evaluation'])}"
+            )
     else:
         out.print(f"privacy    NONE: {plan.why_unprotected}")
     out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")

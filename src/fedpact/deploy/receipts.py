@@ -47,7 +47,7 @@ def handed_on(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         about, name = _plan(folder)
         version = about.data_version
     for other, spend in told["runs"].items():
-        spend["purpose"] = about.purpose if about.purpose and run == other else None
+        spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told

@@ -84,12 +84,12 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
     """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
     of_person = _of_person(plan, side.persons) if plan.private else []
-    of_held = _evaluation(plan, side)
+    of_held = released_of_held(plan, side.form, side.persons)
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
         "unit": plan.privacy.unit,
-        "per_person": per_person(each, plan.privacy.unit),
+        "per_person": per_person(each, plan.privacy.unit, of_held),
         "adjacency": plan.privacy.adjacency,
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
@@ -143,10 +143,13 @@ def _own_models(plan: Plan) -> list[str]:
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 
-def _evaluation(plan: Plan, side: Side) -> dict[str, Any] | None:
-    """Return what sites release of held-out records; None where nothing."""
-    once, form = plan.evaluation_terms, side.form
-    return once and evaluations.described(once, form, side.persons, plan.privacy.told_records)
+def released_of_held(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
+    """Return what sites release of held-out records, as plain data; None where nothing.
+
+    persons: whether sites know whose each record is.
+    """
+    once = plan.evaluation_terms
+    return once and evaluations.described(once, form, persons, plan.privacy.told_records)
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:
@@ -239,10 +242,13 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     return {name: described(one, told) for name, one in terms.items()} if plan.private else {}
 
 
-def per_person(sites: Mapping[str, Mapping[str, Any]], unit: str) -> str:
+def per_person(
+    sites: Mapping[str, Mapping[str, Any]], unit: str, of_held: dict[str, Any] | None
+) -> str:
     """Return in words what ε is for a person with several records; "" where nobody is protected.
 
-    sites: what `site_terms` returns. unit: of the plan. Of each ε the largest of any site.
+    sites: what `site_terms` returns. unit: of the plan. of_held: what `released_of_held` returns.
+    Of each ε the largest of any site.
     """
     if not sites or unit == "person":
         return _PERSON if sites else ""
@@ -256,9 +262,10 @@ def per_person(sites: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     beside = f" Without other sites' noise: {told('epsilon_alone_per_person')}." if alone else ""
     return (
         "ε is per record. A person with several records at a site loses more: a patient with five "
-        f"visits at most ε = {upper(most)}. All of a person's records together, at the same δ and "
-        f"the site where it is most: {told('epsilon_per_person')}.{beside} A person at two sites "
-        "pays the sum of both."
+        f"visits at most ε = {upper(most)}{' by training' if of_held else ''}. All of a person's "
+        f"records together, at the same δ and the site where it is most: "
+        f"{told('epsilon_per_person')}.{beside} A person at two sites pays the sum of both."
+        + (f" {evaluations.of_person(of_held)}" if of_held else "")
     )
 
 

@@ -44,13 +44,18 @@ def line(of: dict[str, Any]) -> str:
         f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
         "of the training's; the others bear the training's, and nothing of this one."
     )
-    if person:
-        return told + " Each of a person's m records counts 1/m."
+    return f"{told} {of_person(of)}"
+
+
+def of_person(of: dict[str, Any]) -> str:
+    """Return what evaluations cost a person with several records. of: what `described` returns."""
+    if of["unit"] == "person":
+        return "Each of a person's m records counts 1/m in them."
     several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
     both = (
         "; that, or what training costs, as all of them are on one side."
-        if whole
+        if of["split_by"] == "person"
         else "; and where others of them are trained on, what those cost there as well: at most "
         "the sum of both ε, at the sum of both δ."
     )
-    return f"{told} A person with several of them pays for evaluations at most {several}{both}"
+    return f"A person with several records pays for evaluations at most {several}{both}"

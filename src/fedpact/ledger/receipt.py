@@ -75,7 +75,8 @@ def _sentence(told: Mapping[str, Any]) -> str:
     hypothetical = bool(told["hypothetical"])
     honest = max(run["honest"] for run in runs)
     whose = "person, with all records," if "person" in told["adjacency"] else "record"
-    many = f"{len(runs)} runs" if len(runs) > 1 else "run"
+    count = sum(run["beside"] is None for run in runs)
+    many = f"{count} runs" if count > 1 else "run"
     bound = guarded(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
     factor = "" if honest else f", a factor of at most {_odds(told['epsilon_reserved'])},"
     return (

@@ -16,7 +16,6 @@ def about(run: RunFolder) -> dict[str, Any] | None:
     found = run.released
     if not found:
         return None
-    spent = max(found["epsilon_spent"].values())
     rows = [_row(figure) for figure in found["figures"]]
     return {
         "rows": [("all", row) for row in rows],
@@ -26,9 +25,7 @@ def about(run: RunFolder) -> dict[str, Any] | None:
         "exact": any(row["exact"] for row in rows),
         "level": f"{found['level']:g}",
         "round": found["round"],
-        "cost": f"({upper(spent)}, {upper(found['delta'])}) of the ({upper(found['epsilon'])}, "
-        f"{upper(found['delta'])}) that evaluations may cost a {found['unit']} that is held out; "
-        f"such a {found['unit']} bears nothing of the training's ε, and the others nothing of this",
+        "cost": cost(found),
         "by_round": [
             (each["round"], _row(figure))
             for each in found["by_round"]
@@ -87,9 +84,24 @@ def means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def line(runs: Sequence[RunFolder]) -> str | None:
     """Return in one sentence what an entry's runs released; None where nothing."""
-    rows = [_row(figure) for figure in means(runs) if not figure["of_part"]]
-    told = ", ".join(f"{row['name']} {row['value']} ({row['interval']})" for row in rows)
+    told = sentence(means(runs))
     return f"as sites released it: {told}" if told else None
+
+
+def sentence(figures: Sequence[dict[str, Any]]) -> str:
+    """Return the figures that are not of single classes and groups, with their intervals."""
+    rows = [_row(figure) for figure in figures if not figure["of_part"]]
+    return ", ".join(f"{row['name']} {row['value']} ({row['interval']})" for row in rows)
+
+
+def cost(found: dict[str, Any]) -> str:
+    """Return what evaluations have cost, and whom. found: summary.json's `evaluation`."""
+    spent = max(found["epsilon_spent"].values())
+    return (
+        f"({upper(spent)}, {upper(found['delta'])}) of the ({upper(found['epsilon'])}, "
+        f"{upper(found['delta'])}) that evaluations may cost a {found['unit']} that is held out; "
+        f"such a {found['unit']} bears nothing of the training's ε, and the others nothing of this"
+    )
 
 
 def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:

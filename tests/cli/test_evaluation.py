@@ -1,0 +1,98 @@
+"""What commands say of evaluations: before a run, after it, and from its ledgers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.privacy.test_persons import table
+
+from fedpact.cli import ledger as ledgers
+from fedpact.cli import plan as plans
+from fedpact.cli import run as runs
+from fedpact.errors import DataError, PlanError
+from fedpact.ledger.receipt import receipt
+from fedpact.plan import Plan
+from fedpact.text import upper
+from fedpact.theory.accounting import SampledGaussian
+from fedpact.theory.persons import epsilon_per_person
+
+HELD = ["evaluation.share=0.3", "evaluation.epsilon=2"]
+SMALL = ["rounds=2", "sites=2", "privacy.accountant=rdp", *HELD]
+
+
+def five(run: dict) -> float:
+    """What all that a receipt's run reserved costs a person with five records."""
+    events = {SampledGaussian(e["q"], e["sigma"]): e["reserved"] for e in run["events"]}
+    return epsilon_per_person(events, run["delta"], 5)
+
+
+def test_a_run_says_what_evaluations_cost_and_showed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.run(None, SMALL, tmp_path / "run", "local", as_json=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "covers every release of the training" in told
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    spent = upper(max(found["epsilon_spent"].values()))
+    assert f"({spent}, 1e-05) of the (2, 1e-05) that evaluations may cost a record" in told
+    assert "released records " in told
+    # The ledger's receipt: a run and its evaluations are one run, whose larger ε is a record's.
+    path = next((tmp_path / "run").rglob("ledger.jsonl"))
+    proof = receipt(path)
+    training, evaluation = sorted(proof["runs"].values(), key=lambda run: run["beside"] or "")
+    assert proof["epsilon_reserved"] == max(
+        training["epsilon_reserved"], evaluation["epsilon_reserved"]
+    )
+    assert "all that the run named here may release" in proof["sentence"]
+    # Nobody knows whose the digits are: of a patient's visits some may be on either side.
+    ledgers.show_spend(tmp_path / "run", as_json=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"a patient with five visits at most ε = {upper(five(training) + five(evaluation))}" in told
+    )
+    assert "with evaluations the sum of both, at the sum of both δ" in told
+
+
+@pytest.mark.parametrize("person", ["", "patient_id"])
+def test_a_plan_says_beforehand_what_evaluations_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], person: str
+) -> None:
+    path = table(tmp_path / "t.csv")
+    if not person:
+        lines = [line.split(",", 1)[1] for line in path.read_text().splitlines()]
+        path.write_text("\n".join(lines) + "\n")
+    asked = [f"data={path}", "label=sick", *SMALL, *([f"person={person}"] if person else [])]
+    plans.plan(None, asked, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    plans.plan(None, asked)
+    told = " ".join(capsys.readouterr().out.split())
+    once = Plan.read(None, asked).evaluation_terms
+    assert once is not None
+    of_five = epsilon_per_person(once.history, 1e-5, 5)
+    assert found["evaluation"]["epsilon_per_person"]["5"] == pytest.approx(of_five)
+    assert f"5 records {upper(of_five)}" in told
+    assert "1 evaluations with noise of deviation" in told
+    assert "by training" in found["per_person"]
+    both = "as all of them are on one side" if person else "at most the sum of both ε"
+    assert both in told
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["secure_aggregation.threshold=3", "sites=4"], "a server that is to see sums only"),
+        (['partition.kind="natural"', 'partition.held_out="own"'], "own choice would both say"),
+        (['evaluation.releases=["roc"]'], "10 classes"),
+        (['evaluation.releases=["loss"]'], "needs the table of hits"),
+        (["evaluation.share=0"], "no record is held out"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more: list[str], told: str) -> None:
+    with pytest.raises((PlanError, DataError), match=told):
+        plans.plan(None, [*SMALL, *more])
+
+
+def test_columns_scaled_by_what_is_released_are_not_evaluated_yet() -> None:
+    columns = {"age": {"range": [0, 1], "scale": "released"}}
+    with pytest.raises(PlanError, match='scale = "released" for age: held-out records'):
+        Plan.parse({"evaluation": {"share": 0.2}, "records": {"columns": columns}})
