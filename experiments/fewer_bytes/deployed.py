@@ -3,8 +3,8 @@
     FEDPACT_DATA=DIR python experiments/fewer_bytes/deployed.py [MODEL]
 
 Fashion-MNIST, fedavg with one step a round. Prints, for plain replies and for noise shared out
-under masks, bits a coordinate up and down: of the first round, in which all are told the model, and
-of the later ones. Results are stored (deployed.json).
+under masks, bits a coordinate up and down: of the first round, before which all have the model,
+and of the later ones. Results are stored (deployed.json).
 """
 
 import json

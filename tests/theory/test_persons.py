@@ -39,6 +39,14 @@ def test_it_is_what_another_library_says_of_the_published_case():
         assert 0.999 * reference <= found <= 1.001 * reference
 
 
+def test_no_epsilon_is_too_large_for_the_grid():
+    """e^709 is the largest power that floats hold."""
+    q, sigma, steps, delta, k = 0.35, 0.87, 45, 1e-8, 10
+    found = epsilon_per_person({SampledGaussian(q, sigma): steps}, delta, k)
+    assert found > 709
+    assert found == pytest.approx(library(q, sigma, steps, delta, k, 0.2), rel=5e-3)
+
+
 @pytest.mark.slow
 def test_fifty_random_settings_are_within_a_percent_of_another_library():
     draw = random.Random(11)

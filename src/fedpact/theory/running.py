@@ -19,6 +19,8 @@ Window   A loss above the transform's window would come back at its lower end, a
          likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
 """
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ _OUTSIDE: Final = 2.0**-20
 _SPARSE: Final = 16  # histories for one answer of pld's
 _ASKED: Final = 6  # answers at most
 _LARGEST: Final = 2**21  # points of a grid
+_BLOCK: Final = 512.0  # e to the power of as much is a float
 _DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
 
 
@@ -259,11 +262,26 @@ def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
 def _solve(mass: Array, losses: Array, delta: float) -> float:
     """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ <= δ; losses from 0 up."""
     above = np.cumsum(mass[::-1])[::-1]
-    shrunk = np.cumsum((mass * np.exp(-losses))[::-1])[::-1]
-    within = np.flatnonzero(above - np.exp(losses) * shrunk <= delta)
+    shrunk = _shrunk(mass, losses)
+    within = np.flatnonzero(above - shrunk <= delta)
     if not within.size:
         return math.inf
     # δ(ε) at this point is small enough, and at the one before it was not.
     i = int(within[0])
-    ratio = float((above[i] - delta) / shrunk[i])
-    return math.log(ratio) if i > 0 and ratio >= 1 else float(losses[i])
+    ratio = float((above[i] - delta) / shrunk[i]) if i > 0 and above[i] > delta else 0.0
+    found = float(losses[i]) + math.log(ratio) if ratio > 0 else -math.inf
+    return found if found >= 0 else float(losses[i])
+
+
+def _shrunk(mass: Array, losses: Array) -> Array:
+    """Return Σ_{j >= i} mass_j e^(loss_i - loss_j) at every i, by blocks that floats can hold."""
+    found, above = np.empty_like(mass), 0.0
+    blocks = int((losses[-1] - losses[0]) // _BLOCK) + 1
+    begins = {bisect.bisect_left(losses, losses[0] + _BLOCK * i) for i in range(blocks)}
+    for end, first in itertools.pairwise(sorted({*begins, len(losses)}, reverse=True)):
+        here = losses[first:end] - losses[end - 1]
+        summed = np.cumsum((mass[first:end] * np.exp(-here))[::-1])[::-1]
+        found[first:end] = np.exp(here) * (summed + above)
+        if first:
+            above = float(found[first]) * math.exp(losses[first - 1] - losses[first])
+    return found
