@@ -34,6 +34,17 @@ class Unclipped(Kernel):
         return self.inner.clipped_sum(x, y, math.inf, weights)
 
 
+class Constant(Kernel):
+    """Clips to one length, whatever the terms of the round say."""
+
+    def __init__(self, kernel, longest):
+        super().__init__(kernel)
+        self.longest = longest
+
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
+        return self.inner.clipped_sum(x, y, self.longest, weights)
+
+
 class Unclamped(Kernel):
     """FedFDP's contribution as printed: min(1 + λ (ℓ - F), C/‖g‖) g, with no lower bound."""
 
@@ -76,4 +87,4 @@ BROKEN = {
 
 @pytest.fixture(scope="session")
 def audited():
-    return SimpleNamespace(target=target, broken=BROKEN)
+    return SimpleNamespace(target=target, broken=BROKEN, Constant=Constant)

@@ -13,7 +13,7 @@ from scipy import stats
 from fedpact.audit.many_runs import attacks, many_runs
 from fedpact.audit.membership import membership
 from fedpact.audit.noise_level import noise_levels, noise_tests
-from fedpact.audit.one_run import one_run
+from fedpact.audit.one_run import _shares, one_run
 from fedpact.audit.target import Target, mislabelled, play, private_oracle
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError
@@ -53,6 +53,27 @@ def test_a_mistake_is_found(mistake, plain, audited):
     found = many_runs(dataclasses.replace(plain, make=audited.broken[mistake]), runs=200)
     assert not found.passed
     assert bounds_fail(found), found
+
+
+def test_each_rounds_clip_is_attacked(audited, monkeypatch):
+    """A clip that stays where the noise follows the schedule is found; a right one passes.
+
+    That it does fails for 5 % of seeds at most, as above.
+    """
+    monkeypatch.setattr("fedpact.audit.many_runs._PILOT", 20)
+    target = audited.target("privacy.clip_schedule=[1.0, 0.05]", "rounds=2", "privacy.epsilon=1.0")
+    longest = target.terms.clip
+
+    def stays(records, kernel, terms, draws):
+        return private_oracle(records, audited.Constant(kernel, longest), terms, draws)
+
+    assert many_runs(target, runs=40).passed
+    assert bounds_fail(many_runs(dataclasses.replace(target, make=stays), runs=40))
+    canaries = mislabelled(target, 8)
+    for number, asked in enumerate(play(target, target.records, 2, "test"), start=1):
+        clip = target.terms.at(number).clip
+        rows = _shares(target, canaries, asked[0])
+        assert float(rows.norm(dim=1).max()) == pytest.approx(clip, rel=1e-5)
 
 
 def test_the_unclamped_weight_is_found(fair, audited):

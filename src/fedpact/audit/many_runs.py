@@ -123,7 +123,10 @@ def attackable(target: Target) -> bool:
 def many_runs(
     target: Target, runs: int = _RUNS, confidence: float = 0.95, events: int = _EVENTS
 ) -> ManyRuns:
-    """Audit with `runs` runs with the canary and as many without, of at most `events` events."""
+    """Audit with `runs` runs with the canary and as many without, of at most `events` events.
+
+    Where the clip follows the round, all events are the last round's: multipliers do not change.
+    """
     count(runs=runs)
     if not attackable(target):
         raise InputError(
@@ -131,6 +134,7 @@ def many_runs(
             f"many-runs attack knows {', '.join(_CHANNELS)} of batches that are all alike; audit "
             "it with --method one-run or membership"
         )
+    target = target.at(target.rounds)
     events = min(events, target.terms.steps)
     pilots = [(attack, _Rule.learn(target, attack, events)) for attack in attacks(target)]
     attack, rule = max(pilots, key=lambda pilot: pilot[1].separation)

@@ -163,7 +163,7 @@ def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
     target.kernel.model.load(asked.query[0])
     rows, losses = _gradients(target, canaries)
     weights = asked.weighting(losses).clamp_min(0)
-    c = torch.minimum(weights, target.terms.clip / rows.norm(dim=1))
+    c = torch.minimum(weights, asked.terms.clip / rows.norm(dim=1))
     return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
 
 

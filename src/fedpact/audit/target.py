@@ -86,6 +86,10 @@ class Target:
             canary_records=(privacy.person_records or _VISITS) if of_persons else 1,
         )
 
+    def at(self, round_number: int) -> "Target":
+        """Return it as it is in a round, 1 on, where the clip follows the round."""
+        return replace(self, terms=self.terms.at(round_number))
+
     def oracle(self, records: Records, draws: Draws) -> Oracle:
         """Return the oracle under audit, over these records."""
         return self.make(records, self.kernel, self.terms, draws)
@@ -216,7 +220,8 @@ def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iter
         told = method.task(state)
         task = Task("audit", number, plan.algorithm, told.vectors, told.numbers, number - 1)
         draws = SeededDraws(plan.seed, "audit", *key, number)
-        recorder = Recorder(target.oracle(records, draws), target.terms)
+        now = target.at(number)
+        recorder = Recorder(now.oracle(records, draws), now.terms)
         local = method.local(task, recorder, memory)
         memory = local.memory
         reply = Reply("audit", number, name, target.terms.size, local.vectors, local.numbers)
