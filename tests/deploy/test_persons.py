@@ -4,9 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 from tests.privacy.test_persons import table
 
+from fedpact.engines.joining import of_run
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.personal import personalise_site
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.site import Site
 from fedpact.engines.scene import Scene
@@ -107,3 +110,23 @@ def test_without_their_names_nobody_is_protected(of_persons):
     path.write_text(path.read_text().replace('person = "person"', '# person = "person"'))
     with pytest.raises(PlanError, match="no person: name the column"):
         Site(directory)
+
+
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_who_tunes_keeps_a_persons_records_together(make, tmp_path, unit, monkeypatch):
+    """Deployed and simulated, whomever the plan protects; test_tuning has that they are kept so."""
+    monkeypatch.setattr("fedpact.personal.choice.WEIGHTS", (1.0,))
+    data = str(table(tmp_path / "visits.csv"))
+    asked = {"data": data, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
+    asked |= {"privacy": {"unit": unit, "accountant": "rdp"}}
+    home = make(tmp_path / "d", **asked) / "sites" / "site-00"
+    plan, final = read_plan(home / "plan.json"), tmp_path / "model.safetensors"
+    workshop = Federation.read(home / "federation.toml").workshop(plan, home)
+    save_file(workshop.module().state_dict(), final)
+    told = personalise_site(home, final).figures.advice
+    assert "persons are too few" in told
+    held_out = plan.partition.model_copy(update={"held_out": 0.5})
+    simulated = plan.model_copy(update={"partition": held_out})
+    simulate(simulated, tmp_path / "s")
+    for figures in of_run(tmp_path / "s")["sites"].values():
+        assert "persons are too few" in figures["advice"]

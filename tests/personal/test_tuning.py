@@ -10,7 +10,7 @@ from scipy.stats import binom
 from torch import nn
 
 from fedpact.params import FlatModel
-from fedpact.personal.choice import LEAST, WEIGHTS, Validated, validated
+from fedpact.personal.choice import LEAST, WEIGHTS, Validated, _parts, validated
 from fedpact.personal.joining import (
     Gain,
     alone,
@@ -147,6 +147,37 @@ def test_no_record_is_answered_by_a_model_that_it_trained():
     # Of 60 coins more than 45 heads have a chance of 2e-5.
     assert int(choice.after.sum()) <= 45
     assert sorted(choice.places.tolist()) == list(range(60))
+
+
+def test_nor_any_other_record_of_a_person_by_a_model_that_one_of_them_trained(monkeypatch):
+    """Three equal visits each, labels that are noise: who has seen one visit knows the others."""
+    monkeypatch.setattr("fedpact.personal.choice.WEIGHTS", (1e-3,))
+    generator = torch.Generator().manual_seed(0)
+    whose = torch.arange(180) % 60
+    x = torch.randn(60, 60, generator=generator, dtype=torch.float64)[whose]
+    y = torch.randint(2, (60,), generator=generator)[whose]
+    flat = FlatModel(nn.Linear(60, 2, dtype=torch.float64))
+    start = torch.zeros_like(flat.vector)
+    choice = validated(flat, x, y, start, whose)
+    assert sorted(choice.places.tolist()) == list(range(180))
+    # Of 60 coins more than 45 heads have a chance of 2e-5; each counts for three records.
+    assert int(choice.after.sum()) <= 3 * 45
+    # Persons are counted, not their visits: 180 coins would give the test three times its due.
+    assert choice.gained + choice.lost <= 60
+    assert "of 60 of its own persons" in choice.told
+    few = Validated(0.1, 180, choice.places, choice.before, choice.after, whose % 49)
+    assert "49 persons are too few" in few.told
+
+
+@pytest.mark.parametrize(("records", "persons"), [(300, 300), (300, 60), (17, 5)])
+def test_the_parts_are_of_whole_persons_and_alike(records, persons):
+    whose = torch.arange(records) % persons
+    parts = _parts(whose)
+    assert sorted(torch.cat(parts).tolist()) == list(range(records))
+    of = [set(whose[part].tolist()) for part in parts]
+    assert sum(len(some) for some in of) == persons
+    assert max(map(len, of)) - min(map(len, of)) <= 1
+    assert not _parts(torch.arange(4))
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():

@@ -63,9 +63,9 @@ def of_run(
     with one_thread():
         for site in scene.sites:
             if site.name not in alones:
-                alones[site.name] = alone(model, site.x, site.y, initial)
+                alones[site.name] = alone(model, site.x, site.y, initial, site.persons)
             w = models[site.name]
-            tuned = personalised(model, site.x, site.y, w)
+            tuned = personalised(model, site.x, site.y, w, site.persons)
             held = site.x_held, site.y_held
             found[site.name] = on_held_out(model, alones[site.name], tuned, w, *held)
     document = {

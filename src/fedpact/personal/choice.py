@@ -2,7 +2,9 @@
 
 λ is chosen on the site's own training records: they are cut into five parts, each part is answered
 by models tuned on the other four, and the λ of the least mean loss is taken. As many parts are
-answered as make 1000 records, all five where they are fewer.
+answered as make 1000 records, all five where they are fewer. Where it is known whose each record
+is, persons are cut into parts, each with all records: a model that has trained on one visit of a
+patient knows the others.
 
 Whether to tune at all is a test: of the records that one of the two models answers rightly and the
 other wrongly (gained, lost), with no true gain each is as likely lost as gained. McNemar's exact
@@ -26,7 +28,7 @@ WEIGHTS: Final = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
 """The λ that are tried, in nats over squared length; the largest first, as each begins the next."""
 
 LEAST: Final = 50
-"""Records with fewer than which no advice is to tune: the part of a test is then ten."""
+"""Records, or persons, with fewer than which no advice is to tune: a part is then ten."""
 
 LEVEL: Final = 0.05
 _PARTS: Final = 5
@@ -39,7 +41,7 @@ class Validated:
 
     weight: the λ. records: of the site's training part. places: which of them were answered [v].
     before, after: which of those the model that it began with, and the tuned ones, answer rightly
-    [v].
+    [v]. whose: whose each record of the part is, int64 [records] from 0; None where nobody says.
     """
 
     weight: float
@@ -47,16 +49,28 @@ class Validated:
     places: Tensor
     before: Tensor
     after: Tensor
+    whose: Tensor | None = None
 
     @property
     def gained(self) -> int:
-        """Records that only the tuned models answer rightly."""
-        return int((self.after & ~self.before).sum())
+        """Records that only the tuned models answer rightly; or persons of whom there are more."""
+        return int((self._gains > 0).sum())
 
     @property
     def lost(self) -> int:
-        """Records that only the model before answers rightly."""
-        return int((self.before & ~self.after).sum())
+        """Records that only the model before answers rightly; or persons, likewise."""
+        return int((self._gains < 0).sum())
+
+    @property
+    def _gains(self) -> Tensor:
+        each = self.after.long() - self.before.long()
+        if self.whose is None:
+            return each
+        return each.new_zeros(self._count).index_add_(0, self.whose[self.places], each)
+
+    @property
+    def _count(self) -> int:
+        return self.records if self.whose is None else _persons(self.whose)
 
     @property
     def chance(self) -> float:
@@ -67,18 +81,22 @@ class Validated:
     @property
     def tune(self) -> bool:
         """Whether the advice is to tune."""
-        return self.records >= LEAST and self.chance <= LEVEL
+        return self._count >= LEAST and self.chance <= LEVEL
 
     @property
     def told(self) -> str:
         """The advice and its reason."""
-        if self.records < LEAST:
+        what = "records" if self.whose is None else "persons"
+        if self._count < LEAST:
             return (
-                f"do not tune: {self.records} records are too few to tell a gain from chance; "
+                f"do not tune: {self._count} {what} are too few to tell a gain from chance; "
                 f"expected at least {LEAST}"
             )
+        answered = (
+            len(self.before) if self.whose is None else self.whose[self.places].unique().numel()
+        )
         found = (
-            f"of {len(self.before):,} of its own records, answered by models tuned without them, "
+            f"of {answered:,} of its own {what}, answered by models tuned without them, "
             f"tuning gains {self.gained:,} and loses {self.lost:,}"
         )
         if self.tune:
@@ -86,21 +104,38 @@ class Validated:
         return f"do not tune: {found}, which is within what chance does"
 
 
-def validated(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor) -> Validated:
-    """Return the λ that the records x [n, ...], y [n, ...] choose for a model anchor [d]."""
-    order = torch.randperm(len(y), generator=stream("parts of a site's own records"))
-    parts = [order[i::_PARTS] for i in range(_PARTS)] if len(y) >= _PARTS else []
+def validated(
+    model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, whose: Tensor | None = None
+) -> Validated:
+    """Return the λ that the records x [n, ...], y [n, ...] choose for a model anchor [d].
+
+    whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+    """
     wanted, places = list[Tensor](), 0
-    for part in parts:
+    for part in _parts(torch.arange(len(y)) if whose is None else whose):
         if places < _ENOUGH:
             wanted.append(part)
             places += len(part)
     right, losses = _answered(model, x, y, anchor, wanted)
     sums = [float(each.sum()) for each in losses]
     best = min(range(len(WEIGHTS)), key=lambda i: (not sums[i] < float("inf"), sums[i]))
-    found = torch.cat(wanted) if wanted else order[:0]
+    found = torch.cat(wanted) if wanted else torch.arange(0)
     before = answers(model, anchor, x[found], y[found])[0]
-    return Validated(WEIGHTS[best], len(y), found, before, right[best])
+    return Validated(WEIGHTS[best], len(y), found, before, right[best], whose)
+
+
+def _parts(whose: Tensor) -> list[Tensor]:
+    """Return the places of records in parts, each of them persons with all of theirs."""
+    if (persons := _persons(whose)) < _PARTS:
+        return []
+    order = torch.randperm(persons, generator=stream("parts of a site's own records"))
+    rank = torch.argsort(order)[whose]
+    drawn = torch.argsort(rank, stable=True)
+    return [drawn[rank[drawn] % _PARTS == i] for i in range(_PARTS)]
+
+
+def _persons(whose: Tensor) -> int:
+    return int(whose.max()) + 1 if len(whose) else 0
 
 
 def _answered(

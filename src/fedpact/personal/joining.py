@@ -80,15 +80,25 @@ class SiteModel:
     choice: Validated
 
 
-def alone(model: FlatModel, x: Tensor, y: Tensor, initial: Tensor) -> SiteModel:
-    """Return a site's model of its own records x [n, ...], y [n, ...], from the initial one [d]."""
-    choice = validated(model, x, y, initial)
+def alone(
+    model: FlatModel, x: Tensor, y: Tensor, initial: Tensor, whose: Tensor | None = None
+) -> SiteModel:
+    """Return a site's model of its own records x [n, ...], y [n, ...], from the initial one [d].
+
+    whose: of choice.validated.
+    """
+    choice = validated(model, x, y, initial, whose)
     return SiteModel(with_weight(model, x, y, initial, choice.weight), choice)
 
 
-def personalised(model: FlatModel, x: Tensor, y: Tensor, w: Tensor) -> SiteModel:
-    """Return the released model w [d] tuned on a site's records, whatever the advice is."""
-    choice = validated(model, x, y, w)
+def personalised(
+    model: FlatModel, x: Tensor, y: Tensor, w: Tensor, whose: Tensor | None = None
+) -> SiteModel:
+    """Return the released model w [d] tuned on a site's records, whatever the advice is.
+
+    whose: of choice.validated.
+    """
+    choice = validated(model, x, y, w, whose)
     return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
 
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedpact.client import remembered
+from fedpact.data.splits import numbered
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.process import one_thread
@@ -56,10 +58,12 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     w = _read(source, module, flat)
     # With the final model every site's last reply counts as included, if it was of the last round.
     own = plan.method.own_model(w, remembered(directory / "memory.safetensors", plan.rounds))
-    records = own_records(directory, settings, federation, plan).records
+    found = own_records(directory, settings, federation, plan)
+    x, y = found.records.x, found.records.y
+    whose = numbered(found.whose, np.arange(len(y)))
     with one_thread():
-        by_itself = alone(flat, records.x, records.y, initial)
-        tuned = personalised(flat, records.x, records.y, w if own is None else own)
+        by_itself = alone(flat, x, y, initial, whose)
+        tuned = personalised(flat, x, y, w if own is None else own, whose)
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:
         path.unlink(missing_ok=True)
