@@ -12,7 +12,6 @@ import json
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from fedpact.deploy import local
@@ -36,13 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
         federation = write(directory, plan, Choices(port=18944, seeds="test"))
-        local.start(directory)
-        try:
-            while local.look(directory)["running"]["server"]:
-                time.sleep(0.5)
-        finally:
-            local.stop(directory)
-        lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+        lines = (local.carry_out(directory) / "rounds.jsonl").read_text().splitlines()
         total = {r["round"]: r["seconds"] for r in map(json.loads, lines)}
         server = by_round(directory / "server" / "log.txt", SERVER)
         sites = [by_round(directory / "sites" / n / "log.txt", SITE) for n in federation.names]

@@ -142,11 +142,5 @@ def _rounds(plan: Plan) -> list[float]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
         write(directory, plan, Choices(port=_PORT))
-        local.start(directory)
-        try:
-            while local.look(directory)["running"]["server"]:
-                time.sleep(0.5)
-        finally:
-            local.stop(directory)
-        lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+        lines = (local.carry_out(directory) / "rounds.jsonl").read_text().splitlines()
     return [record["seconds"] for record in map(json.loads, lines) if record["round"]]

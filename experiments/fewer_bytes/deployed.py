@@ -10,7 +10,6 @@ and of the later ones. Results are stored (deployed.json).
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,9 @@ def deployed(chosen: fedpact.Plan, port: int) -> tuple[list[RoundRecord], int]:
         directory = Path(folder) / "d"
         write(directory, chosen, Choices(port=port))
         allow(directory)
-        local.start(directory)
-        try:
-            while local.look(directory)["running"]["server"]:
-                time.sleep(1)
-        finally:
-            local.stop(directory)
-        lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
-        summary = json.loads((directory / "server" / "run" / "summary.json").read_text())
+        run = local.carry_out(directory)
+        lines = (run / "rounds.jsonl").read_text().splitlines()
+        summary = json.loads((run / "summary.json").read_text())
     d = summary["model_parameters"]
     print(f"d = {d}", flush=True)
     return [RoundRecord.from_json(line) for line in lines], d

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 
 from fedpact.data.datasets import from_arrays, load, refitted
 from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.own import persons_of
+from fedpact.data.sieve import Sieve
 from fedpact.data.sites import load_site
 from fedpact.errors import DataError
 
@@ -46,7 +48,7 @@ def text(rows) -> str:
 
 
 def read(path, form=FORM):
-    return load_site(path, "out", CLASSES, (5,), "float32", form)
+    return load_site(path, "out", CLASSES, (5,), "float32", form, features=tuple(HEADER[:-1]))
 
 
 def check_only_the_good(found):
@@ -268,6 +270,38 @@ def test_a_cell_of_parquet_that_cannot_be_read_takes_its_record_out(tmp_path):
     columns = {name: [float(row[k]) for row in [X[0], X[0], X[1]]] for k, name in enumerate("vw")}
     path = tmp_path / "t.parquet"
     parquet.write_table(arrow.table({**columns, "out": text}), path)
-    found = load_site(path, "out", CLASSES, (2,), "float32", RecordForm())
+    found = load_site(path, "out", CLASSES, (2,), "float32", RecordForm(), features=("v", "w"))
     assert found.y.tolist() == [1, 0]
     assert len(found.x) == 2
+
+
+def test_the_order_of_a_files_columns_is_the_federations(tmp_path):
+    """A file whose columns stand otherwise gives the same numbers; nobody's order, no numbers."""
+    order = [4, 0, 5, 2, 1, 3]
+    path = tmp_path / "r.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([[row[k] for k in order] for row in [HEADER, *GOOD]])
+    found = read(path)
+    check_only_the_good(found)
+    assert found.features == tuple(HEADER[:-1])
+    with pytest.raises(DataError, match=r"not say in which order .* add features"):
+        load_site(path, "out", CLASSES, (5,), "float32", FORM)
+    others = ("age", "dose", "ward", "grade", "size")
+    with pytest.raises(DataError, match=r"free.*: federation\.toml has features .*size"):
+        load_site(path, "out", CLASSES, (5,), "float32", FORM, features=others)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
+    """From 2^p on, p the bits of its mantissa, two whole numbers may be one float."""
+    end = 2.0 ** (np.finfo(kind).nmant + 1)
+    sieve = Sieve("r.npz", 4, 1)
+    whose = persons_of(np.array([end, end - 1, -end, 3], kind), sieve)
+    assert sieve.good.tolist() == [False, True, False, True]
+    assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
+    assert f"is a float beyond {end:.0f}" in sieve.told(values=False)[0]
+    # Whole numbers and text say whose it is, however large.
+    for exact in (np.array([2**53, 2**53 + 1]), [str(2**53), str(2**53 + 1)]):
+        sieve = Sieve("r.npz", 2, 1)
+        assert len(set(persons_of(exact, sieve))) == 2
+        assert sieve.good.all()

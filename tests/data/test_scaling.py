@@ -77,7 +77,7 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     assert torch.equal(prepared(found, form), wanted)
     assert Scaling.of(form, (6,), found.features).names == (*NAMES, "sex")
 
-    site = load_site(path, "out", ("no", "yes"), (6,), "float32", form)
+    site = load_site(path, "out", ("no", "yes"), (6,), "float32", form, features=found.features)
     assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
 
     cells = dict(zip(HEADER, zip(*ROWS, strict=True), strict=True))

@@ -15,6 +15,8 @@ from scipy.stats import chi2
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
+from tests.secure.summed import COMMON, SUM, plan_of
+
 from fedpact import algorithms
 from fedpact.algorithms import Summed
 from fedpact.draws.secure import SecureDraws
@@ -33,21 +35,6 @@ from fedpact.privacy.policy import Policy, reserved
 from fedpact.report.page import write_report
 from fedpact.theory.accounting import Budget
 from fedpact.theory.shares import UNITS
-
-SUM = {
-    "sites": 5,
-    "rounds": 4,
-    "sampling_rate": 0.2,
-    "secure_aggregation": {"threshold": 4},
-    "privacy": {"trust": "sum", "honest": 3},
-    "run": {"workers": 1},
-}
-COMMON = {"loss_of": "common"}
-FAIR = {"algorithm": "fedfdp", "settings": COMMON}
-
-
-def plan_of(**tables):
-    return Plan.parse({**SUM, **tables})
 
 
 def terms_of(plan, count=5, size=200.0):

@@ -11,31 +11,18 @@ import torch
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
+from tests.secure.summed import COMMON, FAIR, SUM, plan_of
+
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.secure import shared
 from fedpact.engines.secure.ring import Form
 from fedpact.engines.simulation import simulate
 from fedpact.messages import Reply, Task
-from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 from fedpact.theory.accounting import epsilon
 from fedpact.theory.shares import UNITS
 
-SUM = {
-    "sites": 5,
-    "rounds": 4,
-    "sampling_rate": 0.2,
-    "secure_aggregation": {"threshold": 4},
-    "privacy": {"trust": "sum", "honest": 3},
-    "run": {"workers": 1},
-}
-COMMON = {"loss_of": "common"}
-FAIR = {"algorithm": "fedfdp", "settings": COMMON}
 AROUND = {"settings": {"learning_rate": 1.0}, "fairness": {"weight": 0.1, **COMMON}}
-
-
-def plan_of(**tables):
-    return Plan.parse({**SUM, **tables})
 
 
 def weights(result):

@@ -171,7 +171,7 @@ def from_arrays(
         for end, pair in zip(ends, given, strict=True)
     ]
     sites = None if site is None else np.asarray(site)
-    whose = None if person is None else persons_of(np.asarray(person).tolist(), parts[0].sieve)
+    whose = None if person is None else persons_of(np.asarray(person), parts[0].sieve)
     return _dataset(name, parts, names, sites, persons=whose)
 
 

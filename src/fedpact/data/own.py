@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -131,20 +131,29 @@ def class_numbers(
     return found
 
 
-def persons_of(given: Cells, sieve: Sieve, column: str = "person") -> np.ndarray:
+def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> np.ndarray:
     """Return whose each record is, as text [n]; the sieve has those that name nobody.
 
-    Such a record may be anybody's, so it is used for nobody. Raises DataError: another length.
+    Such a record may be anybody's, so it is used for nobody. So may one whose number is so large a
+    float that its neighbours, other persons, are the same. Raises DataError: another length.
     """
     if len(given) != sieve.count:
         raise DataError(
             f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
             "give one person a record"
         )
+    exact = 2.0**53
+    if isinstance(given, np.ndarray):
+        if given.dtype.kind == "f":
+            exact = 2.0 ** (np.finfo(given.dtype).nmant + 1)
+        given = cast(list[Any], given.tolist())
     found = [text_of(value) for value in given]
-    for row, name in enumerate(found):
+    for row, (name, value) in enumerate(zip(found, given, strict=True)):
         if is_missing(name):
             sieve.leave_out(row, column, "names no person")
+        elif isinstance(value, float) and not abs(value) < exact:
+            why = f"is a float beyond {exact:.0f}, which may stand for several persons; give names"
+            sieve.leave_out(row, column, f"{why} as whole numbers or text", value)
     return np.array(found, str)
 
 

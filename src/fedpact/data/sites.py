@@ -27,9 +27,12 @@ def load_site(
     values: str,
     form: RecordForm,
     person: str | None = None,
+    features: tuple[str, ...] = (),
 ) -> Sifted:
     """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
 
+    features: the columns of a table in the order of the numbers of a record, which is the same at
+    all sites, in whatever order a file has them.
     person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
     classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
     that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
@@ -40,6 +43,7 @@ def load_site(
     if suffix in (".csv", ".parquet"):
         table = read_table(path, label, None, person)
         _check_form(path, (len(table.features),), shape)
+        table = table.in_order(f"data file {path}", features)
         sieve = Sieve(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
@@ -87,7 +91,7 @@ def _site_arrays(
             "too, which federation.toml names as what says whose a record is"
         )
     whose = array_of(str(path), person, arrays[person])
-    return replace(found, persons=persons_of(whose.tolist(), found.sieve, person))
+    return replace(found, persons=persons_of(whose, found.sieve, person))
 
 
 def _check_form(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ it holds, changes what is read of another. An error never quotes a value.
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -38,6 +38,26 @@ class Table:
     def features(self) -> tuple[str, ...]:
         """The columns that a record's features stand in, in order."""
         return tuple(name for name in self.columns if name not in self._roles)
+
+    def in_order(self, origin: str, features: Sequence[str]) -> "Table":
+        """Return the table with its features in this order.
+
+        Raises DataError: it has others, or nobody says in which order several are.
+        """
+        if not features and len(self.features) > 1:
+            raise DataError(
+                f"{origin} has the columns {', '.join(self.features)}, and federation.toml does "
+                "not say in which order they make a record, so sites may differ: add features = "
+                '["...", ...], all of them, to the federation.toml of every party, in the order '
+                "that the files have had so far"
+            )
+        if features and set(features) != set(self.features):
+            raise DataError(
+                f"{origin} has the columns {', '.join(self.features)}: federation.toml has "
+                f"features = {list(features)}; bring the file into that form, in any order"
+            )
+        first = {name: self.columns[name] for name in features}
+        return replace(self, columns={**first, **self.columns})
 
     @property
     def _roles(self) -> tuple[str | None, ...]:

@@ -81,6 +81,17 @@ def stop(directory: Path, only: str | None = None) -> list[str]:
     return sorted(chosen)
 
 
+def carry_out(directory: Path) -> Path:
+    """Start all parties, wait until the server has ended, stop the rest; return its run folder."""
+    start(directory)
+    try:
+        while look(directory)["running"][_SERVER]:
+            time.sleep(0.5)
+    finally:
+        stop(directory)
+    return directory / _SERVER / "run"
+
+
 def look(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says."""
     places = parties(directory)

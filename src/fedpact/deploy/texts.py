@@ -88,6 +88,7 @@ classes = {list(of.classes)!r}
 shape = {list(of.shape)}       # of one record
 values = "{of.values}"
 {_person(of.person)}
+{_features(of.features)}
 seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
 
 [patience]
@@ -122,6 +123,12 @@ def _person(column: str | None) -> str:
     return (
         f'# person = "..."   # {told}' if column is None else f"person = {_toml(column)}   # {told}"
     )
+
+
+def _features(columns: tuple[str, ...]) -> str:
+    told = "a table's columns in the order of a record's numbers; a file may have another"
+    listed = _toml([*columns]) if columns else "[...]"
+    return f"{'' if columns else '# '}features = {listed}   # {told}"
 
 
 def _records(form: RecordForm) -> str:

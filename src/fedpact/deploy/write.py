@@ -77,6 +77,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             "patience": choices.patience,
             "checks": choices.checks,
             "person": _person(scene, choices.records),
+            "features": () if choices.records else scene.raw.features,
             "records": _declared(scene, choices.records),
             "groups": scene.groups,
             "sites": members,

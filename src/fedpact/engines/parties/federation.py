@@ -69,7 +69,8 @@ class Federation(BaseModel):
 
     run: the run's name. address: the server's, host:port. server_key: its public key, with which
     it signs what it asks. classes, shape, values: the labels' names and the form of a record.
-    records: what a record may hold; what does not fit is left out at its site.
+    records: what a record may hold; what does not fit is left out at its site. features: a table's
+    columns in the order of a record's numbers, in whatever order a site's file has them.
     person: the column (in an .npz the array) of a site's file that says whose a record is, no
     feature; a record that names nobody is left out. Sizes count persons where the plan protects
     them. groups: by which column evaluations tell records apart, where the plan's name one.
@@ -91,6 +92,7 @@ class Federation(BaseModel):
     records: RecordForm = RecordForm()
     person: str | None = None
     groups: Grouping | None = None
+    features: tuple[str, ...] = ()
     sites: dict[str, Member] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -126,6 +128,18 @@ class Federation(BaseModel):
             raise ValueError(
                 f"groups.column = {self.groups.column} with shape = {list(self.shape)}: expected a "
                 "place in a record that is a row"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> Self:
+        named = self.features
+        unknown = sorted(set(self.records.columns) - set(named))
+        if named and ((len(set(named)),) != self.shape or unknown):
+            raise ValueError(
+                f"features = {list(named)} with shape = {list(self.shape)} and records.columns of "
+                f"{', '.join(unknown) or 'none'} beside them: expected the column of each number "
+                "of a record, each once, and among them all that are declared"
             )
         return self
 
