@@ -267,19 +267,19 @@ def test_only_what_is_said_of_a_run_can_be_given_later(change: str, message: str
         about_of({}, [change])
 
 
-def test_the_card_has_the_settings_that_somebody_chose_and_no_places(build: Build) -> None:
+def test_the_card_has_the_settings_that_are_no_defaults_and_no_places(build: Build) -> None:
     of = facts(build(NAMES))
-    of.run.plan |= {
+    changes: dict[str, Any] = {
         "sampling_rate": 0.25,
         "policy": "/home/someone/policy.toml",
         "data": "/home/someone/hearts.csv",
-        "partition": {"kind": "natural", "held_out": 0.125},
-        "defaults": ["partition.kind"],
+        "partition": {"kind": "iid", "held_out": 0.125},
     }
+    of.run.plan.update(changes)
     card = model_card.as_text(of)
     assert "- sampling_rate: 0.25" in card
     assert "- partition.held_out: 0.125" in card
     assert "- settings.learning_rate: 0.125" in card
-    assert "natural" not in card
+    assert "partition.kind" not in card
     assert "hearts.csv" in card
     assert "someone" not in card
