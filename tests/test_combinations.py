@@ -8,6 +8,8 @@ from fedpact import algorithms
 from fedpact.errors import PlanError
 from fedpact.methods.combine import (
     NEEDS_ONE_CLIP,
+    NEEDS_ONE_MODEL,
+    NEEDS_ONE_MODEL_TABLES,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
     READS_SINGLE_REPLIES,
@@ -80,6 +82,8 @@ def test_what_other_tables_refuse_is_the_codes():
     assert block("single") == single(NEEDS_SINGLE_REPLIES)
     assert block("reads") == single(READS_SINGLE_REPLIES)
     assert block("plain") == single(NEEDS_PLAIN_STEPS)
+    heads = {**NEEDS_ONE_MODEL, **NEEDS_ONE_MODEL_TABLES}
+    assert block("heads") == "\n".join(f"* `{n}`: {why}." for n, why in heads.items())
     assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in NEEDS_ONE_CLIP.items())
 
 

@@ -11,7 +11,7 @@ data = "digits"              top level: what to train on what, how long
 [fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
 [control]                    what chooses τ                   (methods.controlled.ControlSettings)
 [server]                     what becomes of the aggregate    (methods.server.ServerSettings)
-[local]                      momentum, schedule of sites      (methods.stepped.LocalSettings)
+[local]                      momentum, schedule, own heads    (methods.stepped.LocalSettings)
 [compression]                what sites' replies are cut to   (methods.compressed)
 [robust]                     an aggregate against lying sites (methods.robust)
 [secure_aggregation]         the server sees sums only        (methods.secure)
@@ -174,6 +174,7 @@ class Plan(BaseModel):
             self.privacy.clip_schedule != "constant",
             self.rounds,
             len(self.records.released),
+            self.evaluation.used,
         )
 
     @cached_property

@@ -177,6 +177,13 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"algorithm": "fedavg", "settings": {"local_steps": 3}, "server": {"optimiser": "momentum"}},
     {"algorithm": "fedfdp", "server": {"optimiser": "adam"}},
     {"algorithm": "fedavg", "settings": {"local_steps": 3}, "local": {"momentum": 0.9}},
+    # The bias of the federation's model stays at each site.
+    {"algorithm": "fedavg", "settings": {"local_steps": 3}, "local": {"head": 3}},
+    {
+        "algorithm": "fedprox",
+        "local": {"head": 3, "momentum": 0.5},
+        "server": {"optimiser": "adam"},
+    },
     {
         "algorithm": "fedprox",
         "settings": {"local_steps": 3},

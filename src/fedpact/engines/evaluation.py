@@ -92,7 +92,10 @@ class Evaluator:
         """Return the record with what was measured of a model [d], at sites of their own if any."""
         data, scores = self._scene.dataset, self._at_sites(common, own)
         self._model.load(common)
-        if data.x_test is not None and data.y_test is not None:
+        if own and self._scene.plan.local.head:
+            # The head of `common` is the one that everybody began with: no model to look at.
+            whole = _pooled(scores)
+        elif data.x_test is not None and data.y_test is not None:
             whole = self._scored(data.x_test, data.y_test)
         else:
             whole = _pooled(self._at_sites(common, {}) if own else scores)

@@ -51,6 +51,15 @@ _OWN_MODELS = (
     "Each site's own model: it is made of what the site released and of the server's models, and "
     "may be shown as they may."
 )
+_OWN_HEADS = (
+    "Each site's own head, of {head} numbers: its noisy gradients train it, charged as all else, "
+    "and it is never sent. A site's whole model may be shown as the server's may. The run's final "
+    "model has the head that it began with."
+)
+_POOLED_HEADS = (
+    "The accuracy: each site's own model on its own held-out records, as the shared part alone is "
+    "no model."
+)
 _POOLED = (
     "The accuracy of the global model: there is no public test set, so the sites' own "
     "held-out records stand in for one."
@@ -122,8 +131,9 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
 def of_simulation(scene: Scene) -> dict[str, Any]:
     """Return the content of a simulation's privacy.json."""
     simulator_only = list(_SIMULATOR_ONLY)
-    if scene.dataset.x_test is None:
-        simulator_only.append(_POOLED)
+    headed = bool(scene.plan.local.head)
+    if headed or scene.dataset.x_test is None:
+        simulator_only.append(_POOLED_HEADS if headed else _POOLED)
     covers, uncovered = _scope(scene.plan)
     side = Side(
         randomness="seeded simulation",
@@ -131,7 +141,7 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
         covers=covers,
         does_not_cover=uncovered,
         form=scene.form,
-        pooled=scene.dataset.x_test is None,
+        pooled=headed or scene.dataset.x_test is None,
         simulator_only=simulator_only,
         persons=scene.dataset.person is not None,
     )
@@ -140,6 +150,8 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
 
 def _own_models(plan: Plan) -> list[str]:
     """Return what is said of models that stay at their sites, in a private run."""
+    if plan.private and plan.local.head:
+        return [_OWN_HEADS.format(head=plan.local.head)]
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 

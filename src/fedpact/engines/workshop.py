@@ -13,6 +13,7 @@ from fedpact.draws.seeded import stream
 from fedpact.engines.inprocess import Bench, OneByOne, Seats
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
+from fedpact.methods.heads import check_head
 from fedpact.models.build import build
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
@@ -38,9 +39,14 @@ class Workshop:
     device: str = "cpu"
 
     def module(self) -> nn.Module:
-        """Return the model with its initial weights, the same at every call."""
+        """Return the model with its initial weights, the same at every call.
+
+        Raises PlanError: local.head does not end where one of its tensors does.
+        """
         plan = self.plan
-        return build(plan.model, self.example, self.classes, plan.seed, plan.logistic)
+        module = build(plan.model, self.example, self.classes, plan.seed, plan.logistic)
+        check_head(module, plan.local.head)
+        return module
 
     def bench(self, *, check: bool = False) -> Bench:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.

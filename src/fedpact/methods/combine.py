@@ -14,6 +14,7 @@ from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.gridded import Gridded
+from fedpact.methods.heads import Headed
 from fedpact.methods.released import Released
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
@@ -81,6 +82,42 @@ NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
 }
 """Table of a plan -> why it does not go with [local]."""
 
+_ONE_MODEL = "it compares what single sites find at one model, and here each has a head of its own"
+
+NEEDS_ONE_MODEL: Final[dict[str, str]] = {
+    "ali_dpfl": "its controller's estimates compare the sites' gradients at one model",
+    "feddyn": "its h adds up all of w, and of a head nothing is sent",
+    "fedfair": _ONE_MODEL,
+    "fedfdp": _ONE_MODEL,
+    "fedproxvr": "its anchors are mean gradients at one model",
+    "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
+    "mr_mtl": "each of its sites has a whole model of its own already",
+    "qffl": _ONE_MODEL,
+    "scaffold": "its control variates are the sites' gradients at one model",
+}
+"""Algorithm -> why it does not go with local.head."""
+
+NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
+    "fairness": _ONE_MODEL,
+    "control": NEEDS_ONE_MODEL["ali_dpfl"],
+    "evaluation": "[evaluation] asks all sites about the server's w, whose head nobody trains; "
+    "`fedpact personalise` has each site's own figures",
+    "average": "[server] average would be of a w whose head nobody trains",
+}
+"""What else does not go with local.head, and why."""
+
+
+def _check_heads(name: str, chosen: Mapping[str, bool]) -> None:
+    """Raise PlanError where heads of the sites' own would not mean what they say."""
+    reasons = [NEEDS_ONE_MODEL[name]] if name in NEEDS_ONE_MODEL else []
+    reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
+    if reasons:
+        raise PlanError(
+            f"local.head does not go with this plan (algorithm = {name!r}): "
+            f"{'; '.join(reasons)}; leave it out, or that"
+        )
+
+
 NEEDS_ONE_CLIP: Final[dict[str, str]] = {
     "ali_dpfl": "its controller's estimates are of gradients of one clip",
     "feddyn": "its h_i adds up gradients of earlier rounds, and how far a reply may go follows one "
@@ -135,9 +172,11 @@ def combined(
     clips: bool,
     rounds: int,
     columns: int = 0,
+    evaluated: bool = False,
 ) -> Method:
     """Return the algorithm with everything around it. clips: whether the clip changes from round to
-    round. rounds: of the run. columns: that are scaled by what the sites release.
+    round. rounds: of the run. columns: that are scaled by what the sites release. evaluated:
+    whether sites release evaluations.
 
     Raises PlanError: they do not go together.
     """
@@ -165,6 +204,10 @@ def combined(
                 "a reply may go follows the round's own; use another kind, or a constant schedule"
             )
         method = Stepped(method, local, rounds)
+    if local.head:
+        released = {"evaluation": evaluated, "average": server.average != "none"}
+        _check_heads(name, {**chosen, **released})
+        method = Headed(method, local.head)
     if chosen["fairness"]:
         _check("fairness", name)
         method = FairMethod(method, fairness)

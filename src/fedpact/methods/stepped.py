@@ -28,10 +28,12 @@ class LocalSettings(Scheduled):
     """The [local] table of a plan: what becomes of a site's gradients on their way to its steps.
 
     momentum: β in [0, 1). schedule, halved_after: f of the local steps; see draws.schedules.
+    head: how many of w's last numbers each site keeps to itself, 0 for none; see methods.heads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    head: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:

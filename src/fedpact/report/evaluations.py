@@ -63,6 +63,11 @@ def why_none(run: RunFolder) -> str:
         last = run.last.unevaluated
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
         return f"no site has answered an evaluation yet{f' ({codes})' if codes else ''}"
+    if run.head:
+        return (
+            "with local.head each site has a head of its own, and what is shared is no model that "
+            "answers anything; `fedpact personalise` shows a site's owner its own figures"
+        )
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
 
 

@@ -136,7 +136,8 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
         pooled = bool(run.privacy.get("accuracy_pooled"))
         if pooled:
-            loss += ", on the sites' own held-out records: there is no public test set"
+            loss += ", on the sites' own held-out records: "
+            loss += "its head is each site's own" if run.head else "there is no public test set"
         cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
         if last.average:
             kind = run.plan["server"]["average"]

@@ -92,6 +92,11 @@ class RunFolder:
         """Whether each site has a model of its own, which its scores are of."""
         return bool(self.privacy.get("own_models"))
 
+    @property
+    def head(self) -> int:
+        """How many of w's last numbers each site has for itself, 0 for none."""
+        return int(self.plan.get("local", {}).get("head", 0))
+
     @cached_property
     def evaluated(self) -> list[RoundRecord]:
         """The records with an accuracy."""

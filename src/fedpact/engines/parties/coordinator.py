@@ -190,7 +190,8 @@ class _Evaluator:
         self._terms, self._steps = coordinator.terms, 0
         self._model = FlatModel(coordinator.module())
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
-        self._test = _test_set(coordinator)
+        # With heads of the sites' own what is shared is no model that answers anything.
+        self._test = None if coordinator.plan.local.head else _test_set(coordinator)
         federation, plan = coordinator.federation, coordinator.plan
         stage = federation.stage(plan, coordinator.directory)
         # Of a test set, which is of arrays; how the columns of the sites' tables lie, nobody tells.

@@ -1,0 +1,92 @@
+"""Heads of a site's own: a shared body, and last numbers of w that each site trains for itself.
+
+Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
+arXiv 1912.00818. With w = (u, v), v the last `head` numbers, a site that has trained v_i before is
+told u and goes on from (u, v_i):
+
+    the algorithm's local part as ever, from (u, v_i) in place of w: it ends at (u', v_i')
+    sent      (u', v), v as the server told it: nothing of v_i'
+    kept      v_i', in the site's memory
+
+Every step is a gradient from the oracle, clipped as one vector with the body's and charged with it:
+what is sent later follows from v_i, so a head that was trained without noise would let exact
+numbers out through u. Events, noise and ε are those of the algorithm without heads; a reply moves
+no further, as it is the algorithm's with a part of it left out.
+
+The server's v stays what it was at the start, so w is no model that anybody uses: a site's is
+(u, v_i), made of released numbers alone, and as private as w.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.errors import PlanError
+from fedpact.messages import Local, State, Task, join, split
+from fedpact.methods import Around, Method
+from fedpact.privacy.oracle import Oracle
+
+_PREFIX: Final = "heads/"
+_OWN: Final = "own"
+
+
+class Headed(Around):
+    """A method whose sites keep the last `head` >= 1 numbers of w to themselves."""
+
+    def __init__(self, inner: Method, head: int) -> None:
+        super().__init__(inner)
+        self._head = head
+
+    @property
+    def needs_own_noise(self) -> str:
+        """See Method."""
+        return "with [local] head each site's gradient is at a head of its own, which it keeps"
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """See Method."""
+        own, rest = split(memory, _PREFIX)
+        told = task.vectors["w"]
+        began = replace(task, vectors={**task.vectors, "w": self._whole(told, own)})
+        local = self.inner.local(began, oracle, rest)
+        ended = local.vectors["w"][-self._head :].clone()
+        if not bool(ended.isfinite().all()):
+            # A shared part that is out of all range must not stay in a site's own for good.
+            ended = began.vectors["w"][-self._head :].clone()
+        sent = torch.cat([local.vectors["w"][: -self._head], told[-self._head :]])
+        kept = join(State({_OWN: ended}), _PREFIX, local.memory)
+        return Local({**local.vectors, "w": sent}, local.numbers, kept)
+
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """See Method."""
+        return self._whole(w, split(memory, _PREFIX)[0])
+
+    def _whole(self, w: Tensor, own: State) -> Tensor:
+        """Return (u, v_i); w itself of a site that has no head yet."""
+        head = own.vectors.get(_OWN)
+        return w if head is None else torch.cat([w[: -self._head], head])
+
+
+def check_head(module: nn.Module, head: int) -> None:
+    """Raise PlanError unless the last `head` numbers of the model's w are whole tensors, not all.
+
+    head: 0 for none.
+    """
+    tensors = [(name, p.numel()) for name, p in module.named_parameters() if p.requires_grad]
+    ends, total = list[tuple[int, str]](), 0
+    for name, count in reversed(tensors[1:]):
+        total += count
+        ends.append((total, name))
+    if head and head not in (end for end, _ in ends):
+        raise PlanError(
+            f"local.head is {head}: expected {_told(ends)}, which are the model's last tensors "
+            "from their beginning"
+        )
+
+
+def _told(ends: Sequence[tuple[int, str]]) -> str:
+    if not ends:
+        return "0, as the model has one tensor alone and nothing would be shared"
+    return " or ".join(f"{end} (from {name!r} on)" for end, name in ends[:4])
