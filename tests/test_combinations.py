@@ -8,13 +8,12 @@ from fedpact import algorithms
 from fedpact.errors import PlanError
 from fedpact.methods.combine import (
     NEEDS_ONE_CLIP,
-    NEEDS_ONE_MODEL,
-    NEEDS_ONE_MODEL_TABLES,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
     READS_SINGLE_REPLIES,
     REFUSED,
 )
+from fedpact.methods.heads import NEEDS_ONE_MODEL, NEEDS_ONE_MODEL_TABLES
 from fedpact.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"

@@ -17,8 +17,7 @@ from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task
-from fedpact.methods.combine import NEEDS_ONE_MODEL
-from fedpact.methods.heads import check_head
+from fedpact.methods.heads import NEEDS_ONE_MODEL, check_head
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan

@@ -10,6 +10,7 @@ from fedpact.evaluation import told as evaluations
 from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.messages import RoundRecord
+from fedpact.methods import heads
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
@@ -50,15 +51,6 @@ _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _OWN_MODELS = (
     "Each site's own model: it is made of what the site released and of the server's models, and "
     "may be shown as they may."
-)
-_OWN_HEADS = (
-    "Each site's own head, of {head} numbers: its noisy gradients train it, charged as all else, "
-    "and it is never sent. A site's whole model may be shown as the server's may. The run's final "
-    "model has the head that it began with."
-)
-_POOLED_HEADS = (
-    "The accuracy: each site's own model on its own held-out records, as the shared part alone is "
-    "no model."
 )
 _POOLED = (
     "The accuracy of the global model: there is no public test set, so the sites' own "
@@ -133,7 +125,7 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
     simulator_only = list(_SIMULATOR_ONLY)
     headed = bool(scene.plan.local.head)
     if headed or scene.dataset.x_test is None:
-        simulator_only.append(_POOLED_HEADS if headed else _POOLED)
+        simulator_only.append(heads.MEASURED if headed else _POOLED)
     covers, uncovered = _scope(scene.plan)
     side = Side(
         randomness="seeded simulation",
@@ -151,7 +143,7 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
 def _own_models(plan: Plan) -> list[str]:
     """Return what is said of models that stay at their sites, in a private run."""
     if plan.private and plan.local.head:
-        return [_OWN_HEADS.format(head=plan.local.head)]
+        return [heads.TOLD.format(head=plan.local.head)]
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 

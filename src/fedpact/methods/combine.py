@@ -14,7 +14,7 @@ from fedpact.methods.compressed import Compressed, CompressionSettings
 from fedpact.methods.controlled import Controlled, ControlSettings
 from fedpact.methods.fair import FairMethod, FairnessSettings
 from fedpact.methods.gridded import Gridded
-from fedpact.methods.heads import Headed
+from fedpact.methods.heads import Headed, check_goes
 from fedpact.methods.released import Released
 from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
@@ -81,42 +81,6 @@ NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
     "control": "the controller's estimates are of plain steps, and their number follows them",
 }
 """Table of a plan -> why it does not go with [local]."""
-
-_ONE_MODEL = "it compares what single sites find at one model, and here each has a head of its own"
-
-NEEDS_ONE_MODEL: Final[dict[str, str]] = {
-    "ali_dpfl": "its controller's estimates compare the sites' gradients at one model",
-    "feddyn": "its h adds up all of w, and of a head nothing is sent",
-    "fedfair": _ONE_MODEL,
-    "fedfdp": _ONE_MODEL,
-    "fedproxvr": "its anchors are mean gradients at one model",
-    "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
-    "mr_mtl": "each of its sites has a whole model of its own already",
-    "qffl": _ONE_MODEL,
-    "scaffold": "its control variates are the sites' gradients at one model",
-}
-"""Algorithm -> why it does not go with local.head."""
-
-NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
-    "fairness": _ONE_MODEL,
-    "control": NEEDS_ONE_MODEL["ali_dpfl"],
-    "evaluation": "[evaluation] asks all sites about the server's w, whose head nobody trains; "
-    "`fedpact personalise` has each site's own figures",
-    "average": "[server] average would be of a w whose head nobody trains",
-}
-"""What else does not go with local.head, and why."""
-
-
-def _check_heads(name: str, chosen: Mapping[str, bool]) -> None:
-    """Raise PlanError where heads of the sites' own would not mean what they say."""
-    reasons = [NEEDS_ONE_MODEL[name]] if name in NEEDS_ONE_MODEL else []
-    reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
-    if reasons:
-        raise PlanError(
-            f"local.head does not go with this plan (algorithm = {name!r}): "
-            f"{'; '.join(reasons)}; leave it out, or that"
-        )
-
 
 NEEDS_ONE_CLIP: Final[dict[str, str]] = {
     "ali_dpfl": "its controller's estimates are of gradients of one clip",
@@ -206,7 +170,7 @@ def combined(
         method = Stepped(method, local, rounds)
     if local.head:
         released = {"evaluation": evaluated, "average": server.average != "none"}
-        _check_heads(name, {**chosen, **released})
+        check_goes(name, {**chosen, **released})
         method = Headed(method, local.head)
     if chosen["fairness"]:
         _check("fairness", name)
@@ -231,20 +195,25 @@ def combined(
         method = Averaged(method, server, rounds)
     if columns:
         # Outside of all: its round is before the first one, and no algorithm's.
-        if compression.kind == "grid":
-            raise PlanError(
-                'compression.kind = "grid" does not go with records.columns of scale = "released": '
-                "it tells whole numbers of the gradients' noise, and what scales columns has "
-                "another; take another kind, or declare mean and deviation"
-            )
-        if secure.threshold and method.summed != Summed():
-            raise PlanError(
-                f'[secure_aggregation] with records.columns of scale = "released" does not go with '
-                f"algorithm = {name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
-                "choose another algorithm"
-            )
+        _check_columns(method, compression.kind, secure)
         method = Released(method, columns)
     return method
+
+
+def _check_columns(method: Method, kind: str, secure: SecureSettings) -> None:
+    """Raise PlanError where columns cannot be scaled by what is released. kind: of compression."""
+    if kind == "grid":
+        raise PlanError(
+            'compression.kind = "grid" does not go with records.columns of scale = "released": it '
+            "tells whole numbers of the gradients' noise, and what scales columns has another; "
+            "take another kind, or declare mean and deviation"
+        )
+    if secure.threshold and method.summed != Summed():
+        raise PlanError(
+            f'[secure_aggregation] with records.columns of scale = "released" does not go with '
+            f"algorithm = {method.name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
+            "choose another algorithm"
+        )
 
 
 def _check_tables(table: str, reasons: Mapping[str, str], chosen: Mapping[str, bool]) -> None:

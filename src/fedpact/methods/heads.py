@@ -17,7 +17,7 @@ The server's v stays what it was at the start, so w is no model that anybody use
 (u, v_i), made of released numbers alone, and as private as w.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -31,6 +31,57 @@ from fedpact.privacy.oracle import Oracle
 
 _PREFIX: Final = "heads/"
 _OWN: Final = "own"
+
+TOLD: Final = (
+    "Each site's own head, of {head} numbers: its noisy gradients train it, charged as all else, "
+    "and it is never sent. A site's whole model may be shown as the server's may. The run's final "
+    "model has the head that it began with."
+)
+"""What a guarantee says of heads."""
+
+MEASURED: Final = (
+    "The accuracy: each site's own model on its own held-out records, as the shared part alone is "
+    "no model."
+)
+"""What only a simulator has of them."""
+
+_ONE_MODEL = "it compares what single sites find at one model, and here each has a head of its own"
+
+NEEDS_ONE_MODEL: Final[dict[str, str]] = {
+    "ali_dpfl": "its controller's estimates compare the sites' gradients at one model",
+    "feddyn": "its h adds up all of w, and of a head nothing is sent",
+    "fedfair": _ONE_MODEL,
+    "fedfdp": _ONE_MODEL,
+    "fedproxvr": "its anchors are mean gradients at one model",
+    "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
+    "mr_mtl": "each of its sites has a whole model of its own already",
+    "qffl": _ONE_MODEL,
+    "scaffold": "its control variates are the sites' gradients at one model",
+}
+"""Algorithm -> why it does not go with local.head."""
+
+NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
+    "fairness": _ONE_MODEL,
+    "control": NEEDS_ONE_MODEL["ali_dpfl"],
+    "evaluation": "[evaluation] asks all sites about the server's w, whose head nobody trains; "
+    "`fedpact personalise` has each site's own figures",
+    "average": "[server] average would be of a w whose head nobody trains",
+}
+"""What else does not go with local.head, and why."""
+
+
+def check_goes(name: str, chosen: Mapping[str, bool]) -> None:
+    """Raise PlanError where heads of the sites' own would not mean what they say.
+
+    name: of the algorithm. chosen: table of a plan -> whether it is used.
+    """
+    reasons = [NEEDS_ONE_MODEL[name]] if name in NEEDS_ONE_MODEL else []
+    reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
+    if reasons:
+        raise PlanError(
+            f"local.head does not go with this plan (algorithm = {name!r}): "
+            f"{'; '.join(reasons)}; leave it out, or that"
+        )
 
 
 class Headed(Around):
