@@ -147,9 +147,7 @@ class Plan(BaseModel):
             )
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
-        whose = (
-            f"algorithm = {self.algorithm!r}{', [fairness]' if self.fairness.weight > 0 else ''}"
-        )
+        whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         if method.controlled and self.budget.spare_rounds:
             raise ValueError(
