@@ -192,9 +192,9 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
 def test_what_joining_was_worth_is_of_a_sites_own_model(headed, monkeypatch):
     folder, _, result = headed
     # Tuning itself has tests of its own.
-    monkeypatch.setattr(joining, "alone", lambda model, x, y, initial: initial)
-    monkeypatch.setattr(joining, "personalised", lambda model, x, y, w: w)
-    monkeypatch.setattr(joining, "on_held_out", lambda model, own, tuned, w, x, y: w)
+    monkeypatch.setattr(joining, "alone", lambda *_: None)
+    monkeypatch.setattr(joining, "personalised", lambda *_: None)
+    monkeypatch.setattr(joining, "on_held_out", lambda model, alone, tuned, w, *held: w)
     monkeypatch.setattr(joining, "asdict", lambda w: w.tolist())
     found = joining.of_run(folder, opposite())
     assert found["own_models"] is True
