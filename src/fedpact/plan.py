@@ -57,8 +57,7 @@ from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import round_rate_up
 
-_RATE = 0.5
-"""q where neither it nor a batch size is given."""
+_RATE = 0.5  # q where neither it nor a batch size is given
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -293,17 +292,17 @@ class Plan(BaseModel):
         )
 
     def document(self) -> dict[str, Any]:
-        """Return plan.json's content: every setting in effect, of the algorithm's own too.
-
-        Under "defaults" it names those that nobody gave. `parse` reads it back.
-        """
+        """Return plan.json's content: every setting in effect, and which of them nobody gave."""
         whole, settings = self.model_dump(mode="json"), self.algorithm_settings
         whole["control"] = self._control.model_dump()
-        whole["settings"] = in_effect(settings, self.method.controlled)
+        whole["settings"] = in_effect(settings, self.method.controlled) | self.settings
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
-        unset = [key for key in left(self) if key != "settings"]
-        unset += [f"settings.{key}" for key in whole["settings"] if key not in self.settings]
+        unset = {key for key in left(self) if key != "settings"}
+        unset |= {f"settings.{key}" for key in whole["settings"] if key not in self.settings}
+        # Nothing given, as a whole table says it.
+        unset |= {"sampling_rate"} if self.sampling_rate is None else set()
+        unset |= {"control.iterations"} if self.control.iterations is None else set()
         return {**whole, DEFAULTS: sorted(unset)}
 
     @staticmethod

@@ -164,12 +164,28 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert "NOT AN EQUAL COMPARISON; it differs in seeds" in told.out
     assert "adjacency: add/remove one record; accountant: best" in told.out
     for entry in whole[0].entries[:2]:
-        (line,) = [line for line in told.out.splitlines() if line.startswith(f"│ {entry.name} ")]
+        started = f"│ {entry.name} "
+        line, did = (line for line in told.out.splitlines() if line.startswith(started))
         assert f"{100 * (entry.outcomes[0].accuracy or 0):.2f} %" in line
         assert "at δ = 1e-05" in line
+        # τ, η and the iterations of two rounds.
+        assert did.replace("│", " ").split()[1:4] == ["1", "1", "2"]
     assert "2 settings, each once: one, two. Whoever sees every run" in told.out
     assert "Not counted: runs that are missing" in told.out
     assert told.out.rstrip().endswith("comparison.html")
+
+
+def test_a_sweep_runs_every_value_and_calls_it_no_inequality(tmp_path: Path) -> None:
+    plan = Plan.parse({**TABLES, "rounds": 1})
+    values = {"privacy.epsilon": [1, 4.0], "settings.learning_rate": [0.5]}
+    found = fedpact.compare({"a": plan}, 1, tmp_path / "s", sweep=values, jobs=1)
+    names = ["a-epsilon-1-learning_rate-0.5", "a-epsilon-4.0-learning_rate-0.5"]
+    assert [entry.name for entry in found.entries] == names
+    assert found.inequalities == []
+    spent = [entry.epsilon for entry in found.entries]
+    assert 0 < spent[0] <= 1 < spent[1] <= 4
+    page = (tmp_path / "s" / "comparison.html").read_text()
+    assert "Worst site over privacy.epsilon" in page
 
 
 def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[News]]) -> None:

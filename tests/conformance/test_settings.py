@@ -52,6 +52,12 @@ def test_what_a_run_wrote_down_is_read_back_as_the_same_plan(name, tmp_path):
     # What follows from other keys follows them here too, and a value that is written counts.
     longer = Plan.read(path, ["rounds=7"])
     assert longer == Plan.read(None, [f"algorithm={name}", "rounds=7"])
+    # As a file says it that has every key, those without a value too.
+    whole = Plan.parse(plan.model_dump(mode="json"))
+    assert whole == plan == Plan.parse(whole.document())
+    empty = {key: None for key, value in settings_of(name) if value is None}
+    left = Plan.parse({**plan.model_dump(mode="json"), "settings": {**plan.settings, **empty}})
+    assert left == Plan.parse(left.document())
     edited = plan.document()
     edited["settings"]["learning_rate"] = 0.125
     assert Plan.parse(edited).algorithm_settings.learning_rate == 0.125

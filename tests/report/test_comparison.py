@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fedpact.report.comparison import (
 )
 from fedpact.report.effort import effort
 from fedpact.report.equality import differences
-from fedpact.report.outcomes import Comparison, read_comparison, run_folder
-from fedpact.report.overlay import curve
+from fedpact.report.outcomes import Comparison, SweepPoint, read_comparison, run_folder
+from fedpact.report.overlay import curve, series, sweeps
 from fedpact.report.reached import reached
 
 from .conftest import terms
@@ -350,6 +351,49 @@ def test_settings_that_were_left_to_unlike_defaults_are_no_choice(tmp_path: Path
     # Left by one of them only.
     plans["one"]["defaults"] = []
     assert [d.key for d in differences(plans) if d.unequal] == ["settings.local_steps"]
+
+
+def test_accuracy_over_a_swept_key_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
+    """Two algorithms at three ε each, as if a list had been typed in any order."""
+    finals = {("a", 4.0): [0.7, 0.9], ("a", 0.5): [0.1, 0.3], ("b", 0.5): [0.2, 0.2]}
+    points, plans = {}, {}
+    for (base, epsilon), accuracies in finals.items():
+        name = f"{base}-{epsilon:g}"
+        plans[name] = {**PLAN, "privacy": {**PLAN["privacy"], "epsilon": epsilon}}
+        points[name] = SweepPoint(base, {"privacy.epsilon": epsilon})
+        for seed, accuracy in enumerate(accuracies):
+            put(tmp_path, name, seed, {0: 0.0, 4: accuracy}, privacy=plans[name]["privacy"])
+    found = replace(read_comparison(tmp_path, plans, [0, 1]), points=points)
+    assert found.inequalities == []
+    first, second = series(found, "privacy.epsilon", "accuracy")
+    assert (first.label, first.x, second.label, second.x) == ("a", [4.0, 0.5], "b", [0.5])
+    assert first.means == pytest.approx([0.8, 0.2])
+    assert first.deviations == pytest.approx([0.02**0.5] * 2)
+    assert second.deviations == [0.0]
+    # Site b has a tenth less.
+    assert series(found, "privacy.epsilon", "worst site")[0].means == pytest.approx([0.7, 0.1])
+    page = Page(write_comparison(found))
+    assert page.crossed == []
+    for title in ("Accuracy over privacy.epsilon", "Worst site over privacy.epsilon"):
+        assert title in page.titles()
+    told = document(found)
+    assert told["swept"] == ["privacy.epsilon"]
+    assert told["entries"]["a-4"]["swept"] == {"privacy.epsilon": 4.0}
+    # Unswept, the same runs are unequal.
+    assert any("privacy.epsilon" in why for why in replace(found, points={}).inequalities)
+
+
+@pytest.mark.parametrize(
+    "values", [["iid", "dirichlet"], [1, 2], [[1.0, 2.0], [3.0]], [True, False]]
+)
+def test_any_key_is_drawn(tmp_path: Path, values: list[Any]) -> None:
+    points = {}
+    for i, value in enumerate(values):
+        put(tmp_path, f"e{i}", 0, {0: 0.1, 2: 0.5})
+        points[f"e{i}"] = SweepPoint("e", {"key": value})
+    found = replace(read(tmp_path, list(points), [0]), points=points)
+    (drawings,) = sweeps(found).values()
+    assert len(drawings) == 2
 
 
 def test_the_table_says_what_each_did(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
+from fedpact.comparison.sweep import read_sweeps, swept
 from fedpact.metrics import METRICS
 from fedpact.report.comparison import (
     counted_lines,
@@ -41,6 +42,7 @@ def compare(
     configs: Sequence[Path],
     chosen: Sequence[str],
     overrides: Sequence[str],
+    sweeps: Sequence[str],
     seeds: int,
     out: Path | None,
     jobs: int,
@@ -49,10 +51,10 @@ def compare(
     as_json: bool,
 ) -> None:
     """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
-    plans = read_plans(configs, chosen, overrides)
+    plans, sweep = read_plans(configs, chosen, overrides), read_sweeps(sweeps)
     folder = out or comparison_folder()
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
-    console.print(f"{len(plans)} entries, {seeds} seeds, in {folder}")
+    console.print(f"{len(swept(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
     with _Live(console) as live:
         found = carry_out(
@@ -62,6 +64,7 @@ def compare(
             jobs=jobs,
             joining=joining,
             counted=counted,
+            sweep=sweep,
             on_news=live,
             stop=stop,
         )

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from fedpact import check
 from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
+from fedpact.comparison.sweep import swept
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
@@ -40,6 +42,7 @@ def compare(
     jobs: int = 0,
     joining: bool = False,
     counted: bool = False,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
     on_news: OnNews = _nobody,
     stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
@@ -54,6 +57,8 @@ def compare(
     plan has budget.seconds they go one after the other; their seconds mean the same only then.
     joining: find out, too, what joining was worth to each site (engines.joining); kept where it is.
     counted: find out, too, what trying all this costs a site (report.counted).
+    sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
+    keys are what is compared, and make nothing unequal.
     on_news: called with every round and every end. stop: asked every tenth of a second; true ends
     the runs under way after their round.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
@@ -62,7 +67,7 @@ def compare(
     different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
     several jobs for plans with budget.seconds.
     """
-    entries = named(plans)
+    entries, points = swept(named(plans), sweep or {})
     comparable(entries)
     if joining:
         _holds_out(entries)
@@ -83,6 +88,7 @@ def compare(
         _joining(wanted)
     documents = {name: plan.document() for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
+    comparison = replace(comparison, points=points)
     if counted:
         comparison = replace(comparison, counted=trying(private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)

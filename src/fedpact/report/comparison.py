@@ -15,13 +15,12 @@ from jinja2 import Environment, StrictUndefined
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS
 from fedpact.report import evaluations
-from fedpact.report.drawing import Drawing
 from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort, effort_document
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
-from fedpact.report.overlay import curves
+from fedpact.report.overlay import on_the_way, sweeps
 from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
 from fedpact.text import duration, number, percent, size, upper, written
@@ -107,8 +106,10 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "equal": not comparison.inequalities,
         "differs_in": comparison.inequalities,
         "differences": {d.key: dict(d.values) for d in comparison.differences},
+        "swept": comparison.swept,
         "entries": {
             entry.name: {
+                "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
                 "private": entry.private,
                 **{name: _pair(entry.spread(of)) for name, of in _MEASURES.items()},
                 **effort_document(entry),
@@ -213,7 +214,8 @@ def render(comparison: Comparison) -> str:
         plain=[entry.name for entry in comparison.entries if entry.private is False],
         seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
         pooled=comparison.pooled,
-        drawings=_drawings(comparison),
+        drawings=on_the_way(comparison),
+        sweeps=sweeps(comparison),
         joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
         joining_note=NOTE,
         joining_headings=HEADINGS,
@@ -324,14 +326,6 @@ def _fair_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         )
         for entry in comparison.entries
     ]
-
-
-def _drawings(comparison: Comparison) -> dict[str, list[Drawing]]:
-    found = {
-        against: [curves(comparison, measure, against) for measure in ("accuracy", "loss")]
-        for against in ("rounds", "bytes", "ε")
-    }
-    return {against: [d for d in drawings if d] for against, drawings in found.items()}
 
 
 def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:

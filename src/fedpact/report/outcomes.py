@@ -8,15 +8,19 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from fedpact.errors import DataError
 from fedpact.metrics import Fairness, fairness
 from fedpact.report.counted import Trying
 from fedpact.report.equality import Difference, Document, differences
 from fedpact.report.reading import RunFolder, read_run
+
+# Keys on which it depends which records are where.
+_PLACES = ("partition", "sites", "records", "evaluation")
 
 RESUMABLE = ("stopped", "running", "not ended")
 """What a run's status is as long as it has not ended for good."""
@@ -201,16 +205,30 @@ class Entry:
         return "; ".join(told)
 
 
+@dataclass(frozen=True)
+class SweepPoint:
+    """Where an entry is in a sweep. base: what it is but for that. values: swept key -> value."""
+
+    base: str
+    values: Mapping[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """The entries in their order. folder: where their folders are.
 
-    counted: what trying them all costs, where that was asked.
+    counted: what trying them all costs, where that was asked. points: of entries of a sweep.
     """
 
     folder: Path
     entries: Sequence[Entry]
     counted: Sequence[Trying] = ()
+    points: Mapping[str, SweepPoint] = field(default_factory=dict[str, SweepPoint])
+
+    @property
+    def swept(self) -> list[str]:
+        """The keys whose values are what is compared."""
+        return list(dict.fromkeys(key for point in self.points.values() for key in point.values))
 
     @property
     def outcomes(self) -> list[tuple[Entry, Outcome]]:
@@ -225,7 +243,7 @@ class Comparison:
     @cached_property
     def differences(self) -> list[Difference]:
         """What the entries' plans differ in."""
-        return differences({entry.name: entry.plan for entry in self.entries})
+        return differences({entry.name: entry.plan for entry in self.entries}, self.swept)
 
     @property
     def left_apart(self) -> bool:
@@ -244,7 +262,10 @@ class Comparison:
         if len(set(map(tuple, seeds.values()))) > 1:
             shown = (f"{name}: {', '.join(map(str, s)) or 'none'}" for name, s in seeds.items())
             found.append(f"seeds ({'; '.join(shown)})")
-        if not any("partition" in clause for clause in found) and self._records_differ():
+        spread = any("partition" in clause for clause in found) or any(
+            key.split(".")[0] in _PLACES for key in self.swept
+        )
+        if not spread and self._records_differ():
             found.append("the records of the sites, under the same partition settings and seed")
         return found
 

@@ -6,11 +6,11 @@ Each figure takes a comparison and returns a Drawing, or None where there is not
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from fedpact.messages import RoundRecord
 from fedpact.report.drawing import (
@@ -50,6 +50,14 @@ class Line:
     high: np.ndarray
 
 
+def on_the_way(comparison: Comparison) -> dict[str, list[Drawing]]:
+    """Return accuracy and loss against rounds, bytes and ε, as far as there is anything to draw."""
+    costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
+    measures: tuple[Measure, ...] = ("accuracy", "loss")
+    found = {cost: [curves(comparison, measure, cost) for measure in measures] for cost in costs}
+    return {cost: [d for d in drawings if d] for cost, drawings in found.items()}
+
+
 def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawing | None:
     """Draw a measure of the global model of every entry against rounds, bytes or ε."""
     found = [(i, e, curve(e, measure, against)) for i, e in enumerate(comparison.entries)]
@@ -76,6 +84,112 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
         legend_above(axes, columns)
         svg = sheet.svg(title)
     return Drawing(title, svg, _caption(comparison, drawn, against), comparison.pooled)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A measure over a swept key. deviations: sample standard deviations over seeds, 0 of one."""
+
+    label: str
+    x: list[Any]
+    means: list[float]
+    deviations: list[float]
+
+
+_SWEPT: dict[str, Callable[[Outcome], float | None]] = {
+    "accuracy": lambda outcome: outcome.accuracy,
+    "worst site": lambda outcome: outcome.worst,
+}
+
+
+def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
+    """Return a measure ("accuracy", "worst site") over a swept key, for each of what else differs.
+
+    An entry of which a run has no value is left out.
+    """
+    found = dict[str, Series]()
+    for entry in comparison.entries:
+        point, spread = comparison.points.get(entry.name), entry.spread(_SWEPT[measure])
+        if point is None or key not in point.values or spread is None:
+            continue
+        if not math.isfinite(spread.mean):
+            continue
+        others = [f"{k} = {v}" for k, v in point.values.items() if k != key]
+        label = ", ".join([point.base, *others])
+        line = found.setdefault(label, Series(label, [], [], []))
+        line.x.append(point.values[key])
+        line.means.append(spread.mean)
+        line.deviations.append(spread.deviation or 0.0)
+    return list(found.values())
+
+
+def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
+    """Draw accuracy and the worst site's, side by side, over every swept key."""
+    found = {
+        key: [_over(comparison, key, measure) for measure in _SWEPT] for key in comparison.swept
+    }
+    return {key: drawn for key, figures in found.items() if (drawn := [d for d in figures if d])}
+
+
+def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
+    lines = series(comparison, key, measure)
+    if not lines:
+        return None
+    title = f"{measure.capitalize()} over {key}"
+    place = _places([x for line in lines for x in line.x], key)
+    columns = 2 if len(lines) <= 4 else 3
+    with Sheet(2.6 + 0.19 * math.ceil(len(lines) / columns), HALF) as sheet:
+        axes = sheet.axes(key, "accuracy")
+        for i, line in enumerate(lines):
+            colour, dashes = _look(i)
+            at = [place.at[str(x)] for x in line.x]
+            order = sorted(range(len(at)), key=at.__getitem__)
+            axes.errorbar(
+                [at[k] for k in order],
+                [line.means[k] for k in order],
+                yerr=[line.deviations[k] for k in order],
+                linestyle=dashes,
+                color=colour,
+                marker="o",
+                ms=3,
+                capsize=3,
+                label=shorten(line.label),
+            )
+        if place.log:
+            axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
+        percent_axis(axes)
+        legend_above(axes, columns)
+        svg = sheet.svg(title)
+    caption = "Means over seeds of the last model; bars are a sample standard deviation each way. "
+    if key == "privacy.epsilon":
+        caption += f"ε is what each site allows. {_guarantee(comparison)}"
+    return Drawing(title, svg, caption.strip(), measure != "accuracy" or comparison.pooled)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the values of a swept key stand, by their text; log: on a logarithmic axis."""
+
+    at: dict[str, float]
+    log: bool
+
+
+def _places(values: list[Any], key: str) -> _Places:
+    numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) < len(values):
+        return _Places(
+            {text: float(i) for i, text in enumerate(dict.fromkeys(map(str, values)))}, False
+        )
+    low, high = min(numbers), max(numbers)
+    log = low > 0 and (high >= 10 * low or key.endswith(("epsilon", "delta")))
+    return _Places({str(x): float(x) for x in sorted(numbers)}, log)
+
+
+def _look(i: int) -> tuple[str, str]:
+    """Return colour and dashes of the i-th entry."""
+    return _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
 
 
 def curve(entry: Entry, measure: Measure, against: Against) -> Line | None:
@@ -124,7 +238,7 @@ _POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
 
 
 def _draw(axes: Axes, i: int, entry: Entry, line: Line, unit: float) -> None:
-    colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
+    colour, dashes = _look(i)
     x = line.x / unit
     if len(entry.outcomes) > 1:
         axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)

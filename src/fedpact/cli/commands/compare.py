@@ -21,6 +21,10 @@ def compare(
     overrides: Annotated[
         list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
     ] = [],  # noqa: B006 - typer reads the default, nobody changes it
+    sweeps: Annotated[
+        list[str],
+        typer.Option("--sweep", help="KEY=V1,V2,...: each with each value; repeatable."),
+    ] = [],  # noqa: B006 - as above
     seeds: Annotated[int, typer.Option(help="Runs each, with seeds counted from the first's.")] = 3,
     out: Annotated[
         Path | None, typer.Option(help="The folder; what has ended there is not run again.")
@@ -39,8 +43,11 @@ def compare(
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
+    firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
     for config in configs or [None]:
-        check_keys(config, whole)
+        check_keys(config, [*whole, *firsts])
     from fedpact.cli import compare as command
 
-    command.compare(configs or [], chosen, overrides, seeds, out, jobs, joining, counted, as_json)
+    command.compare(
+        configs or [], chosen, overrides, sweeps, seeds, out, jobs, joining, counted, as_json
+    )

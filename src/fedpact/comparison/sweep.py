@@ -1,0 +1,105 @@
+"""A sweep: every plan with every value of some keys, in all combinations."""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from fedpact import algorithms
+from fedpact.configuration import given, leaves, override
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+from fedpact.report.outcomes import SweepPoint
+
+_ELSEWHERE = {
+    "seed": "every entry runs with the same seeds: give their number with --seeds",
+    "algorithm": "each algorithm has settings of its own: name them with --algorithms",
+}
+
+
+def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return key -> its values of `KEY=V1,V2,...`; a value is read as in `--set`.
+
+    Raises PlanError: no such text, a key twice, a value twice, or a key that is no sweep's.
+    """
+    found = dict[str, list[Any]]()
+    for text in texts:
+        key, equals, values = text.partition("=")
+        key = key.strip()
+        if not (key and equals and values.strip()):
+            raise PlanError(
+                f"--sweep {text!r}: expected KEY=V1,V2,..., as in privacy.epsilon=0.5,1,2"
+            )
+        if key in found:
+            raise PlanError(
+                f"--sweep {text!r}: {key} is swept already; give all its values at once"
+            )
+        found[key] = _values(values)
+    return found
+
+
+def swept(
+    plans: Mapping[str, Plan], sweeps: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
+    """Return the plans with each combination of values, and where each entry is in the sweep.
+
+    An algorithm's plan is swept over those of the settings that it knows. Entries are called
+    NAME-KEY-VALUE. Raises PlanError: a value that does not fit, a key that no plan has.
+    """
+    if not sweeps:
+        return dict(plans), {}
+    for key, values in sweeps.items():
+        if key in _ELSEWHERE:
+            raise PlanError(f"sweep {key}: {_ELSEWHERE[key]}")
+        texts = [json.dumps(value) for value in values]
+        if not texts or len(set(texts)) < len(texts):
+            raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
+        if not any(_knows(plan, key) for plan in plans.values()):
+            names = " or ".join(dict.fromkeys(plan.algorithm for plan in plans.values()))
+            raise PlanError(f"sweep {key}: it is no setting of {names}")
+    entries, points = dict[str, Plan](), dict[str, SweepPoint]()
+    for name, plan in plans.items():
+        own = [key for key in sweeps if _knows(plan, key)]
+        for values in product(*(sweeps[key] for key in own)):
+            chosen = dict(zip(own, values, strict=True))
+            entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
+            entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
+    return entries, points
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        return tomllib.loads(f"values = [{text}]")["values"]
+    except tomllib.TOMLDecodeError:
+        return [value.strip() for value in text.split(",")]
+
+
+def _knows(plan: Plan, key: str) -> bool:
+    if not key.startswith("settings."):
+        return True
+    return key.removeprefix("settings.") in algorithms.load(plan.algorithm).Settings.model_fields
+
+
+def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
+    # What follows from other keys follows them where they change: only what was given is kept.
+    raw = given(plan.document(), lambda found: Plan.parse(found).document())
+    for key, value in chosen.items():
+        override(raw, f"{key}={json.dumps(value)}")
+    try:
+        return Plan.parse(raw)
+    except PlanError as error:
+        told = ", ".join(f"{key}={value}" for key, value in leaves(chosen).items())
+        raise PlanError(f"sweep {told}: {error}") from None
+
+
+def _part(chosen: tuple[str, Any]) -> str:
+    key, value = chosen
+    text = f"{key.rpartition('.')[2]}-{value}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value"
+
+
+def _free(name: str, taken: Mapping[str, Plan]) -> str:
+    numbered = (f"{name}-{i}" if i > 1 else name for i in range(1, len(taken) + 2))
+    return next(each for each in numbered if each not in taken)

@@ -1,0 +1,80 @@
+import itertools
+
+import pytest
+
+from fedpact.comparison.entrants import read_plans
+from fedpact.comparison.sweep import read_sweeps, swept
+from fedpact.errors import PlanError
+from fedpact.plan import Plan
+
+PLAN = Plan.parse({"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}})
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("privacy.epsilon=0.5,1,2", [0.5, 1, 2]),
+        ("partition.kind=iid,dirichlet", ["iid", "dirichlet"]),
+        ('model="logistic","mlp"', ["logistic", "mlp"]),
+        ("privacy.sigma=[1.0,2.0],[3.0,4.0]", [[1.0, 2.0], [3.0, 4.0]]),
+        ("logistic.bias=true,false", [True, False]),
+        ("rounds = 5", [5]),
+    ],
+)
+def test_values_are_read_as_set_reads_them(text, values):
+    assert list(read_sweeps([text]).values()) == [values]
+    for value in values:
+        assert type(value) is type(values[0]) or isinstance(value, int | float)
+
+
+def test_several_keys_make_all_combinations():
+    values = {"privacy.epsilon": [1.0, 2.0], "settings.local_steps": [1, 5, 9]}
+    entries, points = swept({"a": PLAN}, values)
+    assert [tuple(point.values.values()) for point in points.values()] == list(
+        itertools.product([1.0, 2.0], [1, 5, 9])
+    )
+    for name, plan in entries.items():
+        chosen = points[name].values
+        given = [f"{key}={value}" for key, value in chosen.items()]
+        own = {"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}}
+        expected = Plan.parse(own).model_dump(mode="json")
+        expected["privacy"]["epsilon"] = chosen["privacy.epsilon"]
+        expected["settings"]["local_steps"] = chosen["settings.local_steps"]
+        assert plan == Plan.parse(expected), given
+        assert points[name].base == "a"
+    assert "a-epsilon-1.0-local_steps-9" in entries
+
+
+def test_what_follows_from_a_swept_key_follows_it():
+    (few, many), _ = (
+        list(part.values()) for part in swept({"a": Plan(algorithm="ali_dpfl")}, {"rounds": [4, 8]})
+    )
+    assert (few.steps, many.steps) == (5 * 4, 5 * 8)
+
+
+def test_an_algorithm_is_swept_over_the_settings_that_it_knows():
+    plans = read_plans([], ["fedavg", "fedprox"])
+    entries, points = swept(plans, {"settings.proximal": [0.1, 1.0]})
+    assert list(entries) == ["fedavg", "fedprox-proximal-0.1", "fedprox-proximal-1.0"]
+    assert points["fedavg"].values == {}
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["privacy.epsilon"], "expected KEY=V1,V2"),
+        (["privacy.epsilon="], "expected KEY=V1,V2"),
+        (["rounds=1,2", "rounds=3"], "rounds is swept already"),
+        (["rounds=1,1"], "each once"),
+        (["seed=1,2"], "--seeds"),
+        (["algorithm=fedavg,fedprox"], "--algorithms"),
+        (["settings.nothing=1"], "settings.nothing: it is no setting of fedavg"),
+        (["privacy.epsilom=1"], "privacy.epsilom is no known key"),
+        (["privacy.epsilon=1,-1"], "sweep privacy.epsilon=-1"),
+        (["privacy.epsilon=1,nan"], "privacy.epsilon"),
+    ],
+)
+def test_a_sweep_that_does_not_fit_is_refused(texts, told):
+    with pytest.raises(PlanError) as refused:
+        swept({"a": PLAN}, read_sweeps(texts))
+    assert told in str(refused.value)
