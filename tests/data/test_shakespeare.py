@@ -49,7 +49,7 @@ def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
         {
             "model": model,
             "sites": 2,
-            "rounds": 40,
+            "rounds": 15,
             "sampling_rate": 1.0,
             "partition": {"kind": "natural"},
             "records": {"vocabulary": 65},
