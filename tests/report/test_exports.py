@@ -283,3 +283,22 @@ def test_the_card_has_the_settings_that_are_no_defaults_and_no_places(build: Bui
     assert "partition.kind" not in card
     assert "hearts.csv" in card
     assert "someone" not in card
+
+
+@pytest.mark.parametrize(("split", "expected"), [("person", 9.0), ("record", None)])
+def test_a_person_of_several_records_may_pay_for_evaluations_as_well(
+    build: Build, split: str, expected: float | None
+) -> None:
+    folder = build(NAMES)
+    path = folder / "privacy.json"
+    privacy = json.loads(path.read_text())
+    for site in privacy["sites"].values():
+        site["epsilon_per_person"] = {"5": 8.0}
+    held = {"epsilon_reserved": 1.0, "delta": 1e-5, "split_by": split}
+    held["epsilon_per_person"] = {"5": 9.0}
+    (alone,) = summary.summary(facts(folder, privacy))["cells"]
+    assert alone["epsilon_of_person_of_five"] == 8.0
+    (cell,) = summary.summary(facts(folder, privacy | {"evaluation": held}))["cells"]
+    assert cell["epsilon_of_person_of_five"] == expected
+    told = summary.as_text(facts(folder, privacy | {"evaluation": held}))
+    assert "bears the evaluations' instead, (ε, δ) at most (1, 1e-05)" in told

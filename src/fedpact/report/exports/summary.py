@@ -19,6 +19,7 @@ _ENDS: Final = tuple(a * 10.0**b for b in range(-3, 4) for a in (1, 2, 5))
 def summary(facts: Facts) -> dict[str, Any]:
     """Return the cells as plain data: what sites of a class may spend, and have spent, at most."""
     run, privacy = facts.run, facts.run.privacy
+    held = privacy.get("evaluation") or {}
     classes: dict[int, list[str]] = {}
     for name, site in run.site_privacy.items():
         classes.setdefault(bisect_left(_ENDS, site.epsilon_allowed), []).append(name)
@@ -31,6 +32,8 @@ def summary(facts: Facts) -> dict[str, Any]:
         "accountant": privacy["accountant"],
         "rounds": run.last.round,
         "status": run.status,
+        "epsilon_of_held_out": held.get("epsilon_reserved"),
+        "delta_of_held_out": held.get("delta"),
         "least_sites_of_a_cell": LEAST,
         "cells": [cell for cell in cells if cell["sites"] >= LEAST],
     }
@@ -40,6 +43,11 @@ def _cell(facts: Facts, place: int, names: list[str]) -> dict[str, Any]:
     sites = [facts.run.site_privacy[name] for name in names]
     person = [facts.run.privacy["sites"][name].get("epsilon_per_person") or {} for name in names]
     of_five = [float(found["5"]) for found in person if "5" in found]
+    held = facts.run.privacy.get("evaluation")
+    if held:
+        # Where each record decides by itself, a person pays for both, at the sum of both δ.
+        whole = held.get("split_by") == "person" and "5" in held["epsilon_per_person"]
+        of_five = [max(e, float(held["epsilon_per_person"]["5"])) for e in of_five if whole]
     return {
         "epsilon_above": _ENDS[place - 1] if place else 0.0,
         "epsilon_at_most": _ENDS[place] if place < len(_ENDS) else math.inf,
@@ -75,6 +83,11 @@ def as_text(facts: Facts) -> str:
         "upper bounds, the largest of a class. Alone: without other sites' noise. Classes of fewer "
         f"than {LEAST} sites are left out.",
     ]
+    if (cost := found["epsilon_of_held_out"]) is not None:
+        lines[-1] += (
+            f" All that is of training; a record that is held out of it bears the evaluations' "
+            f"instead, (ε, δ) at most ({upper(cost)}, {upper(found['delta_of_held_out'])})."
+        )
     return "\n".join(lines) + "\n"
 
 
