@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedpact.api import run
+    from fedpact.api import load, run
     from fedpact.comparison.compare import compare
     from fedpact.data.datasets import from_arrays
     from fedpact.engines.simulation import Result
     from fedpact.errors import FedpactError
     from fedpact.plan import Plan
 
-__all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "run"]
+__all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "load", "run"]
 
 _HOMES = {
     "FedpactError": "fedpact.errors",
@@ -25,6 +25,7 @@ _HOMES = {
     "Result": "fedpact.engines.simulation",
     "compare": "fedpact.comparison.compare",
     "from_arrays": "fedpact.data.datasets",
+    "load": "fedpact.api",
     "run": "fedpact.api",
 }
 

@@ -6,8 +6,10 @@ from datetime import datetime
 from pathlib import Path
 
 from fedpact.data.dataset import Dataset
+from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Result, simulate
-from fedpact.folder import check_out
+from fedpact.folder import Folder, check_out
+from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 
@@ -33,6 +35,18 @@ def run(
     result = simulate(plan, folder, data=data, engine=engine, on_round=on_round, stop=stop)
     write_report(folder)
     return result
+
+
+def load(folder: Path | str) -> Result:
+    """Return the result of a run that has ended, from its folder or a deployment's server/run.
+
+    Raises DataError: it holds none.
+    """
+    place = Path(folder)
+    served, found = Served.of(place), Folder(place)
+    lines = (place / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [RoundRecord.from_json(line) for line in lines]
+    return Result(place, records, found.read_json("summary.json"), served.model)
 
 
 def default_folder(plan: Plan) -> Path:

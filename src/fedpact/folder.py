@@ -9,6 +9,7 @@ state.safetensors   the server's last committed state, with its progress
 model.safetensors   the final model's weights
 average.safetensors the average of models that the server kept beside it, where it kept one
 columns.json        what released columns are scaled by, after their range
+records.json        what a record is: shape, labels' names, a table's columns
 summary.json        the outcome, once there is one
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited

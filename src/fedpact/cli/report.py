@@ -1,5 +1,10 @@
-"""fedpact report: the key figures of a run, and its page made anew."""
+"""What a run left: `fedpact report` shows its figures and makes its page anew, `fedpact predict`
+and `fedpact evaluate` try its model on records of one's own."""
 
+import csv
+import io
+import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedpact.api import load
 from fedpact.cli.console import show
+from fedpact.engines.served import Predictions
+from fedpact.files import write_whole
 from fedpact.report.page import headline, write_page
 from fedpact.report.reading import RunFolder, read_run
 
@@ -44,3 +52,47 @@ def _print(run: RunFolder, path: Path) -> None:
         console.print("A simulation: seeded noise protects nobody; ε is a deployment's.")
     # Not wrapped: a path must stay whole to be opened.
     console.print(Text(str(path)), soft_wrap=True)
+
+
+def predict(run: Path, records: Path, out: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact predict`. out: the .csv file to write, or None for standard output."""
+    found = load(run).predict(records)
+    text = _as_csv(found)
+    if out is not None:
+        # What is said of single records is their holder's.
+        write_whole(out, text.encode(), private=True)
+    document = {
+        "classes": list(found.classes),
+        "labels": found.labels.tolist(),
+        "probabilities": [
+            [None if math.isnan(p) else p for p in row] for row in found.probabilities.tolist()
+        ],
+    }
+
+    def tell() -> None:
+        sys.stdout.write(text if out is None else f"{out}\n")
+
+    show(document, as_json, tell)
+
+
+def evaluate(run: Path, records: Path, as_json: bool) -> None:
+    """Carry out `fedpact evaluate`."""
+    score = load(run).evaluate(records)
+
+    def tell() -> None:
+        Console(highlight=False, soft_wrap=True).print(
+            f"accuracy {score.accuracy:.2%}, mean loss {score.loss:.4g}, on {score.records:,} "
+            "records that are used: exact figures, released to nobody"
+        )
+
+    show(asdict(score), as_json, tell)
+
+
+def _as_csv(found: Predictions) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["label", *found.classes])
+    rows = zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+    for label, row in rows:
+        writer.writerow([label, *("" if math.isnan(p) else f"{p:.6g}" for p in row)])
+    return text.getvalue()

@@ -75,10 +75,15 @@ def read_table(path: Path, label: str | None, site: str | None, person: str | No
     label, site, person: their columns. A CSV's record is one line; a value with a line break in it
     is not read. Raises DataError: no such file or column, or a file that cannot be read.
     """
+    columns, broken = read_columns(path)
+    return table_of(f"data file {path}", columns, label, site, broken, person)
+
+
+def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
+    """Return a file's columns, and of its broken rows, from 0, what is wrong. Raises DataError."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist: check the path")
-    columns, broken = _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
-    return table_of(f"data file {path}", columns, label, site, broken, person)
+    return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
 
 
 def table_of(

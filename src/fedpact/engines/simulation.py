@@ -4,11 +4,13 @@ Calling it again with the same plan and folder goes on where the run ended, and 
 where it was finished. Nothing is written before the whole plan, data and model have been checked.
 """
 
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
 from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
+from fedpact.engines.served import GivenForm, Predictions, Served
 from fedpact.engines.statement import of_simulation
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
@@ -33,7 +36,7 @@ from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
-from fedpact.messages import RoundRecord
+from fedpact.messages import RoundRecord, SiteScore
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
@@ -63,6 +66,41 @@ class Result:
     records: list[RoundRecord]
     summary: dict[str, Any]
     model: nn.Module
+
+    def predict(self, records: Any) -> Predictions:
+        """Return what the model says of records, read as in training; see served.Served.staged."""
+        return self._served.predict(records)
+
+    def evaluate(self, records: Any, labels: Any = None) -> SiteScore:
+        """Return accuracy and loss on labelled records; see served.Served.evaluate."""
+        return self._served.evaluate(records, labels)
+
+    def export(self, path: Path | str) -> None:
+        """Write the model alone, as TorchScript (.pt) or ONNX; see served.Served.export."""
+        self._served.export(Path(path))
+
+    def frames(self) -> dict[str, Any]:
+        """Return "rounds" and "sites" as pandas DataFrames, one row each.
+
+        Raises InputError: pandas is not installed.
+        """
+        try:
+            frame = import_module("pandas").DataFrame
+        except ImportError as error:
+            raise InputError(
+                "frames needs pandas: `pip install pandas`, or read result.records and "
+                "result.summary as they are"
+            ) from error
+        scores = next((r.scores for r in reversed(self.records) if r.scores), {})
+        spent = self.summary["epsilon"]
+        score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
+        sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
+        rounds = [json.loads(record.to_json()) for record in self.records]
+        return {"rounds": frame(rounds), "sites": frame(sites)}
+
+    @cached_property
+    def _served(self) -> Served:
+        return Served.of(self.folder)
 
 
 def simulate(
@@ -267,6 +305,9 @@ def _finish(
     folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
 ) -> Result:
     folder.rewrite(records)
+    raw = scene.raw
+    values = str(raw.x.dtype).removeprefix("torch.")
+    GivenForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features).write(folder)
     module = scene.module()
     summary = finish(
         folder, scene.plan, scene.terms, scene.sizes, module, scene.form, at, records, status

@@ -13,16 +13,19 @@ from click import Command
 
 from fedpact.errors import FedpactError
 
+_BESIDE = {"evaluate": "predict"}
+"""Commands that stand in another one's file."""
+
 
 def names() -> list[str]:
     """Return the names of all commands, sorted."""
     found = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in found if not name.startswith("_"))
+    return sorted([*_BESIDE, *(name for name in found if not name.startswith("_"))])
 
 
 def load(name: str) -> Command:
     """Return the command of that name. Raises FedpactError: its file is incomplete."""
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{_BESIDE.get(name, name)}")
     app = getattr(module, "app", None)
     if app is None:
         function = getattr(module, name, None)

@@ -22,6 +22,7 @@ from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
+from fedpact.engines.served import GivenForm
 from fedpact.engines.statement import Side, released_columns, statement, with_epsilon
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
@@ -141,6 +142,8 @@ class Coordinator:
         records[-1] = rounds.ended(at, records[-1])
         self.folder.rewrite(records)
         ended = at, records, rounds.status
+        of = self.federation
+        GivenForm(tuple(of.shape), of.values, tuple(of.classes)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         return finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
 

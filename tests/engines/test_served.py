@@ -1,0 +1,201 @@
+"""A run's model in use: its answers are those of its module on records as training had them."""
+
+import csv
+import json
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import fedpact
+from fedpact.api import load
+from fedpact.cli.main import main
+from fedpact.engines.scene import Scene
+from fedpact.engines.served import Served
+from fedpact.errors import DataError, InputError
+from fedpact.plan import Plan
+
+ROWS = 60
+TABLE = {
+    "data": "own.csv",
+    "label": "outcome",
+    "rounds": 1,
+    "sites": 2,
+    "records": {
+        "classes": ["no", "yes"],
+        "columns": {
+            "age": {"range": [0.0, 120.0], "scale": "range", "fill": 50.0},
+            "kind": {"categories": ["a", "b"], "scale": "one-hot"},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A run on a table with declared columns, and its folder's place."""
+    where = tmp_path_factory.mktemp("table")
+    rng = np.random.default_rng(0)
+    with (where / "own.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "outcome", "kind", "weight"])
+        for k in range(ROWS):
+            age = "" if k == 3 else f"{rng.uniform(0, 120):.1f}"
+            writer.writerow([age, ["no", "yes"][k % 2], "ab"[k % 3 > 0], f"{rng.normal():.3f}"])
+    raw = {**TABLE, "data": str(where / "own.csv")}
+    result = fedpact.run(Plan.parse(raw), where / "run")
+    return SimpleNamespace(where=where, plan=Plan.parse(raw), result=result)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_is_read_scaled_and_answered_as_in_training(table):
+    scene = Scene.of(table.plan)
+    with torch.no_grad():
+        expected = table.result.model.eval()(scene.dataset.x).double().softmax(-1).numpy()
+    found = load(table.where / "run").predict(table.where / "own.csv")
+    assert found.used.all()
+    np.testing.assert_allclose(found.probabilities, expected, rtol=1e-6)
+    assert found.labels.tolist() == [["no", "yes"][k] for k in expected.argmax(1)]
+    # Columns by name, in any order, as a mapping, without labels.
+    rows = rows_of(table.where / "own.csv")
+    columns = {name: [row[name] for row in rows] for name in ("weight", "kind", "age")}
+    again = load(table.where / "run").predict(columns)
+    np.testing.assert_array_equal(again.probabilities, found.probabilities)
+
+
+def test_what_training_would_leave_out_is_answered_with_nothing(table):
+    rows = {"age": ["30", "300", "30"], "kind": ["a", "a", "c"], "weight": ["0.5"] * 3}
+    found = table.result.predict(rows)
+    assert found.used.tolist() == [True, False, False]
+    assert found.labels[1] == found.labels[2] == ""
+    assert np.isnan(found.probabilities[1:]).all()
+    assert found.probabilities[0].sum() == pytest.approx(1)
+
+
+def test_figures_are_those_of_counting(table):
+    found = table.result.predict(table.where / "own.csv")
+    truth = [row["outcome"] for row in rows_of(table.where / "own.csv")]
+    score = load(table.where / "run").evaluate(table.where / "own.csv")
+    assert score.accuracy == np.mean(found.labels == np.array(truth))
+    own = found.probabilities[np.arange(ROWS), [found.classes.index(t) for t in truth]]
+    assert score.loss == pytest.approx(-np.log(own).mean(), rel=1e-5)
+    assert score.records == ROWS
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    where = tmp_path_factory.mktemp("digits")
+    plan = Plan.parse(
+        {"rounds": 1, "sites": 2, "model": "logistic", "features": {"kind": "scattering"}}
+    )
+    return SimpleNamespace(plan=plan, folder=where / "run", run=fedpact.run(plan, where / "run"))
+
+
+def test_features_stand_in_place_of_images_and_accuracy_is_the_runs(digits):
+    data = Scene.of(digits.plan).raw
+    found = load(digits.folder)
+    assert found.evaluate(data.x_test, data.y_test).accuracy == digits.run.summary["accuracy"]
+    assert found.summary == digits.run.summary
+    assert [r.round for r in found.records] == [r.round for r in digits.run.records]
+    for one, other in zip(found.model.parameters(), digits.run.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        (np.zeros((3, 8, 8), np.float32), r"expected \[n, 1, 8, 8\]"),
+        ("nowhere.npz", "does not exist"),
+        ({"a": [1.0]}, "expected the run's"),
+    ],
+)
+def test_records_of_another_form_are_refused(digits, records, told):
+    with pytest.raises(DataError, match=told):
+        digits.run.predict(records)
+
+
+def test_a_folder_without_a_finished_run_is_refused(digits, tmp_path):
+    with pytest.raises(DataError, match=r"plan\.json"):
+        load(tmp_path)
+    plan = json.dumps(digits.plan.document())
+    (tmp_path / "plan.json").write_text(plan)
+    with pytest.raises(DataError, match="fedpact resume"):
+        load(tmp_path)
+
+
+def test_frames_are_rounds_and_sites(digits, monkeypatch):
+    made = SimpleNamespace(DataFrame=lambda rows: rows)
+    monkeypatch.setitem(__import__("sys").modules, "pandas", made)
+    frames = digits.run.frames()
+    assert [row["round"] for row in frames["rounds"]] == [0, 1]
+    spent = {row["site"]: row["epsilon"] for row in frames["sites"]}
+    assert spent == digits.run.summary["epsilon"]
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(InputError, match="pip install pandas"):
+        digits.run.frames()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
+    served = Served.of(digits.folder)
+    x, _ = served.staged(Scene.of(digits.plan).raw.x_test[:7])
+    digits.run.export(tmp_path / "model.pt")
+    with torch.no_grad():
+        assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), served.model(x))
+    with pytest.raises(InputError, match="ends in"):
+        digits.run.export(tmp_path / "model.bin")
+    if find_spec("onnxscript") is None:
+        with pytest.raises(InputError, match="pip install onnx onnxscript"):
+            digits.run.export(tmp_path / "model.onnx")
+
+
+def test_columns_that_sites_release_are_scaled_by_what_they_released(table, tmp_path):
+    columns = {"age": {"range": [0.0, 120.0], "scale": "released", "fill": 50.0}}
+    records = {"classes": ["no", "yes"], "columns": {**TABLE["records"]["columns"], **columns}}
+    plan = Plan.parse({**TABLE, "data": table.plan.data, "records": records})
+    result = fedpact.run(plan, tmp_path / "run")
+    (by,) = json.loads((tmp_path / "run" / "columns.json").read_text()).values()
+    scene = Scene.of(plan)
+    x = scene.dataset.x.double()
+    (place,) = scene.released
+    x[:, place] = (x[:, place] - by["mean"]) / by["deviation"]
+    with torch.no_grad():
+        expected = result.model.eval()(x.float()).double().softmax(-1).numpy()
+    found = result.predict(table.plan.data).probabilities
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_the_commands_say_the_same(table, capsys, monkeypatch, tmp_path):
+    run, file = str(table.where / "run"), str(table.where / "own.csv")
+    out = tmp_path / "found.csv"
+
+    def told(*arguments):
+        monkeypatch.setattr("sys.argv", ["fedpact", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    found = table.result.predict(file)
+    assert json.loads(told("predict", run, file, "--json"))["labels"] == found.labels.tolist()
+    told("predict", run, file, "--out", str(out))
+    assert [row["label"] for row in rows_of(out)] == found.labels.tolist()
+    assert out.stat().st_mode & 0o077 == 0
+    score = json.loads(told("evaluate", run, file, "--json"))
+    assert score["accuracy"] == table.result.evaluate(file).accuracy
+
+
+def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
+    for file in ("records.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((digits.folder / file).read_bytes())
+    plan = digits.plan.document()
+    plan["local"]["head"] = 10
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(DataError, match="a head of its own"):
+        Served.of(tmp_path)
