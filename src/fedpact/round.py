@@ -34,7 +34,7 @@ from fedpact.messages import (
     encoded_length,
 )
 from fedpact.methods.folding import folded
-from fedpact.methods.short import ShortenedTask, unshortened
+from fedpact.methods.short import START, ShortenedTask, unshortened
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -253,6 +253,9 @@ class Rounds:
     def _tasks(self, at: Checkpoint, state: State, number: int) -> dict[str, Task]:
         method = self.plan.method
         told, short = method.task(state), method.short(state)
+        if short is not None and START in short and at.round:
+            # Of a run that was begun before changes were told: nobody has its model.
+            short = None
         included = {site: at.included.get(site, -1) for site in self.transport.sites}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
         distinct = dict[int, Task]()
@@ -274,8 +277,11 @@ class Rounds:
         tasks = self._tasks(at, at.state, at.round + 1).values()
         spare = 2 * len(self.transport.sites) * _DIGITS + self._evaluation_bytes(at)
         if not at.round:
-            # A reply is taken to be as long as its task in full.
-            expected = 2 * sum(unshortened(task).wire_bytes for task in tasks)
+            # A reply is taken to be as long as its task in full, of codes half as long: they have
+            # some 4 bits a coordinate where noise is most of it, and 16 leave room for the rest.
+            whole = sum(unshortened(task).wire_bytes for task in tasks)
+            expected = sum(task.wire_bytes for task in tasks)
+            expected += whole / 2 if self.plan.method.coded else whole
         else:
             short = [task for task in tasks if isinstance(task, ShortenedTask)]
             # The first round told next to nothing: here as much as the next one will.

@@ -123,7 +123,7 @@ def test_what_trying_costs_is_counted_from_the_ledgers_of_runs_that_are_there(
 
 
 def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
-    given = FEDAVG.model_dump(mode="json", exclude={"privacy", "compression"})
+    given = FEDAVG.model_dump(mode="json", exclude={"privacy"}, exclude_unset=True)
     plain = Plan.parse({**given, "privacy": {"mode": "none"}})
     own = {"data": str(tmp_path / "visits.csv"), "label": "sick", "person": "patient_id"}
     person = Plan.parse({**own, "sites": 2, "privacy": {"unit": "person"}})

@@ -102,6 +102,14 @@ def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure,
     assert torch.equal(model_of(run), model_of(undisturbed))
 
 
+def test_without_a_retry_sites_of_another_start_are_told_the_servers(federate):
+    choices = {**CHOICES, "patience": {**CHOICES["patience"], "retries": 0}}
+    run = federate(choices, "r", **{**PLAN, "secure_aggregation": {"threshold": 2}})
+    for node in run.nodes[:2]:
+        node.site._questions._told[0] = {"w": torch.ones(650)}
+    assert [record.refused for record in run()[1:]] == [{}] * 4
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_site_that_was_started_again_is_told_the_model(federation, lost):
     """With or without a reply that was lost before: it is charged once a round, as the others."""
@@ -212,6 +220,10 @@ def test_changes_that_are_none_cost_nothing(federation):
     for name, block in bombs.items():
         assert asked(2, **{"grid/w": block}) == "task", name
     assert asked(2, **{"grid/v": good}) == "task"
+    digest = torch.zeros(32, dtype=torch.uint8)
+    for wrong in ({"w": torch.zeros(650)}, {"grid/start": digest.float()}, {"grid/w": good}):
+        assert asked(2, **{"grid/start": digest, **wrong}) == "task"
+    assert asked(2, **{"grid/start": digest}) == "model"
     assert charged(run.nodes[0]) == before
     assert isinstance(asked(2, **{"grid/w": good}), Reply)
     assert isinstance(asked(2, **{"grid/w": good}), Reply)

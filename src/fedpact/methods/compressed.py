@@ -51,7 +51,10 @@ class CompressionSettings(BaseModel):
         "grid" is finer than such noise: it costs half a per cent of its variance, and saves seven
         eighths of the bytes. What has none, or another, is told as it is.
         """
-        return self.model_copy(update={"kind": "grid" if noisy else "none"})
+        # Nobody gave it, so it does not count as given.
+        given = self.model_fields_set - {"kind"}
+        kind = "grid" if noisy else "none"
+        return CompressionSettings.model_construct(given, kind=kind, keep=self.keep)
 
 
 class Compressed(Around):

@@ -74,7 +74,12 @@ def whole(task: Task, base: Vectors | None) -> Task | None:
     Raises InputError: changes that do not fit it.
     """
     if START in task.vectors:
-        same = base is not None and torch.equal(start_told(base)[START], task.vectors[START])
+        block = task.vectors[START]
+        if len(task.vectors) > 1 or (block.dtype, block.shape) != (torch.uint8, (32,)):
+            raise InputError(
+                f"a task tells the start and {sorted(task.vectors)}: expected 32 bytes alone"
+            )
+        same = base is not None and torch.equal(start_told(base)[START], block)
         return replace(task, vectors=dict(base)) if base is not None and same else None
     codes, rest = split(State(task.vectors, {}), PREFIX)
     if not codes.vectors:

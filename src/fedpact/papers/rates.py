@@ -80,7 +80,7 @@ def rates(run: RunFacts) -> Rates | str:
         paper = [paper_rate(d, site.sigmas["gradient"], site.clip) for site in sites.values()]
         rows.append(_in_nats("the paper's (12), no bound", paper, d))
         notes.append(_PAPER)
-    if run.plan.get("compression", {}).get("kind", "none") != "none":
+    if run.plan.get("compression", {}).get("kind", "none") not in ("none", "grid"):
         notes.append("R is of the release before [compression], which rounds it further.")
     if run.plan.get("secure_aggregation", {}).get("threshold"):
         notes.append("What was sent is masked; R is of the release below the mask.")

@@ -37,10 +37,14 @@ def wire(run: RunFacts, sites: int) -> Wire | str:
     if not (d and replies > 0):
         return "No bits a coordinate yet: the run has not ended, or no site has replied."
     down, up = run.bytes
-    rows = [
-        _measured("from the sites, as measured", up, replies, d),
-        _measured("to the sites, as measured", down, asked, d),
-    ]
+    rows = [_measured("from the sites, as measured", up, replies, d)]
+    if run.plan.get("compression", {}).get("kind") != "grid":
+        rows.append(_measured("to the sites, as measured", down, asked, d))
+    elif later := rounds[1:]:
+        # Before the first one every site has the model.
+        told = sum(record.bytes_down for record in later)
+        name = "to the sites, as measured after the first round"
+        rows.append(_measured(name, told, sites * len(later), d))
     rounded = [_entropy(name, units, d) for name, units in _grids(run.plan).items()]
     notes = [_WHAT.format(d=d), *([_ENTROPY] if rounded else [])]
     return Wire(rows + rounded, notes)

@@ -168,8 +168,12 @@ class Secured:
                 if lost and self._attempts.next(number) == attempt:
                     # A site has lost its reply to this attempt, and makes no second one.
                     self._attempts.begin(number, attempt)
-                # Sites that were started anew may lack what changes are told of.
+                # Sites that were started anew may lack what changes are told of; who makes another
+                # start always does, so that try is none of the plan's.
+                free = any(tells_start(task) for task in tasks.values())
                 tasks = {site: unshortened(task) for site, task in tasks.items()}
+                if free and any(refusal.code == "model" for refusal in refused.values()):
+                    continue
                 if not left:
                     raise BelowThreshold(_told(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)
