@@ -47,6 +47,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
         "local": {"momentum": 0.5},
         "robust": {"rule": "median"},
         "secure_aggregation": {"threshold": 3},
+        "evaluation": {"share": 0.2},
     }
     tables = {"algorithm": algorithm, "privacy": {"mode": "none"}}
     Plan.parse(tables)

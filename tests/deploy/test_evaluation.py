@@ -271,8 +271,14 @@ def test_the_report_says_what_was_released_or_what_to_declare(ran, make, tmp_pat
 def test_init_says_what_to_declare(tmp_path, capsys):
     from fedpact.deploy.write import Choices
 
-    command.init(tmp_path / "d", None, ["sites=2", "rounds=2", "privacy.accountant=rdp"], Choices())
+    given = ["sites=2", "rounds=2", "privacy.accountant=rdp"]
+    command.init(tmp_path / "d", None, given, Choices())
     assert "declare [evaluation] share = 0.2" in capsys.readouterr().out
+    masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
+    command.init(tmp_path / "e", None, masked, Choices())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "declare [evaluation]" not in told
+    assert "no evaluations: [evaluation] with secure_aggregation.threshold" in told
 
 
 def test_a_promise_beside_a_run_names_it(ran):

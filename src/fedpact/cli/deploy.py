@@ -14,7 +14,7 @@ from fedpact.deploy import local, processes
 from fedpact.deploy.write import Choices
 from fedpact.deploy.write import write as write_deployment
 from fedpact.engines.flower import require_flower
-from fedpact.errors import FedpactError
+from fedpact.errors import FedpactError, PlanError
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
@@ -38,8 +38,17 @@ def init(directory: Path, config: Path | None, overrides: Sequence[str], choices
     if not plan.evaluation.used:
         public = (directory / "server" / "test.npz").exists()
         instead = "the public server/test.npz alone" if public else "nothing at all"
-        told = f"The model will be evaluated on {instead}. {DECLARE}."
+        told = f"The model will be evaluated on {instead}. {_how_to_evaluate(plan)}."
         _out().print(told, markup=False)
+
+
+def _how_to_evaluate(plan: Plan) -> str:
+    """Return what to declare, or why it does not go with this plan."""
+    try:
+        Plan.parse({**plan.model_dump(mode="json"), "evaluation": {"share": 0.2}})
+    except PlanError as error:
+        return f"With this plan sites release no evaluations: {str(error).rstrip('.')}"
+    return DECLARE
 
 
 def up(directory: Path, wait: bool) -> None:

@@ -111,6 +111,8 @@ def _losses(kernel: Kernel, x: Tensor, y: Tensor, classes: int) -> Tensor:
     """
     if not len(y):
         return torch.zeros(0, classes, dtype=torch.float64)
+    # Where the model is: a simulation's held-out records are not.
+    x, y = (part.to(kernel.model.vector.device) for part in (x, y))
     each = [measured(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
     return torch.stack(each, dim=1)
 

@@ -61,6 +61,10 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "optimiser would integrate the sites' drift a second time",
         "mr_mtl": "the sites' own models are held to their mean, which an optimiser's model is not",
     },
+    "evaluation": {
+        "mr_mtl": "it asks all sites about one model, the mean of theirs, which nobody uses; `fedpact "
+        "compare --joining` and `fedpact personalise` have each site's own figures",
+    },
     "secure_aggregation": {
         "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "
         "each site's vector, which no sum of vectors gives",
@@ -168,6 +172,8 @@ def combined(
                 "a reply may go follows the round's own; use another kind, or a constant schedule"
             )
         method = Stepped(method, local, rounds)
+    if evaluated:
+        _check("evaluation", name)
     if local.head:
         released = {"evaluation": evaluated, "average": server.average != "none"}
         check_goes(name, {**chosen, **released})
