@@ -62,8 +62,8 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "mr_mtl": "the sites' own models are held to their mean, which an optimiser's model is not",
     },
     "evaluation": {
-        "mr_mtl": "it asks all sites about one model, the mean of theirs, which nobody uses; `fedpact "
-        "compare --joining` and `fedpact personalise` have each site's own figures",
+        "mr_mtl": "it asks all sites about one model, the mean of theirs, which nobody uses; "
+        "`fedpact compare --joining` and `fedpact personalise` have each site's own figures",
     },
     "secure_aggregation": {
         "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "
