@@ -195,7 +195,7 @@ class Recorder:
 
 class _RecordingBatch:
     def __init__(self, inner: Any, keep: Callable[[str, tuple[Any, ...], Tensor], None]) -> None:
-        self._inner, self._keep = inner, keep
+        self._inner, self._keep, self.noise_variance = inner, keep, inner.noise_variance
 
     def __getattr__(self, channel: str) -> Callable[..., Any]:
         def ask(*query: Any) -> Any:
