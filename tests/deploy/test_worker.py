@@ -1,5 +1,6 @@
 """A site's process and its SuperNode: who waits for whom."""
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -47,3 +48,18 @@ def test_after_an_answer_that_was_not_handed_over_the_connection_is_made_anew(
         worker.work(site, site_dir, lambda: desks[-1].taken < 5)
     assert desks[0].taken == 1
     assert "was not handed over" in caplog.text
+
+
+def test_a_question_that_is_never_whole_is_not_waited_for_when_the_server_is_lost(
+    site_dir, monkeypatch, caplog
+):
+    """Flower waits two hours for its parts, while the server has long been there again."""
+    desks, never = [], threading.Event()
+    monkeypatch.setattr(worker, "Desk", lambda *a: desks.append(Desk(*a)) or desks[-1])
+    monkeypatch.setattr(worker, "pull_task_input", lambda client: never.wait())
+    there = [True, True, True]
+    with Site(site_dir) as site:
+        worker.work(site, site_dir, lambda: bool(there) and there.pop())
+    never.set()
+    assert desks[0].taken == 1
+    assert "not whole when the server was lost" in caplog.text

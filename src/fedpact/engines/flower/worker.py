@@ -1,13 +1,16 @@
 """A site's process: takes tasks from its SuperNode, and answers those that its server signed."""
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.supercore.constant import TaskType
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.engines.flower import codec, seal
@@ -66,7 +69,7 @@ def work(
             if found is None:
                 time.sleep(_POLL_SECONDS)
             else:
-                handed_over = _serve(site, key, desk, found[1])
+                handed_over = _serve(site, key, desk, found[1], alive)
                 if site.stopped:
                     raise FedpactError(site.stopped)
                 if not handed_over:
@@ -75,16 +78,49 @@ def work(
         desk.close()
 
 
-def _serve(site: Site, key: ec.EllipticCurvePrivateKey, desk: Desk, token: str) -> bool:
+def _serve(
+    site: Site,
+    key: ec.EllipticCurvePrivateKey,
+    desk: Desk,
+    token: str,
+    alive: Callable[[], bool],
+) -> bool:
     """Carry out one task; return whether its answer was handed over.
 
     What the network loses is asked for again, and then lies stored.
     """
     try:
         with desk.work(token) as client:
-            message, context, _, _ = pull_task_input(client)
+            message, context = _pulled(client, alive)
             push_message(client, respond(site, key, message), context)
     except Exception as error:  # whatever Flower's inside raises: `respond` raises nothing
         _log.warning("an answer was not handed over (%s): waiting to be asked again", error)
         return False
     return True
+
+
+def _pulled(client: RuntimeHttpClient, alive: Callable[[], bool]) -> tuple[Message, Context]:
+    """Return a task's message and context. Raises what Flower's inside does.
+
+    A message whose server was lost before it was whole stays so, and Flower waits two hours for the
+    rest: here no longer than there is somebody. Raises TimeoutError.
+    """
+    found: queue.SimpleQueue[tuple[Message, Context] | Exception] = queue.SimpleQueue()
+
+    def pull() -> None:
+        try:
+            found.put(pull_task_input(client)[:2])
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=pull, daemon=True).start()
+    while True:
+        try:
+            pulled = found.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if not alive():
+                raise TimeoutError("its question was not whole when the server was lost") from None
+            continue
+        if isinstance(pulled, Exception):
+            raise pulled
+        return pulled
