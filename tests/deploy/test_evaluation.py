@@ -23,7 +23,7 @@ from fedpact.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_by
 from fedpact.plan import Plan
 from fedpact.report.page import headline, write_page
 from fedpact.report.reading import read_run
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
@@ -232,6 +232,16 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
         assert f"{hits[:, 0].sum() / hits.sum():.4g}" in told
     assert f"{hits[3, 0] / hits[3].sum():.4g}" in told
     assert look(server)["own_figures"] is look(ran.directory)["own_figures"] is None
+
+
+def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
+    command.status(ran.directory / "sites" / "site-01", as_json=False)
+    told = capsys.readouterr().out
+    # Training reserved less than the 4 of evaluations.
+    row = next(line for line in told.splitlines() if "site-01" in line)
+    assert [cell.strip() for cell in row.split("│")][4] == "4"
+    assert f"adjacency: {UNITS['record']}" in told
+    assert "held out at most (4, 1e-05)" in told
 
 
 def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):

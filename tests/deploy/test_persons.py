@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import save_file
 from tests.privacy.test_persons import table
 
+from fedpact.cli.deploy import status
 from fedpact.engines.joining import of_run
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.personal import personalise_site
@@ -17,6 +18,7 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
+from fedpact.theory.accounting import UNITS
 
 
 @pytest.fixture
@@ -29,6 +31,13 @@ def of_persons(make, tmp_path):
         sites=2,
         privacy={"unit": "person", "person_records": 2, "accountant": "rdp"},
     )
+
+
+def test_status_says_that_epsilon_is_of_persons(of_persons, capsys):
+    # Also before there is a ledger, and at the server, where there is none.
+    for directory in (of_persons, of_persons / "server"):
+        status(directory, as_json=False)
+        assert f"adjacency: {UNITS['person']}" in capsys.readouterr().out
 
 
 def test_a_site_counts_samples_and_promises_persons(of_persons):

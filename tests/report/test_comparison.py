@@ -162,6 +162,21 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> No
     assert "adjacency: add/remove one record; accountant: pld" in told
 
 
+def test_epsilon_covers_whoever_is_held_out(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=1.0)
+    path = run_folder(tmp_path, "x", 0)
+    privacy, summary = (
+        json.loads((path / f).read_text()) for f in ("privacy.json", "summary.json")
+    )
+    privacy["evaluation"] = {"epsilon_reserved": 4.0, "delta": 1e-3}
+    (path / "privacy.json").write_text(json.dumps(privacy))
+    summary["evaluation"] = {"epsilon_spent": {"a": 3.5, "b": 2.5}, "figures": []}
+    (path / "summary.json").write_text(json.dumps(summary))
+    (told,) = guarantees(read(tmp_path, ["x"], [0]))
+    assert told.startswith("x: (ε, δ) = (3.5, 0.001)")
+    assert "trained on or held out" in told
+
+
 def test_an_unknown_epsilon_is_no_small_one(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
     assert rows(read(tmp_path, ["x"], [0]))[0].epsilon.startswith("∞")

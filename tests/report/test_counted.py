@@ -26,6 +26,7 @@ def run(
     honest: int = 0,
     expose: bool = False,
     delta: float = DELTA,
+    unit: str = "record",
     **sites: History,
 ) -> Any:
     """A run's folder with the ledgers of its sites, of which a run may have charged nothing."""
@@ -36,7 +37,7 @@ def run(
             shared = Shared(honest, epsilon(shares.all_alone(events, honest), delta))
         file = path / "sites" / site / "ledger.jsonl"
         with Ledger(file, site, hypothetical=True) as ledger:
-            ledger.reserve(path.name, Budget(cost, delta), events, shared=shared)
+            ledger.reserve(path.name, Budget(cost, delta), events, shared=shared, unit=unit)
             if expose:
                 ledger.expose(path.name, 1)
     return SimpleNamespace(path=path, site_privacy=dict.fromkeys(sites))
@@ -99,6 +100,13 @@ def test_exact_numbers_and_what_is_not_known_have_no_epsilon(tmp_path: Path) -> 
     (tmp_path / "one" / "sites" / "a" / "ledger.jsonl").unlink()
     with pytest.raises(DataError, match=r"ledger\.jsonl is missing"):
         counted({"one": {0: one}, "exact": {0: exact}})
+
+
+def test_ledgers_of_unlike_units_do_not_add_up(tmp_path: Path) -> None:
+    one = run(tmp_path / "one", a=CHEAP)
+    two = run(tmp_path / "two", unit="person", a=CHEAP)
+    with pytest.raises(DataError, match="per person and per record"):
+        counted({"one": {0: one}, "two": {0: two}})
 
 
 def test_the_largest_delta_stands_for_all(tmp_path: Path) -> None:

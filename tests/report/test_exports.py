@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.engines.statement import _secure_lines
 from fedpact.errors import PlanError
+from fedpact.plan import Plan
 from fedpact.report.exports import model_card, registry, summary
 from fedpact.report.exports.facts import SIMULATED, Facts, about_of
 from fedpact.report.reading import read_run
@@ -155,7 +158,8 @@ def test_small_cells_are_left_out_and_the_others_are_upper_bounds(build: Build) 
         (2, 5, 6),
     ]
     spent = {site.epsilon_spent for site in of.run.site_privacy.values()}
-    assert all(cell["epsilon_spent"] == max(spent) for cell in found["cells"])
+    # Of 1.2016 the end of the class, and no site's own.
+    assert all(1 < max(spent) < cell["epsilon_spent"] == 2 for cell in found["cells"])
     text = summary.as_text(of)
     # Neither the class of the one, nor how many sites there are.
     for hidden in ("8", "12", "at most 10"):
@@ -174,6 +178,66 @@ def test_every_budget_is_in_its_class(build: Build, epsilon: float) -> None:
     (cell,) = summary.summary(facts(build(NAMES, budgets=[epsilon] * 12)))["cells"]
     assert cell["epsilon_above"] < epsilon <= cell["epsilon_at_most"]
     assert cell["sites"] == 12
+
+
+@pytest.mark.parametrize(
+    ("split_by", "five", "delta"), [("record", 20, 2e-3), ("person", 10, 1e-3)]
+)
+def test_a_cell_covers_whoever_is_held_out(
+    build: Build, split_by: str, five: float, delta: float
+) -> None:
+    folder = build(NAMES, budgets=[1.0] * 12)
+    path = folder / "privacy.json"
+    privacy = json.loads(path.read_text())
+    for site in privacy["sites"].values():
+        site["epsilon_per_person"] = {"5": 6.5}
+    path.write_text(json.dumps(privacy))
+    held = {"share": 0.2, "epsilon": 4.0, "epsilon_reserved": 3.75, "delta": 1e-3}
+    held |= {"split_by": split_by, "epsilon_per_person": {"5": 9.0}}
+    of = facts(folder, {"evaluation": held}, **ABOUT)
+    (cell,) = summary.summary(of)["cells"]
+    assert (cell["epsilon_above"], cell["epsilon_at_most"]) == (2, 5)
+    assert (cell["epsilon_spent"], cell["epsilon_spent_alone"]) == (5, 5)
+    # A person with records on both sides pays the sum.
+    assert (cell["epsilon_of_person_of_five"], cell["delta"]) == (five, delta)
+    # What was released cost 1.5 so far; training, 1.2.
+    of.run.summary["evaluation"] = {"figures": [], "epsilon_spent": dict.fromkeys(NAMES, 2.5)}
+    (cell,) = summary.summary(of)["cells"]
+    assert cell["epsilon_spent"] == 5
+    of.run.summary["evaluation"]["epsilon_spent"] = dict.fromkeys(NAMES, 1.5)
+    (cell,) = summary.summary(of)["cells"]
+    assert cell["epsilon_spent"] == 2
+    # The entry says whom it counts.
+    loss = registry.entry(of)["deployment"]["privacy_loss"]
+    assert "is of those trained on; about 20%" in loss["privacy_parameters_details"]
+
+
+def test_no_form_gives_the_number_of_sites(build: Build) -> None:
+    table = {"threshold": 9}
+    changes = {"sites": 12, "secure_aggregation": table, "robust": {"rule": "trimmed", "liars": 2}}
+    for privacy in ({}, {"trust": "sum", "honest": 7}):
+        plan = Plan.model_validate({"privacy": privacy, "secure_aggregation": table, "sites": 12})
+        of = facts(build(NAMES), {"covers": ["A line.", *_secure_lines(plan, 12)]}, **ABOUT)
+        of.run.plan.update(changes, privacy={**privacy, "epsilon": [2.0] * 12})
+        del of.run.plan["settings"]
+        found = texts(of) | {"summary": ""}
+        for text in found.values():
+            assert not re.search(r"\b12\b|\b9 sites|threshold|honest: |liars|2\.0, 2\.0", text)
+            assert not text or "Secure aggregation: a server" in text
+        assert "10 to 19 sites" in found["registry"]
+        assert "- A line." in found["model-card"]
+        # Bytes over those of one site would count them.
+        assert not re.search(r"\d [kM]?B\b", found["model-card"])
+
+
+def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
+    held = {"share": 0.2, "epsilon_reserved": 1.0, "delta": 1e-5}
+    folder = build(NAMES, unevaluated={NAMES[0]: "budget"}, accuracy=None)
+    of = facts(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
+    card = model_card.as_text(of)
+    assert "no site has answered an evaluation yet" in card
+    assert "Hospital" not in card
+    assert "budget)" not in card
 
 
 def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
@@ -195,7 +259,7 @@ def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
     ):
         assert f"## {heading}" in headings
     assert of.guarantee in card
-    assert "digits, version 2026-01, at 12 sites" in card
+    assert "digits, version 2026-01, at 10 to 19 sites" in card
     assert "| accuracy, public test set | 70.0 % |" in card
     assert "Hospital" not in card
 

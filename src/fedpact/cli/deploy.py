@@ -1,7 +1,7 @@
 """`fedpact deploy`: a federation on real machines, or all of it on this one for trying."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +133,7 @@ def _print(found: dict[str, Any]) -> None:
     table = Table("party", "started by up", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
-        spend = ledger and ledger["runs"].get(found["run"])
-        row = (
-            (
-                upper(spend["epsilon_spent"]),
-                f"{spend['epsilon_reserved']:g}",
-                upper(spend["epsilon_alone_spent"]),
-                upper(spend["epsilon_alone_reserved"]),
-                f"{spend['delta']:g}",
-                str(ledger["entries"]),
-            )
-            if spend
-            else ("",) * 6
-        )
-        table.add_row(name, "runs" if runs else "-", *row)
+        table.add_row(name, "runs" if runs else "-", *_spend(ledger, found["run"]))
     last = last or {"epsilon": {}, "epsilon_alone": {}}
     for name, epsilon in last["epsilon"].items():
         if name not in found["running"]:
@@ -156,8 +143,26 @@ def _print(found: dict[str, Any]) -> None:
     out.print(table)
     if found["own_figures"]:
         _print_own(out, found["own_figures"])
-    out.print("(ε, δ) for one record, add/remove one record, accountant best of PLD and RDP.")
+    out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")
+    if found["evaluations"]:
+        cost, delta = map(upper, found["evaluations"])
+        out.print(
+            "A ledger's line has the larger of training and evaluations, which are of others. A "
+            "round's ε and the lines of sites elsewhere are of training alone; evaluations cost "
+            f"whoever is held out at most ({cost}, {delta})."
+        )
     out.print("Alone: against everybody together; the same, but where sites share noise out.")
+
+
+def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
+    """Return what a ledger says of a run, of training or of evaluations, whichever is more."""
+    runs = ledger["runs"] if ledger else {}
+    found = [of for name, of in runs.items() if run in (name, of["beside"])]
+    if not ledger or not found:
+        return ("",) * 6
+    figures = ("epsilon_spent", "epsilon_reserved", "epsilon_alone_spent", "epsilon_alone_reserved")
+    told = (upper(max(of[figure] for of in found)) for figure in (*figures, "delta"))
+    return (*told, str(ledger["entries"]))
 
 
 def _print_own(out: Console, own: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from fedpact.errors import DataError
 from fedpact.files import PRIVATE, only_one, understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
+from fedpact.plan import Plan
 
 _GRACE_SECONDS = 10.0
 _SERVER = "server"
@@ -93,12 +94,21 @@ def carry_out(directory: Path) -> Path:
 
 
 def look(directory: Path) -> dict[str, Any]:
-    """Return who runs, the last committed round, and what each ledger on this machine says."""
+    """Return who runs, the last committed round, and what each ledger on this machine says.
+
+    evaluations: the (ε, δ) that they may cost whoever is held out; None without any.
+    """
     places = parties(directory)
     running = _running(directory, places)
     server = places.get(_SERVER)
+    any_party = next(iter(places.values()))
+    plan = Plan.read(any_party / "plan.json")
     return {
-        "run": Federation.read(next(iter(places.values())) / "federation.toml").run,
+        "run": Federation.read(any_party / "federation.toml").run,
+        "adjacency": plan.privacy.adjacency,
+        "evaluations": [plan.evaluation.epsilon, plan.evaluation.delta]
+        if plan.private and plan.evaluation.used
+        else None,
         "running": {name: name in running for name in {**places, **running}},
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else "known to the server",

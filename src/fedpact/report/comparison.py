@@ -30,6 +30,8 @@ SHARED = (
     "that know it have one value"
 )
 
+_HELD = ", whether it is trained on or held out for evaluations"
+
 Measure = Callable[[Outcome], float | None]
 
 
@@ -86,7 +88,8 @@ def guarantees(comparison: Comparison) -> list[str]:
         if outcome.run.private:
             text = (
                 f"(ε, δ) = ({upper(_or_nan(entry.epsilon))}, {upper(_or_nan(entry.delta))}), the "
-                f"largest of any site and seed, for one {statement['unit']} of a site; adjacency: "
+                f"largest of any site and seed, for one {statement['unit']} of a site"
+                f"{_HELD if statement.get('evaluation') else ''}; adjacency: "
                 f"{statement['adjacency']}; accountant: {statement['accountant']}"
             )
             if entry.honest:

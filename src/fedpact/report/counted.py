@@ -54,20 +54,25 @@ class Trying:
 
 @dataclass(frozen=True)
 class _Promise:
-    """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it."""
+    """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it.
+
+    units: whom its events are of.
+    """
 
     events: History
     epsilon: float
     delta: float
     honest: int
     exact: bool
+    units: frozenset[str]
 
 
 def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
     """Return what trying costs: each setting once, and with all seeds where there are several.
 
     runs: setting -> seed -> its run, private ones. Nothing where there are fewer than two runs.
-    Raises DataError: a run's folder lacks a ledger; LedgerError: one is damaged.
+    Raises DataError: a run's folder lacks a ledger, or they are of unlike units, whose events do
+    not add up; LedgerError: one is damaged.
     """
     by_seed: dict[int, list[str]] = {}
     for name, seeds in runs.items():
@@ -76,6 +81,7 @@ def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
     promises = {
         (name, seed): _promises(run) for name, seeds in runs.items() for seed, run in seeds.items()
     }
+    _check_units(one for run in promises.values() for one in run.values())
     groups = list[tuple[str, list[list[tuple[str, int]]]]]()
     names = f"{len(runs)} settings, each once: {', '.join(runs)}"
     groups.append((names, [[(name, seed) for name in each] for seed, each in by_seed.items()]))
@@ -88,6 +94,15 @@ def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
         if choices:
             found.append(_worst(told, [[promises[key] for key in keys] for keys in choices]))
     return found
+
+
+def _check_units(promises: Iterable[_Promise]) -> None:
+    if len(units := sorted({unit for one in promises for unit in one.units})) > 1:
+        raise DataError(
+            f"the ledgers of these runs are per {' and per '.join(units)}: expected one unit, as "
+            "events of unlike units do not add up; compare runs of one privacy.unit, or leave "
+            "--counted out"
+        )
 
 
 def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Trying:
@@ -164,4 +179,5 @@ def _promise(path: Path) -> _Promise:
         max((one.budget.delta for one in made), default=0.5),
         max((one.honest for one in made), default=0),
         unknown or any(e["kind"] == "unprotected" for e in entries),
+        frozenset(one.unit for one in made),
     )

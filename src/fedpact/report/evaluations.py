@@ -55,12 +55,31 @@ def headline(run: RunFolder) -> tuple[str, str] | None:
     return row["value"], note + (f"; exactly {row['exact']}" if row["exact"] else "")
 
 
-def why_none(run: RunFolder) -> str:
-    """Return why a run shows no accuracy of any kind."""
+def spent(run: RunFolder, site: str) -> float:
+    """Return ε of what a site's evaluations have released, an upper bound; 0 without any.
+
+    All that is reserved counts where the run has not ended, or an answer of the site went missing.
+    """
+    held = run.privacy.get("evaluation")
+    if not held:
+        return 0.0
+    missed = any(site in record.unevaluated for record in run.records)
+    if missed or not run.released:
+        return float(held["epsilon_reserved"])
+    return float(run.released["epsilon_spent"].get(site, 0.0))
+
+
+def delta(run: RunFolder) -> float:
+    """Return the δ of evaluations, 0 without any."""
+    return float((run.privacy.get("evaluation") or {}).get("delta", 0.0))
+
+
+def why_none(run: RunFolder, named: bool = True) -> str:
+    """Return why a run shows no accuracy of any kind. named: with the sites that gave a reason."""
     if any(record.evaluation for record in run.records):
         return "sites have released evaluations, which stand here when the run is over"
     if run.privacy.get("evaluation"):
-        last = run.last.unevaluated
+        last = run.last.unevaluated if named else {}
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
         return f"no site has answered an evaluation yet{f' ({codes})' if codes else ''}"
     if run.head:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fedpact.errors import DataError
 from fedpact.metrics import Fairness, fairness
+from fedpact.report import evaluations
 from fedpact.report.counted import Trying
 from fedpact.report.equality import Difference, Document, differences
 from fedpact.report.reading import RunFolder, read_run
@@ -61,17 +62,27 @@ class Outcome:
 
     @property
     def epsilon(self) -> float | None:
-        """The largest ε that a site has spent at its δ; inf if unknown; None if not private."""
+        """The largest ε that a site has spent, of whoever is trained on or held out.
+
+        inf if unknown; None if not private.
+        """
         if not self.run.private:
             return None
         spent = [site.epsilon_spent for site in self.run.site_privacy.values()]
-        return math.inf if any(map(math.isnan, spent)) else max(spent)
+        return math.inf if any(map(math.isnan, spent)) else max(*spent, self._held_out)
 
     @property
     def epsilon_alone(self) -> float | None:
         """The same without other sites' noise; None where no ε needs it."""
         spent = [site.epsilon_alone for site in self.run.site_privacy.values() if site.honest]
-        return math.inf if any(map(math.isnan, spent)) else max(spent, default=None)
+        if not spent:
+            return None
+        return math.inf if any(map(math.isnan, spent)) else max(*spent, self._held_out)
+
+    @cached_property
+    def _held_out(self) -> float:
+        """The largest ε that evaluations have cost at a site: of other records, so nothing adds."""
+        return max((evaluations.spent(self.run, site) for site in self.run.site_privacy), default=0)
 
     @property
     def honest(self) -> int:
@@ -81,7 +92,8 @@ class Outcome:
     @property
     def delta(self) -> float | None:
         """The largest δ of a site; None if not private."""
-        return max((site.delta for site in self.run.site_privacy.values()), default=None)
+        found = [site.delta for site in self.run.site_privacy.values()]
+        return max(*found, evaluations.delta(self.run)) if found else None
 
     @property
     def steps(self) -> tuple[int, int] | None:

@@ -1,10 +1,11 @@
 """What the exported forms have in common: a run's guarantee as one for all of its sites.
 
-No site is named. Numbers of sites below LEAST are told as "fewer than", and a cell of fewer is left
-out: who knows the sites could tell which it is.
+No site is named. Of a number of sites its class is told, "fewer than LEAST" or "5 to 9", and a cell
+of fewer is left out: who knows the sites could tell which it is.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,10 @@ LEAST: Final = 5
 SIMULATED: Final = (
     "A SIMULATION, which protects nobody: its noise came from a seed. Every ε says what a "
     "deployment on these terms would guarantee."
+)
+_SECURE: Final = (
+    "Secure aggregation: a server that follows the protocol sees weighted means over several sites "
+    "and no single site's vector. Only an ε that is said to need honest sites relies on it."
 )
 PLAIN: Final = "NOT PRIVATE: no (ε, δ) guarantee of any kind."
 
@@ -66,6 +71,13 @@ class Facts:
     def many(self) -> str:
         """How many sites there are, as far as that is told."""
         return told(len(self.run.sites))
+
+    @property
+    def covers(self) -> list[str]:
+        """What the guarantee covers, without the numbers of sites in it."""
+        lines = list(map(str, self.run.privacy["covers"]))
+        kept = [line for line in lines if not re.search(r"threshold [\d,]+ of [\d,]+ sites", line)]
+        return kept if len(kept) == len(lines) else [*kept, _SECURE]
 
     @property
     def training(self) -> str:
@@ -129,12 +141,30 @@ class Facts:
 
 
 def told(sites: int) -> str:
-    """Return a number of sites in words.
+    """Return the class of a number of sites in words: the exact one would count what is left out.
 
-    >>> told(12), told(3)
-    ('12 sites', 'fewer than 5 sites')
+    >>> told(3), told(5), told(12), told(1999)
+    ('fewer than 5 sites', '5 to 9 sites', '10 to 19 sites', '1,000 to 1,999 sites')
     """
-    return f"{sites:,} sites" if sites >= LEAST else f"fewer than {LEAST} sites"
+    if sites < LEAST:
+        return f"fewer than {LEAST} sites"
+    end = int(class_end(sites + 1))
+    # Of 1, 2, 5, 10, ... two neighbours are a factor of 2 apart, or of 2.5.
+    start = end * 2 // 5 if str(end)[0] == "5" else end // 2
+    return f"{start:,} to {end - 1:,} sites"
+
+
+def class_end(value: float) -> float:
+    """Return the end of the class that a figure is in: the least of 1, 2, 5 times 10^k above it.
+
+    >>> class_end(1.0), class_end(1.001), class_end(3e-5), class_end(0.0)
+    (1.0, 2.0, 5e-05, 0.0)
+    """
+    if not 0 < value < math.inf:
+        return value
+    power = math.floor(math.log10(value))
+    ends = (float(f"{digit}e{power + more}") for more in (-1, 0, 1, 2) for digit in (1, 2, 5))
+    return next(end for end in ends if end >= value)
 
 
 def one_line(parts: Iterable[str]) -> str:

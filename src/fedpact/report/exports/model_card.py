@@ -14,15 +14,21 @@ from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.registry import as_yaml
-from fedpact.text import duration, number, percent, size
+from fedpact.text import duration, number, percent
 
 NEEDED: Final = "[More Information Needed]"
 _ALWAYS: Final = (
     *("algorithm", "rounds", "sampling_rate", "privacy.mode", "privacy.epsilon"),
     *("privacy.delta", "privacy.clip"),
 )
-# Of people and places, or of the machine; budgets by site would name sites.
-_NEVER: Final = ("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS)
+# Of people and places, or of the machine; budgets by site would name sites, and of others it
+# follows how many there are.
+_NEVER: Final = (
+    *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS),
+    *("sites", "secure_aggregation", "privacy.honest", "robust.liars"),
+)
+# One value a site, where it is a list.
+_BY_SITE: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
 
@@ -41,11 +47,10 @@ def as_text(facts: Facts) -> str:
         parameters=f"{count:,} parameters" if count else "size not recorded",
         uncovered=run.privacy["does_not_cover"] if run.private else facts.warnings,
         settings=_settings(facts),
-        sent=size(sum(run.bytes)),
         seconds=duration(run.seconds),
         tested=_tested(facts),
         results=_results(facts),
-        unevaluated=evaluations.why_none(run),
+        unevaluated=evaluations.why_none(run, named=False),
         software=[(k, run.environment[k]) for k in _SOFTWARE if k in run.environment],
     )
 
@@ -69,8 +74,14 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
     return [
         (key, str(value))
         for key, value in leaves(facts.run.plan).items()
-        if (key in _ALWAYS and value is not None)
-        or (usual.get(key, {}) != value and not any(f"{key}.".startswith(f"{n}.") for n in _NEVER))
+        if not (key in _BY_SITE and isinstance(value, list))
+        and (
+            (key in _ALWAYS and value is not None)
+            or (
+                usual.get(key, {}) != value
+                and not any(f"{key}.".startswith(f"{n}.") for n in _NEVER)
+            )
+        )
     ]
 
 

@@ -97,6 +97,12 @@ def _loss(facts: Facts) -> dict[str, Any]:
     said = [*facts.warnings, f"ε is at most {bound}: the largest that a site reserved."]
     if facts.honest:
         said.append("The number above is the one that needs no other site.")
+    held = privacy.get("evaluation")
+    if many and held:
+        said.append(
+            f"The number of units is of those trained on; about {held['share']:.0%} of a site's "
+            "are held out beside them, for whom ε holds as well."
+        )
     return {
         "privacy_unit": _UNITS[privacy["unit"]],
         "privacy_unit_details": (
@@ -117,10 +123,9 @@ _UNITS: Final = {"record": "record of one site", "person": "person, with all rec
 
 
 def _model(facts: Facts) -> dict[str, Any]:
-    privacy = facts.run.privacy
     return {
         "model_name": "Federated",
-        "model_name_details": one_line(privacy["covers"]),
+        "model_name_details": one_line(facts.covers),
         "trust_assumptions": (
             f"Each site trusts its own process and nobody else: ε = {upper(facts.epsilon_alone)} "
             "holds against the server, the other sites and whoever sees the model, together. "

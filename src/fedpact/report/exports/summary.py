@@ -2,27 +2,33 @@
 
     classes of ε    ..., (0.5, 1], (1, 2], (2, 5], (5, 10], ...
 
-A cell tells the largest figure of its sites. That a class is left out, or how many sites are, is
-not told: it would count them.
+A site is in the class of what a record of it may bear, trained on or held out, whichever is more.
+Of every figure a cell tells the end of its class, rounded up, not one site's own. That a class is
+left out, or how many sites are, is not told: it would count them.
 """
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Any, Final
 
-from fedpact.report.exports.facts import LEAST, Facts
+from fedpact.report import evaluations
+from fedpact.report.exports.facts import LEAST, Facts, class_end
 from fedpact.text import upper
 
-_ENDS: Final = tuple(a * 10.0**b for b in range(-3, 4) for a in (1, 2, 5))
+_ENDS: Final = tuple(float(f"{a}e{b}") for b in range(-3, 4) for a in (1, 2, 5))
 
 
 def summary(facts: Facts) -> dict[str, Any]:
     """Return the cells as plain data: what sites of a class may spend, and have spent, at most."""
     run, privacy = facts.run, facts.run.privacy
     held = privacy.get("evaluation") or {}
+    # Of an earlier version's run what it reserved is all that is known.
+    beside = float(held.get("epsilon", held.get("epsilon_reserved", 0.0)))
     classes: dict[int, list[str]] = {}
     for name, site in run.site_privacy.items():
-        classes.setdefault(bisect_left(_ENDS, site.epsilon_allowed), []).append(name)
+        allowed = max(site.epsilon_allowed, beside)
+        classes.setdefault(bisect_left(_ENDS, allowed), []).append(name)
     cells = [_cell(facts, place, classes[place]) for place in sorted(classes)]
     return {
         "private": run.private,
@@ -40,28 +46,35 @@ def summary(facts: Facts) -> dict[str, Any]:
 
 
 def _cell(facts: Facts, place: int, names: list[str]) -> dict[str, Any]:
-    sites = [facts.run.site_privacy[name] for name in names]
-    person = [facts.run.privacy["sites"][name].get("epsilon_per_person") or {} for name in names]
-    of_five = [float(found["5"]) for found in person if "5" in found]
-    held = facts.run.privacy.get("evaluation")
-    if held:
-        # Where each record decides by itself, a person pays for both, at the sum of both δ.
-        whole = held.get("split_by") == "person" and "5" in held["epsilon_per_person"]
-        of_five = [max(e, float(held["epsilon_per_person"]["5"])) for e in of_five if whole]
+    run = facts.run
+    sites = [run.site_privacy[name] for name in names]
+    held = [evaluations.spent(run, name) for name in names]
+    five = [_of_five(facts, run.privacy["sites"][name]) for name in names]
+    known = [each for each in five if each is not None]
     return {
         "epsilon_above": _ENDS[place - 1] if place else 0.0,
         "epsilon_at_most": _ENDS[place] if place < len(_ENDS) else math.inf,
         "sites": len(names),
-        "epsilon_spent": _largest([site.epsilon_spent for site in sites]),
-        "epsilon_spent_alone": _largest([site.epsilon_alone for site in sites]),
-        "delta": max(site.delta for site in sites),
-        "epsilon_of_person_of_five": max(of_five) if len(of_five) == len(names) else None,
+        "epsilon_spent": _largest([*held, *(site.epsilon_spent for site in sites)]),
+        "epsilon_spent_alone": _largest([*held, *(site.epsilon_alone for site in sites)]),
+        "delta": _largest([evaluations.delta(run), *(site.delta for site in sites)]),
+        "epsilon_of_person_of_five": _largest(known) if len(known) == len(names) else None,
     }
 
 
+def _of_five(facts: Facts, site: Mapping[str, Any]) -> float | None:
+    """Return ε for a person of five records, None where it is not known."""
+    held = facts.run.privacy.get("evaluation")
+    if held and held.get("split_by") != "person":
+        # Where each record decides by itself, a person pays for both, at the sum of both δ.
+        return None
+    found = [(each.get("epsilon_per_person") or {}).get("5") for each in (site, held) if each]
+    return None if None in found else max(map(float, found))
+
+
 def _largest(values: list[float]) -> float:
-    """NaN where one is not known."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    """Return the end of the largest one's class, NaN where one is not known."""
+    return math.nan if any(map(math.isnan, values)) else class_end(max(values))
 
 
 def as_text(facts: Facts) -> str:
@@ -80,12 +93,13 @@ def as_text(facts: Facts) -> str:
         "",
         f"Per {found['unit']}; adjacency: {found['adjacency']}; accountant: "
         f"{found['accountant']}; after {found['rounds']:,} rounds ({found['status']}). Figures are "
-        "upper bounds, the largest of a class. Alone: without other sites' noise. Classes of fewer "
-        f"than {LEAST} sites are left out.",
+        "upper bounds, rounded up to 1, 2 or 5 times a power of ten, for whoever is trained on or "
+        "held out for evaluations. Alone: without other sites' noise. Classes of fewer than "
+        f"{LEAST} sites are left out.",
     ]
     if (cost := found["epsilon_of_held_out"]) is not None:
         lines[-1] += (
-            f" All that is of training; a record that is held out of it bears the evaluations' "
+            " A record that is held out bears nothing of the training's, and bears the evaluations' "
             f"instead, (ε, δ) at most ({upper(cost)}, {upper(found['delta_of_held_out'])})."
         )
     return "\n".join(lines) + "\n"
