@@ -68,8 +68,8 @@ def _of_five(facts: Facts, site: Mapping[str, Any]) -> float | None:
     if held and held.get("split_by") != "person":
         # Where each record decides by itself, a person pays for both, at the sum of both δ.
         return None
-    found = [(each.get("epsilon_per_person") or {}).get("5") for each in (site, held) if each]
-    return None if None in found else max(map(float, found))
+    told = [each.get("epsilon_per_person") or {} for each in (site, held) if each]
+    return max(float(one["5"]) for one in told) if all("5" in one for one in told) else None
 
 
 def _largest(values: list[float]) -> float:
@@ -99,7 +99,7 @@ def as_text(facts: Facts) -> str:
     ]
     if (cost := found["epsilon_of_held_out"]) is not None:
         lines[-1] += (
-            " A record that is held out bears nothing of the training's, and bears the evaluations' "
+            " A record that is held out bears nothing of the training's: it bears the evaluations' "
             f"instead, (ε, δ) at most ({upper(cost)}, {upper(found['delta_of_held_out'])})."
         )
     return "\n".join(lines) + "\n"
