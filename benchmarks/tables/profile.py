@@ -35,7 +35,8 @@ def run(name: str, scale: Scale) -> tuple[list[Row], bool]:
     torch.set_num_threads(1)
     model, batch, sites = scale.of("B", "tiny"), scale.of(75, 3), scale.of(10, 2)
     cnn = federation.plan_of(model, sites, 0.05, scale.rounds + 2, 1)
-    default = Plan.read(None, [f"rounds={scale.of(40, 2)}", "run.workers=1"])
+    asked = [f"rounds={scale.of(40, 2)}", "run.workers=1", "compression.kind=none"]
+    default = Plan.read(None, asked)
     rows: list[Row] = []
     for title, plan, data in (
         ("embedded default", default, None),

@@ -277,11 +277,12 @@ class Rounds:
         tasks = self._tasks(at, at.state, at.round + 1).values()
         spare = 2 * len(self.transport.sites) * _DIGITS + self._evaluation_bytes(at)
         if not at.round:
-            # A reply is taken to be as long as its task in full, of codes half as long: they have
-            # some 4 bits a coordinate where noise is most of it, and 16 leave room for the rest.
-            whole = sum(unshortened(task).wire_bytes for task in tasks)
-            expected = sum(task.wire_bytes for task in tasks)
-            expected += whole / 2 if self.plan.method.coded else whole
+            # A reply is taken to be as long as its task in full. Its codes have half as many bytes:
+            # some 4 bits a coordinate where noise is most of it, so 16 leave room for the rest.
+            expected = sum(task.wire_bytes + unshortened(task).wire_bytes for task in tasks)
+            if self.plan.method.coded:
+                numbers = sum(v.nbytes for task in tasks for v in task.vectors.values())
+                expected -= numbers // 2
         else:
             short = [task for task in tasks if isinstance(task, ShortenedTask)]
             # The first round told next to nothing: here as much as the next one will.

@@ -31,6 +31,7 @@ BASE = {
     "partition": {"kind": "dirichlet", "held_out": 0.25},
     "run": {"workers": 1, "evaluate_every": 100},
 }
+FLOATS = {"compression": {"kind": "none"}}
 ALI = {"algorithm": "ali_dpfl", "settings": {"iterations": 31, "learning_rate": 0.3}}
 CONTROL = {
     "algorithm": "fedavg",
@@ -136,9 +137,9 @@ def test_given_noise_lets_the_tightest_site_decide(data, tmp_path):
 def test_as_many_rounds_as_iterations_give_fedavg(data, tmp_path):
     """R_s >= R_c: τ = 1 in every round, and fedavg's model bit for bit."""
     settings = {**ALI["settings"], "iterations": 12}
-    ali = simulate(plan(ALI, PRIVATE, settings=settings), tmp_path / "ali", data=data)
+    ali = simulate(plan(ALI, PRIVATE, FLOATS, settings=settings), tmp_path / "ali", data=data)
     one = {"algorithm": "fedavg", "settings": {"learning_rate": 0.3}}
-    fedavg = simulate(plan(one, PRIVATE), tmp_path / "fedavg", data=data)
+    fedavg = simulate(plan(one, PRIVATE, FLOATS), tmp_path / "fedavg", data=data)
     assert steps(ali) == [1] * 12
     models = [(r.folder / "model.safetensors").read_bytes() for r in (ali, fedavg)]
     assert models[0] == models[1]
@@ -208,7 +209,7 @@ def test_measured_costs_decide_how_long_rounds_are(d_com, d_cmp, data, tmp_path,
 @pytest.mark.parametrize("tables", [ALI, CONTROL], ids=["ali_dpfl", "control"])
 def test_a_server_of_a_deployment_knows_the_form_of_replies(tables, data):
     """It finds the form by made-up records, without memory: later rounds' replies have it too."""
-    asked = plan(tables, PRIVATE)
+    asked = plan(tables, PRIVATE, FLOATS)
     method = asked.method
     workshop = Workshop(asked, data.x[0], 3)
     state = method.init(FlatModel(workshop.module()).vector)

@@ -17,6 +17,7 @@ from fedpact.audit.noise_level import noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import private_oracle
 from fedpact.draws.seeded import stream
+from fedpact.draws.shares import rounded
 
 # All five with -m slow.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
@@ -38,6 +39,9 @@ class Draws:
 
     def add_noise(self, total, sigma, sensitivity, step, purpose):
         return total + sigma * sensitivity * self.gaussian(len(total), total, step, purpose)
+
+    def share(self, total, unit, units, step, purpose):
+        return rounded(total, unit, units, self.gaussian(len(total), total, step, purpose).double())
 
 
 class SameAtEveryStep(Draws):

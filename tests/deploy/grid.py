@@ -16,6 +16,10 @@ from fedpact.messages import from_bytes, to_bytes
 NAMES = ("site-00", "site-01", "site-02")
 
 
+FLOATS = {"compression": {"kind": "none"}}
+"""Of a plan whose messages hold the numbers as they are, to be compared and forged."""
+
+
 class Node:
     """One site behind the network. `behave(message, answer)` returns what arrives, if anything."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import Node
+from tests.deploy.grid import FLOATS, Node
 from tests.deploy.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
@@ -306,7 +306,7 @@ def federation(federate):
     patience = {"round_seconds": 30, "resend_seconds": 10, "join_seconds": 0.2, "retries": 0}
 
     def new(**plan):
-        run = federate({"patience": patience}, **{"rounds": 5, **plan})
+        run = federate({"patience": patience}, **{"rounds": 5, **FLOATS, **plan})
         return run, run.nodes, run.directory
 
     return new

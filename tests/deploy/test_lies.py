@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from tests.deploy.grid import charged
+from tests.deploy.grid import FLOATS, charged
 
 from fedpact.engines.flower import codec, transport
 from fedpact.engines.parties.site import Site, answer
@@ -23,7 +23,7 @@ def federation(federate):
     """federation(count, **plan) -> (run, nodes), of so many sites; run.refused() carries it out."""
 
     def new(count, **plan):
-        run = federate({"patience": PATIENCE}, **{"sites": count, "rounds": 2, **plan})
+        run = federate({"patience": PATIENCE}, **{"sites": count, "rounds": 2, **FLOATS, **plan})
         return run, run.nodes
 
     return new

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Clock, charged
+from tests.deploy.grid import FLOATS, NAMES, Clock, charged
 
 from fedpact.engines.flower import codec, transport, underway
 from fedpact.engines.parties.coordinator import Coordinator
@@ -49,7 +49,7 @@ def federation(federate):
 
     def new(name="d", patience=None, seeds="secure", **plan):
         choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
-        run = federate(choices, name, **{"rounds": 2, **SECURE, **plan})
+        run = federate(choices, name, **{"rounds": 2, **SECURE, **FLOATS, **plan})
         return run, run.nodes
 
     return new

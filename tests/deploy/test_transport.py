@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.app.error import Error
-from tests.deploy.grid import NAMES, Clock, Grid, Node, charged
+from tests.deploy.grid import FLOATS, NAMES, Clock, Grid, Node, charged
 
 from fedpact import algorithms
 from fedpact.engines.flower import codec, seal, transport, underway
@@ -39,7 +39,7 @@ def clock(monkeypatch):
 def federation(federate, request):
     """(run, nodes): `run()` carries the deployment out and returns its records by round."""
     patience = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
-    run = federate({"patience": patience | getattr(request, "param", {})}, rounds=3)
+    run = federate({"patience": patience | getattr(request, "param", {})}, rounds=3, **FLOATS)
     return run, run.nodes
 
 
@@ -391,7 +391,7 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
     """
     changes = {"settings": {"iterations": 4} if name == "ali_dpfl" else {}}
     changes |= {"compression": {"kind": "topk"}} if name in ("ali_dpfl", "feddyn") else {}
-    directory = make(tmp_path / "d", algorithm=name, **changes, sites=1, rounds=2)
+    directory = make(tmp_path / "d", algorithm=name, **{**FLOATS, **changes}, sites=1, rounds=2)
     node = Node(10, directory / "sites" / "site-00")
     try:
         records = []
@@ -486,7 +486,7 @@ def test_a_refusal_of_something_else_is_rejected(federation, change, wrong):
 def test_what_a_site_says_is_told_as_its_word_and_hides_no_other_advice(make, tmp_path):
     """A site chooses among the codes that there are: no text, and nothing in the server's name."""
     patience = {"round_seconds": 5, "join_seconds": 0, "retries": 0, "least_replies": 3}
-    directory = make(tmp_path / "d", {"patience": patience}, rounds=1)
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=1, **FLOATS)
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
 
     def saying(code, node):
@@ -748,7 +748,7 @@ def test_a_late_answer_tells_of_its_ledger(federation):
 )
 def test_a_late_answer_that_shows_another_ledger_bars_its_site(make, tmp_path, change, refused):
     patience = {"round_seconds": 0.6, "resend_seconds": 9, "join_seconds": 0, "retries": 0}
-    directory = make(tmp_path / "d", {"patience": patience}, rounds=5)
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=5, **FLOATS)
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
     told = seen_with(nodes[0])
     hangs_in(nodes, 2)

@@ -90,6 +90,7 @@ def test_without_noise_a_step_is_as_long_as_its_rounds_clip(tmp_path, monkeypatc
             rounds=rounds,
             sampling_rate=1.0,
             logistic={"start": "zero"},
+            compression={"kind": "none"},
         )
         ends.append(weights(simulate(plan, tmp_path / str(len(ends)))).double())
     whole, tenth = (float((end - ends[0]).norm()) for end in ends[1:])

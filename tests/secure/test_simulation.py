@@ -12,7 +12,13 @@ from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 
-BASE = {"rounds": 3, "sites": 3, "privacy": {"accountant": "rdp"}, "run": {"workers": 1}}
+BASE = {
+    "compression": {"kind": "none"},
+    "rounds": 3,
+    "sites": 3,
+    "privacy": {"accountant": "rdp"},
+    "run": {"workers": 1},
+}
 SECURE = {"secure_aggregation": {"threshold": 2}}
 # float32's rounding of a model of numbers below 1, in three rounds of folds over three sites.
 CLOSE = 1e-5
