@@ -53,11 +53,56 @@ def test_without_noise_they_are_the_figures_themselves() -> None:
     assert found["accuracy", "class yes"].value == pytest.approx(7 / 24)
     assert found["loss", "clipped to 2"].value == pytest.approx(0.5)
     assert found["gap of accuracy", "groups"].value == pytest.approx(17 / 24 - 11 / 24)
-    # True positives 2/12 and 5/12; true negatives, so 1 - false positives, 9/12 and 12/12.
+    assert found["true positive rate of class yes", "group b"].value == pytest.approx(5 / 12)
+    assert found["false positive rate of class yes", "group a"].value == pytest.approx(3 / 12)
+    # True positives 2/12 and 5/12, false ones 3/12 and 0.
     assert found["equalised-odds gap", "groups"].value == pytest.approx(0.25)
     for figure in found.values():
         if figure.name not in ("records",):
             assert figure.low == pytest.approx(figure.value) == figure.high
+
+
+def counted(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict]:
+    """Records of three classes in two groups: hits, false positives, and rates by counting."""
+    group, y, said = rng.integers(2, size=900), rng.integers(3, size=900), rng.integers(3, size=900)
+    said = np.where(rng.random(900) < 0.6 - 0.2 * group, y, said)
+    hits = np.zeros((2, 3, 2))
+    np.add.at(hits, (group, y, (said != y).astype(int)), 1.0)
+    wrong = np.zeros((2, 3))
+    np.add.at(wrong, (group[said != y], said[said != y]), 1.0)
+    rates = {}
+    for g, c in np.ndindex(2, 3):
+        own, true = group == g, y == c
+        rates["true", g, c] = (said == c)[own & true].mean()
+        rates["false", g, c] = (said == c)[own & ~true].mean()
+    return hits, wrong, rates
+
+
+def test_rates_of_more_than_two_classes_are_of_each_against_all_others() -> None:
+    rng = np.random.default_rng(4)
+    hits, wrong, rates = counted(rng)
+    settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
+    names, of = ("x", "y", "z"), {"hits": hits, "false_positives": wrong}
+    plain = Sums(of, dict.fromkeys(of, 0.0))
+    exact = named(figures(plain, settings, names, GROUPS))
+    for (kind, g, c), rate in rates.items():
+        figure = exact[f"{kind} positive rate of class {names[c]}", f"group {GROUPS[g]}"]
+        assert figure.value == pytest.approx(rate) == figure.low == figure.high
+    gaps = [abs(rates[k, 0, c] - rates[k, 1, c]) for k in ("true", "false") for c in range(3)]
+    assert exact["equalised-odds gap", "groups"].value == pytest.approx(max(gaps))
+    # Over both groups, with noise: as often within their intervals as stated.
+    covered = dict.fromkeys(exact, 0)
+    for _ in range(TRIES):
+        found = named(figures(sums(rng, of, 4.0), settings, names, GROUPS))
+        for key, figure in found.items():
+            covered[key] += figure.low <= exact[key].value <= figure.high
+    for key, count in covered.items():
+        assert count / TRIES > LEAST, key
+    # Without the false positives there is no gap of odds.
+    fewer = named(figures(Sums({"hits": hits}, {"hits": 0.0}), settings, names, GROUPS))
+    assert ("equalised-odds gap", "groups") not in fewer
+    gap = fewer["gap of true positive rates", "groups"].value
+    assert gap == pytest.approx(max(gaps[:3]))
 
 
 def area(negative: np.ndarray, positive: np.ndarray) -> float:

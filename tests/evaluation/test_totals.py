@@ -55,6 +55,30 @@ def test_they_are_what_counting_gives() -> None:
     assert {c: len(v) for c, v in found.items()} == FORM.lengths
 
 
+def test_false_positives_are_misses_by_the_class_that_is_said() -> None:
+    settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
+    form = SumsForm(settings, ("x", "y", "z"), ("a", "b", "c"))
+    used = PerSampleKernel(FlatModel(nn.Linear(3, 3)), cross_entropy)
+    w, one = torch.randn(12, generator=stream("w of three")), held(50)
+    # A record without scores is a miss, and nothing is said of it.
+    one.x[7] = torch.nan
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for x, y, group in zip(one.x, one.y, one.group, strict=True):
+        said = int((w[:9].view(3, 3) @ x + w[9:]).argmax())
+        expected[group, said] += float(said != int(y) and bool(x.isfinite().all()))
+    found = one.totals(form, used, w)
+    assert torch.equal(found["false_positives"], expected.reshape(-1))
+    assert expected.sum() == found["hits"].view(-1, 2)[:, 1].sum() - 1
+    for out in range(0, 50, 7):
+        assert part(one, torch.arange(50) == out).totals(form, used, w)["false_positives"].sum() < 2
+
+
+def test_they_say_nothing_more_of_two_classes() -> None:
+    settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
+    with pytest.raises(PlanError, match="there are 2 classes"):
+        form_of(settings, ("no", "yes"), None, "record")
+
+
 def test_one_record_moves_each_channel_by_at_most_one() -> None:
     """And the other records' parts are as they were, to the last bit."""
     w, one, used = torch.randn(8, generator=stream("w")), held(60), kernel()

@@ -50,7 +50,8 @@ def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
     assert "As sites released it" in page
     assert f'<td class="n">{interval}</td><td class="n">{percent(mean["exact"])}</td>' in page
     for about in ("group Female", "group Male"):
-        for name in ("accuracy", "hits of class low", "hits of class high"):
+        rates = [f"{kind} positive rate of class high" for kind in ("true", "false")]
+        for name in ("accuracy", *rates):
             assert f"<td>{name}</td><td>{about}</td>" in page
 
 

@@ -78,8 +78,15 @@ def figures(
     if "hits" in sums.of:
         hits, noise = sums.of["hits"].reshape(shape), sums.noise["hits"]
         found += _accuracies(hits, noise, settings.level, classes, f"{unit}s")
+        counts = _Counts(hits, noise)
+        if "false_positives" in sums.of:
+            said, more = sums.of["false_positives"].reshape(shape[:2]), sums.noise["false_positives"]
+            counts = _Counts(hits, noise, said, more)
+            for c, name in enumerate(classes):
+                rate = counts.together.false_positives(0, c, settings.level)
+                found.append(Figure("false positive rate", f"class {name}", *rate))
         if len(groups) > 1:
-            found += _of_groups(hits, noise, settings.level, classes, groups)
+            found += _of_groups(counts, settings.level, classes, groups)
     if "roc" in sums.of:
         area = roc_area(sums.of["roc"].reshape(2, -1), sums.noise["roc"], settings.level)
         found.append(Figure("roc area", "all", *area))
@@ -104,28 +111,80 @@ def _accuracies(
     return found
 
 
-def _of_groups(
-    hits: Array, noise: float, level: float, classes: Sequence[str], groups: Sequence[str]
-) -> list[Figure]:
-    """Accuracy and the rate of hits of each class by group, and how far groups are apart.
+@dataclass(frozen=True)
+class _Counts:
+    """hits [groups, classes, 2]; said: misses by the class that was said [groups, classes].
 
-    The rate of hits of a class is the true positive rate of it; of two classes, the false positive
-    rate of one is 1 less the other's. Gaps are of intervals that all cover together.
+    noise, of_said: the variance of each entry. said is None where nobody released it.
     """
-    found = list[Figure]()
-    each = 1 - (1 - level) / (len(groups) * (len(classes) + 1))
-    wide: dict[str, list[tuple[float, float, float]]] = {}
-    parts = [("accuracy", hits)]
-    parts += [(f"hits of class {name}", hits[:, c : c + 1]) for c, name in enumerate(classes)]
-    for what, part in parts:
-        for group, table in zip(groups, part, strict=True):
-            found.append(Figure(what, f"group {group}", *_share(table, noise, level)))
-            wide.setdefault(what, []).append(_share(table, noise, each))
-    gaps = {what: _gap(intervals) for what, intervals in wide.items()}
-    found.append(Figure("gap of accuracy", "groups", *gaps.pop("accuracy")))
-    # Equalised odds: the model is right as often for each class, whatever the group.
-    value, low, high = (float(np.max(end)) for end in zip(*gaps.values(), strict=True))
-    found.append(Figure("equalised-odds gap", "groups", value, low, high))
+
+    hits: Array
+    noise: float
+    said: Array | None = None
+    of_said: float = 0.0
+
+    @property
+    def together(self) -> "_Counts":
+        """All groups as one."""
+        many, said = len(self.hits), None if self.said is None else self.said.sum(0)[None]
+        return _Counts(self.hits.sum(0)[None], many * self.noise, said, many * self.of_said)
+
+    @property
+    def rates(self) -> list[tuple[str, int]]:
+        """The rates of single classes that are known: (kind, class). Of two classes the second."""
+        classes = self.hits.shape[1]
+        chosen = [1] if classes == 2 else range(classes)
+        known = classes == 2 or self.said is not None
+        return [
+            (kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen
+        ]
+
+    def accuracy(self, group: int, level: float) -> tuple[float, float, float]:
+        """Of a group: value and interval."""
+        return _share(self.hits[group], self.noise, level)
+
+    def rate(self, kind: str, group: int, c: int, level: float) -> tuple[float, float, float]:
+        """The rate of true or false positives of a class in a group: value and interval."""
+        if kind == "true":
+            return _share(self.hits[group, c : c + 1], self.noise, level)
+        return self.false_positives(group, c, level)
+
+    def false_positives(self, group: int, c: int, level: float) -> tuple[float, float, float]:
+        """The share of records of other classes that are said to be of this one."""
+        others = np.delete(self.hits[group], c, axis=0)
+        if self.said is None:
+            # Two classes: a miss of the other one is said to be of this one.
+            return _share(others[:, ::-1], self.noise, level)
+        variance = self.of_said, 0.0, self.noise * others.size
+        return ratio(float(self.said[group, c]), float(others.sum()), variance, level)
+
+
+def _of_groups(
+    counts: _Counts, level: float, classes: Sequence[str], groups: Sequence[str]
+) -> list[Figure]:
+    """Accuracy and rates of true and false positives by group, and how far groups are apart.
+
+    Of two classes the positives are the second's; of more, each class's against all others. Gaps
+    are of intervals that all cover together.
+    """
+    found, rates = list[Figure](), counts.rates
+    each = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
+    about = [f"group {group}" for group in groups]
+    whole = [counts.accuracy(g, each) for g in range(len(groups))]
+    for g, group in enumerate(about):
+        found.append(Figure("accuracy", group, *counts.accuracy(g, level)))
+    gaps = list[tuple[float, float, float]]()
+    for kind, c in rates:
+        name = f"{kind} positive rate of class {classes[c]}"
+        for g, group in enumerate(about):
+            found.append(Figure(name, group, *counts.rate(kind, g, c, level)))
+        gaps.append(_gap([counts.rate(kind, g, c, each) for g in range(len(groups))]))
+    found.append(Figure("gap of accuracy", "groups", *_gap(whole)))
+    # Equalised odds: the model is right, and wrong, as often, whatever the group.
+    odds = any(kind == "false" for kind, _ in rates)
+    value, low, high = (float(np.max(end)) for end in zip(*gaps, strict=True))
+    name = "equalised-odds gap" if odds else "gap of true positive rates"
+    found.append(Figure(name, "groups", value, low, high))
     return found
 
 

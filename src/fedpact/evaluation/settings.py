@@ -25,7 +25,7 @@ DECLARE: Final = (
 )
 """What is said where nothing is evaluated."""
 
-Release = Literal["hits", "loss", "roc"]
+Release = Literal["hits", "loss", "roc", "false_positives"]
 
 
 class EvaluationSettings(BaseModel):
@@ -34,7 +34,8 @@ class EvaluationSettings(BaseModel):
     share: a record falls to one side by itself, so the part is about so large. every: the last
     model is evaluated in any case. releases: hits, a table of hits and misses by class (and group);
     loss, the sum of losses, each clipped to loss_bound (with hits, which count the records); roc,
-    scores by class in `bins` bins, of two classes only. level: how often an interval covers what it
+    scores by class in `bins` bins, of two classes only; false_positives, misses by the class that
+    was said (and group), of more than two classes, with hits. level: how often an interval covers what it
     is for. groups: a column of [records] with categories.
     """
 
@@ -58,7 +59,8 @@ class EvaluationSettings(BaseModel):
             )
         if len(set(self.releases)) < len(self.releases):
             raise ValueError(f"releases = {self.releases}: expected each once")
-        for name, asked in (("groups", self.groups is not None), ("loss", "loss" in self.releases)):
+        needing = {name: name in self.releases for name in ("loss", "false_positives")}
+        for name, asked in {"groups": self.groups is not None, **needing}.items():
             if asked and "hits" not in self.releases:
                 raise ValueError(
                     f"{name} with releases = {self.releases}: it needs the table of hits, which "

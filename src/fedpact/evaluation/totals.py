@@ -3,8 +3,10 @@
     hits    [groups, classes, 2]   records by group, class, and whether the model is right
     roc     [2, bins]              records by class and score, the probability of the second class
     loss    [1]                    Σ min(ℓ_j / bound, 1), each rounded down to 2^-20
+    false_positives
+            [groups, classes]      misses by group and the class that the model says
 
-A record stands in one cell of a table, and adds at most 1 to the loss: it moves each by at most 1.
+A record stands in one cell of a table at most, and adds at most 1 to the loss: it moves each by at most 1.
 Where a person is protected, each of the m records of one weighs 1/m, rounded down to 2^-20: so a
 person moves each by at most 1 as well, however many records it has, and every person counts alike.
 """
@@ -46,6 +48,7 @@ class SumsForm:
             "hits": (len(self.groups), len(self.classes), 2),
             "loss": (1,),
             "roc": (2, self.settings.bins),
+            "false_positives": (len(self.groups), len(self.classes)),
         }
         return {channel: every[channel] for channel in self.settings.releases}
 
@@ -58,11 +61,17 @@ class SumsForm:
 def form_of(
     settings: EvaluationSettings, classes: Sequence[str], groups: Grouping | None, unit: str
 ) -> SumsForm:
-    """Return what is summed. Raises PlanError: a ROC curve of other than two classes."""
+    """Return what is summed. Raises PlanError: a release that says nothing of so many classes."""
     if "roc" in settings.releases and settings.used and len(classes) != 2:
         raise PlanError(
             f'evaluation.releases has "roc", and there are {len(classes)} classes: a ROC curve is '
             'of two; leave "roc" out'
+        )
+    if "false_positives" in settings.releases and len(classes) == 2:
+        raise PlanError(
+            'evaluation.releases has "false_positives", and there are 2 classes: "hits" says '
+            "already how many are said to be of the other one; leave it out, as each release more "
+            "has more noise"
         )
     return SumsForm(settings, tuple(classes), groups.names if groups else ("all",), unit)
 
@@ -93,6 +102,9 @@ class HeldOut:
             "hits": lambda: _hits(losses, y, group, weights, form.shapes["hits"]),
             "roc": lambda: _scores(losses, y, weights, form.settings.bins),
             "loss": lambda: _sum(losses, y, weights, form.settings.loss_bound),
+            "false_positives": lambda: _said(
+                losses, y, group, weights, form.shapes["false_positives"]
+            ),
         }
         return {channel: made[channel]().reshape(-1) for channel in form.shapes}
 
@@ -124,6 +136,15 @@ def _hits(
     right = (losses.nan_to_num().argmin(1) == y) & known
     cell = (group * shape[1] + y) * 2 + (~right).long()
     return torch.bincount(cell, weights, minlength=math.prod(shape)).double()
+
+
+def _said(
+    losses: Tensor, y: Tensor, group: Tensor, weights: Tensor, shape: tuple[int, ...]
+) -> Tensor:
+    said = losses.nan_to_num().argmin(1)
+    wrong = losses.isfinite().all(1) & (said != y)
+    cell = (group * shape[1] + said)[wrong]
+    return torch.bincount(cell, weights[wrong], minlength=math.prod(shape)).double()
 
 
 def _scores(losses: Tensor, y: Tensor, weights: Tensor, bins: int) -> Tensor:
