@@ -47,6 +47,7 @@ def test_it_says_what_for_on_what_data_and_when(site, receipt):
     assert spend["purpose"] == "to find sick hearts"
     assert name in (site / "federation.toml").read_text()
     assert told["sentence"].startswith("Whether or not any one record is in the data set")
+    assert "as at a second site, pays the sum of both" in told["sentence"]
     # Nothing about records: neither theirs, nor how many there truly are.
     assert not ({"records", "size", "count"} & {key.lower() for key in told})
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.evaluation.people import people
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -135,6 +136,18 @@ def test_compare_refuses_before_it_begins_where_nothing_is_held_out(tmp_path):
     with pytest.raises(PlanError, match=r"partition\.held_out is 0.*--joining"):
         compare([plan_of(partition={"held_out": 0.0})], 1, tmp_path / "c", joining=True)
     assert not (tmp_path / "c").exists()
+
+
+def test_what_evaluations_hold_out_tells_what_joining_was_worth(tmp_path):
+    table = people(tmp_path / "people.csv")
+    tables = {"rounds": 1, "sites": 2, "partition": {"held_out": 0.0}}
+    plan = Plan.parse({**table, **tables})
+    compare([plan], 1, tmp_path / "c", joining=True, jobs=1)
+    folder = tmp_path / "c" / "fedavg" / "seed-0"
+    sites = json.loads((folder / "joining.json").read_text())["sites"]
+    parts = json.loads((folder / "partition.json").read_text())["held_out"]
+    assert {n: f["held_out"] for n, f in sites.items()} == {n: len(p) for n, p in parts.items()}
+    assert min(map(len, parts.values())) > 0
 
 
 def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():

@@ -13,6 +13,7 @@ from fedpact.params import FlatModel
 from fedpact.personal.choice import LEAST, WEIGHTS, Validated, _parts, validated
 from fedpact.personal.joining import (
     Gain,
+    SiteModel,
     alone,
     on_held_out,
     on_own_parts,
@@ -227,3 +228,35 @@ def test_the_sentence_names_every_site_once():
     assert sentence({"c": gains["c"]}, "without privacy") == (
         "Without privacy joining pays for no site; and cannot be told for c."
     )
+
+
+def test_persons_with_one_record_each_are_records():
+    after, before = torch.rand(40).round().bool(), torch.rand(40).round().bool()
+    assert Gain.of(after, before, torch.randperm(40)) == Gain.of(after, before)
+
+
+def test_the_interval_of_persons_covers_where_that_of_equal_records_does_not():
+    """Persons with five equal records: by records the interval is √5 too narrow.
+
+    60 persons of whom 30 % gain and 20 % lose. 95 % of 1,500 tries are below 92.6 % once in 10^5.
+    """
+    generator = torch.Generator().manual_seed(0)
+    covered = {"person": 0, "record": 0}
+    for _ in range(1500):
+        drawn = torch.rand(60, generator=generator)
+        whose = torch.arange(300) % 60
+        after, before = (drawn < 0.3)[whose], (drawn > 0.8)[whose]
+        for name, known in (("person", whose), ("record", None)):
+            gain = Gain.of(after, before, known)
+            covered[name] += gain.low <= 0.1 <= gain.high
+    assert covered["person"] / 1500 > 0.926
+    assert covered["record"] / 1500 < 0.75
+
+
+def test_accuracies_are_of_persons_where_they_are_known():
+    """One with three records, all right after tuning, and one with one, right before."""
+    whose = torch.tensor([0, 0, 0, 1])
+    before, after = torch.tensor([False] * 3 + [True]), torch.tensor([True] * 3 + [False])
+    choice = Validated(0.1, 4, torch.arange(4), before, after, whose)
+    found = on_own_parts(SiteModel(torch.zeros(1), choice), SiteModel(torch.zeros(1), choice))
+    assert (found.federated, found.tuned, found.persons, found.held_out) == (0.5, 0.5, 2, 4)

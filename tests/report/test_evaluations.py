@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.evaluation.people import people
 
@@ -69,3 +70,33 @@ def test_a_report_shows_groups_their_gap_and_every_evaluated_round(runs: Path) -
     assert [each["round"] for each in rounds] == [1, 2]
     assert rounds[-1]["figures"] == [f for f in found.values() if not f["of_part"]]
     assert "bears nothing of the training" in page
+
+
+def test_a_plain_run_shows_rates_by_group_exactly_and_says_who_sees_them(tmp_path: Path) -> None:
+    table = people(tmp_path / "people.csv", rows=300)
+    tables = {"rounds": 2, "sites": 2, "privacy": {"mode": "none"}}
+    tables["evaluation"] = {**table["evaluation"], "every": 1}
+    folder = run_folder(tmp_path, "plain", 0)
+    plan = Plan.parse({**table, **tables})
+    result = simulate(plan, folder)
+    last = result.records[-1]
+    assert not last.evaluation
+    hits = sum(np.array(of["hits"]) for of in last.held_out.values()).reshape(2, 2, 2)
+    found = {(f["name"], f["about"]): f for f in result.summary["held_out"]["figures"]}
+    for g, group in enumerate(("Female", "Male")):
+        rate = hits[g, 1, 0] / hits[g, 1].sum()
+        figure = found["true positive rate of class high", f"group {group}"]
+        assert figure["value"] == pytest.approx(rate) == figure["low"] == figure["high"]
+    assert result.summary["evaluation"] is None
+    page = write_report(folder).read_text()
+    section = page.split("On held-out records, after round 2")[1]
+    assert "simulator only" in section.split("</h3>")[0]
+    assert "true positive rate of class high" in section
+    assert "As sites released it" not in page
+    assert "Round by round" in section
+    comparison = read_comparison(tmp_path, {"plain": plan.document()}, [0])
+    entry = document(comparison)["entries"]["plain"]
+    assert entry["evaluation"] is None
+    assert entry["held_out"] == result.summary["held_out"]["figures"]
+    text = percent(found["equalised-odds gap", "groups"]["value"])
+    assert f'<td class="n">–</td><td class="n">{text}</td>' in render(comparison)

@@ -102,10 +102,10 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
     """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
     for name, plan in plans.items():
         check_as_declared(plan.method)
-        if not plan.partition.held_out:
+        if not (plan.partition.held_out or plan.evaluation.used):
             raise PlanError(
-                f"{name}: partition.held_out is {plan.partition.held_out:g}: what joining is worth "
-                "is found on the sites' held-out records; give some, or leave --joining out"
+                f"{name}: partition.held_out is 0, and evaluation.share: what joining is worth is "
+                "found on the sites' held-out records; give some, or leave --joining out"
             )
 
 

@@ -58,7 +58,7 @@ class Evaluator:
         if self._scene.plan.private:
             terms = self._scene.terms
             record = with_epsilon(record, terms, {name: self._charged(name) for name in terms})
-        if record.evaluation and not record.held_out:
+        if not record.held_out and (record.evaluation or self._shown(record.round, last)):
             record = replace(record, held_out=self._exact(at.state.vectors["w"]))
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
@@ -67,6 +67,12 @@ class Evaluator:
             record = self._measured(at, record)
         self._spent += time.perf_counter() - started
         return record
+
+    def _shown(self, round_number: int, last: bool) -> bool:
+        """Whether a plain run, of which nobody releases anything, has exact sums by itself."""
+        plan = self._scene.plan
+        due = plan.evaluation.used and (last or plan.evaluation.is_due(round_number, plan.rounds))
+        return due and not plan.private and round_number > 0
 
     def _due(self, round_number: int) -> bool:
         every = self._scene.plan.run.evaluate_every
@@ -130,7 +136,7 @@ class Evaluator:
 
     def _exact(self, w: Tensor) -> SumsBySite:
         """The sums that sites released, without the noise, to be seen beside them."""
-        scene, kernel = self._scene, self._scene.bench().private
+        scene, kernel = self._scene, self._scene.bench().kernel
         sums = {s.name: scene.held_out(s).totals(scene.form, kernel, w) for s in scene.sites}
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
 

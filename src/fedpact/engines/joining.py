@@ -15,6 +15,7 @@ from torch import Tensor
 from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition
+from fedpact.data.splits import numbered
 from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
@@ -50,11 +51,12 @@ def of_run(
     plan = Plan.parse(folder.read_json("plan.json"))
     _check(folder)
     check_as_declared(plan.method)
-    scene = Scene.of(plan, data, Partition.load(folder.partition))
+    partition = Partition.load(folder.partition)
+    scene = Scene.of(plan, data, partition)
     if not any(len(site.y_held) for site in scene.sites):
         raise PlanError(
-            f"{path}: partition.held_out is {plan.partition.held_out}: without held-out records "
-            "nothing can be compared; run it with some"
+            f"{path}: no site holds records out (partition.held_out, or evaluation.share): without "
+            "them nothing can be compared; run it with some"
         )
     models, model = _released(folder, plan, scene), FlatModel(scene.module())
     initial = model.vector.clone()
@@ -66,7 +68,8 @@ def of_run(
                 alones[site.name] = alone(model, site.x, site.y, initial, site.persons)
             w = models[site.name]
             tuned = personalised(model, site.x, site.y, w, site.persons)
-            held = site.x_held, site.y_held
+            whose = numbered(scene.dataset.person, partition.held_out[site.name])
+            held = site.x_held, site.y_held, whose
             found[site.name] = on_held_out(model, alones[site.name], tuned, w, *held)
     document = {
         "simulator_only": True,

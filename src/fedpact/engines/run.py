@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from fedpact.evaluation.outcome import outcome
+from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
@@ -96,6 +96,7 @@ def finish(
     found = _summary(plan, terms, sizes, records, status) | {
         "model_parameters": model.size,
         "evaluation": outcome(records, form, plan.evaluation_terms),
+        "held_out": None if plan.private else exact_outcome(records, form),
     }
     folder.write_json("summary.json", found)
     return found

@@ -80,7 +80,10 @@ def figures(
         found += _accuracies(hits, noise, settings.level, classes, f"{unit}s")
         counts = _Counts(hits, noise)
         if "false_positives" in sums.of:
-            said, more = sums.of["false_positives"].reshape(shape[:2]), sums.noise["false_positives"]
+            said, more = (
+                sums.of["false_positives"].reshape(shape[:2]),
+                sums.noise["false_positives"],
+            )
             counts = _Counts(hits, noise, said, more)
             for c, name in enumerate(classes):
                 rate = counts.together.false_positives(0, c, settings.level)
@@ -135,9 +138,7 @@ class _Counts:
         classes = self.hits.shape[1]
         chosen = [1] if classes == 2 else range(classes)
         known = classes == 2 or self.said is not None
-        return [
-            (kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen
-        ]
+        return [(kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen]
 
     def accuracy(self, group: int, level: float) -> tuple[float, float, float]:
         """Of a group: value and interval."""

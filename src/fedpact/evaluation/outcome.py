@@ -55,6 +55,31 @@ def outcome(
     }
 
 
+def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
+    """Return what a plain run's held-out records come to, exactly; None where none are held out.
+
+    round, unit, figures, by_round, sites: as `outcome` has them. Simulator only.
+    """
+    done = [record for record in records if record.held_out]
+    if not done:
+        return None
+    noise, last = dict.fromkeys(form.shapes, 0.0), done[-1]
+
+    def together(record: RoundRecord) -> list[dict[str, Any]]:
+        return _beside(form, noise, list(record.held_out.values()), [])
+
+    return {
+        "round": last.round,
+        "unit": form.unit,
+        "figures": together(last),
+        "by_round": [
+            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
+            for record in done
+        ],
+        "sites": {s: _beside(form, noise, [sums], []) for s, sums in last.held_out.items()},
+    }
+
+
 def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:
     """Return the figures of sums without noise, as a site's owner sees them."""
     return _figures(form, [sums], dict.fromkeys(form.shapes, 0.0))

@@ -35,8 +35,8 @@ class EvaluationSettings(BaseModel):
     model is evaluated in any case. releases: hits, a table of hits and misses by class (and group);
     loss, the sum of losses, each clipped to loss_bound (with hits, which count the records); roc,
     scores by class in `bins` bins, of two classes only; false_positives, misses by the class that
-    was said (and group), of more than two classes, with hits. level: how often an interval covers what it
-    is for. groups: a column of [records] with categories.
+    was said (and group), of more than two classes, with hits. level: how often an interval covers
+    what it is for. groups: a column of [records] with categories.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

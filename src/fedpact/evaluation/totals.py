@@ -6,9 +6,10 @@
     false_positives
             [groups, classes]      misses by group and the class that the model says
 
-A record stands in one cell of a table at most, and adds at most 1 to the loss: it moves each by at most 1.
-Where a person is protected, each of the m records of one weighs 1/m, rounded down to 2^-20: so a
-person moves each by at most 1 as well, however many records it has, and every person counts alike.
+A record stands in one cell of a table at most, and adds at most 1 to the loss: it moves each by at
+most 1. Where a person is protected, each of the m records of one weighs 1/m, rounded down to 2^-20:
+so a person moves each by at most 1 as well, however many records it has, and every person counts
+alike.
 """
 
 import math
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from fedpact.errors import PlanError
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.batches import Kernel
 from fedpact.privacy.guarded import measured
 
@@ -88,7 +90,7 @@ class HeldOut:
     group: Tensor
     persons: Tensor | None = None
 
-    def totals(self, form: SumsForm, kernel: Kernel, w: Tensor) -> dict[str, Tensor]:
+    def totals(self, form: SumsForm, kernel: Kernel | PlainKernel, w: Tensor) -> dict[str, Tensor]:
         """Return the exact sums at w [d], float64 and flat, by channel; the model is left at w.
 
         A record at which the model raises, or whose scores are not finite, is a miss, with score 0
@@ -116,7 +118,7 @@ class HeldOut:
         return each.mul_(_FINE).floor_().div_(_FINE)[self.persons]
 
 
-def _losses(kernel: Kernel, x: Tensor, y: Tensor, classes: int) -> Tensor:
+def _losses(kernel: Kernel | PlainKernel, x: Tensor, y: Tensor, classes: int) -> Tensor:
     """Return -log p_c of each record and class c, [n, classes] in float64, NaN where there is none.
 
     By the kernel's own passes, which keep the bits of a record whatever is beside it.

@@ -83,7 +83,8 @@ def _sentence(told: Mapping[str, Any]) -> str:
         ("This is of a simulation, which protects nobody; a deployment could say: " * hypothetical)
         + f"Whether or not any one {whose} is in {of}, all that the {many} named here may release "
         f"turns out nearly alike: the chance of any outcome differs by at most e^ε{factor} and by "
-        f"δ = {upper(told['delta_reserved'])} more, with ε = {bound}."
+        f"δ = {upper(told['delta_reserved'])} more, with ε = {bound}. A person with records in "
+        "other data sets too, as at a second site, pays the sum of both."
     )
 
 

@@ -9,6 +9,11 @@ The difference is that of the hits of `as used` and `alone` on the same held-out
 interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a and b
 records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n + 2) and
 p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
+
+Where it is known whose each record is, persons count, each alike: what one's records say is not
+independent. An accuracy is then the mean over persons of their shares of hits, and the interval is
+that of the n persons' differences d_j and of two more, one that gains all and one that loses all:
+p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2), the same where each has one record.
 """
 
 import math
@@ -16,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
 from fedpact.params import FlatModel
@@ -37,15 +43,19 @@ class Gain:
     high: float
 
     @staticmethod
-    def of(after: Tensor, before: Tensor) -> "Gain":
-        """Return that of two models' hits [n] each on the same records; NaN without records."""
-        n = len(after)
+    def of(after: Tensor, before: Tensor, whose: Tensor | None = None) -> "Gain":
+        """Return that of two models' hits [n] each on the same records; NaN without records.
+
+        whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+        """
+        each = by_person(after.double() - before.double(), whose)
+        n = len(each)
         if not n:
             return Gain(math.nan, math.nan, math.nan)
-        a, b = int((after & ~before).sum()), int((before & ~after).sum())
-        p, r = (a + 1) / (n + 2), (b + 1) / (n + 2)
-        half = _NORMAL * math.sqrt((p + r - (p - r) ** 2) / (n + 2))
-        return Gain((a - b) / n, max(-1.0, p - r - half), min(1.0, p - r + half))
+        total, squares = float(each.sum()), float(each.square().sum())
+        middle = total / (n + 2)
+        half = _NORMAL * math.sqrt(((squares + 2) / (n + 2) - middle**2) / (n + 2))
+        return Gain(total / n, max(-1.0, middle - half), min(1.0, middle + half))
 
     @property
     def verdict(self) -> Verdict:
@@ -60,6 +70,8 @@ class SiteFigures:
     """One site's accuracies on `held_out` records; exact, for its owner alone.
 
     records: that it trains on. advice: of Validated. tune: whether to. gain: as used less alone.
+    persons: whose the held-out ones are, where accuracies are of persons, each counting alike; None
+    where they are of records.
     """
 
     records: int
@@ -70,6 +82,7 @@ class SiteFigures:
     tune: bool
     advice: str
     gain: Gain
+    persons: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,11 +116,20 @@ def personalised(
 
 
 def on_held_out(
-    model: FlatModel, by_itself: SiteModel, tuned: SiteModel, w: Tensor, x: Tensor, y: Tensor
+    model: FlatModel,
+    by_itself: SiteModel,
+    tuned: SiteModel,
+    w: Tensor,
+    x: Tensor,
+    y: Tensor,
+    whose: Tensor | None = None,
 ) -> SiteFigures:
-    """Return a site's figures on held-out records x [n, ...], y [n, ...]; they trained nothing."""
+    """Return a site's figures on held-out records x [n, ...], y [n, ...]; they trained nothing.
+
+    whose: of Gain.of.
+    """
     hits = [answers(model, each, x, y)[0] for each in (by_itself.w, w, tuned.w)]
-    return _figures(tuned.choice, *hits)
+    return _figures(tuned.choice, whose, *hits)
 
 
 def on_own_parts(by_itself: SiteModel, tuned: SiteModel) -> SiteFigures:
@@ -117,25 +139,40 @@ def on_own_parts(by_itself: SiteModel, tuned: SiteModel) -> SiteFigures:
     tried, which flatters both a little.
     """
     choice = tuned.choice
-    return _figures(choice, by_itself.choice.after, choice.before, choice.after)
+    # Of the persons that were answered: a large site does not ask them all.
+    whose = None
+    if choice.whose is not None:
+        whose = torch.unique(choice.whose[choice.places], return_inverse=True)[1]
+    return _figures(choice, whose, by_itself.choice.after, choice.before, choice.after)
 
 
-def _figures(choice: Validated, local: Tensor, federated: Tensor, tuned: Tensor) -> SiteFigures:
+def _figures(
+    choice: Validated, whose: Tensor | None, local: Tensor, federated: Tensor, tuned: Tensor
+) -> SiteFigures:
     used = tuned if choice.tune else federated
     return SiteFigures(
         records=choice.records,
         held_out=len(local),
-        local=_share(local),
-        federated=_share(federated),
-        tuned=_share(tuned),
+        local=_share(local, whose),
+        federated=_share(federated, whose),
+        tuned=_share(tuned, whose),
         tune=choice.tune,
         advice=choice.told,
-        gain=Gain.of(used, local),
+        gain=Gain.of(used, local, whose),
+        persons=None if whose is None else len(by_person(local.double(), whose)),
     )
 
 
-def _share(hits: Tensor) -> float:
-    return float(hits.double().mean()) if len(hits) else math.nan
+def by_person(values: Tensor, whose: Tensor | None) -> Tensor:
+    """Return each person's mean of its records' values [n], float64; themselves for None."""
+    if whose is None:
+        return values
+    sums = torch.bincount(whose, values.double())
+    return sums / torch.bincount(whose)
+
+
+def _share(hits: Tensor, whose: Tensor | None) -> float:
+    return float(by_person(hits.double(), whose).mean()) if len(hits) else math.nan
 
 
 def sentence(gains: Mapping[str, Gain], at: str) -> str:

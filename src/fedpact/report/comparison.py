@@ -123,6 +123,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
                 "evaluation": evaluations.means(_runs(entry)) or None,
+                "held_out": evaluations.exact_means(_runs(entry)) or None,
             }
             for entry in comparison.entries
         },

@@ -12,26 +12,30 @@ _NUMBERS = ("records", "persons", "loss")
 
 
 def about(run: RunFolder) -> dict[str, Any] | None:
-    """Return the last released evaluation for the page, None where there is none."""
-    found = run.released
+    """Return the last evaluation for the page, None where there is none.
+
+    Of a plain run it is exact, and nobody released it: level, cost and intervals are "" there.
+    """
+    found = run.released or run.held_out
     if not found:
         return None
     rows = [_row(figure) for figure in found["figures"]]
     return {
+        "noisy": bool(run.released),
         "rows": [("all", row) for row in rows],
         "sites": [
             (site, _row(figure)) for site, figures in found["sites"].items() for figure in figures
         ],
         "exact": any(row["exact"] for row in rows),
-        "level": f"{found['level']:g}",
+        "level": f"{found['level']:g}" if run.released else "",
         "round": found["round"],
-        "cost": cost(found),
+        "cost": cost(found) if run.released else "",
         "by_round": [
             (each["round"], _row(figure))
             for each in found["by_round"]
             for figure in each["figures"]
         ],
-        "missing": ", ".join(f"{s} ({code})" for s, code in found["unevaluated"].items()),
+        "missing": ", ".join(f"{s} ({code})" for s, code in found.get("unevaluated", {}).items()),
     }
 
 
@@ -91,17 +95,33 @@ def why_none(run: RunFolder, named: bool = True) -> str:
 
 
 def compared(entries: Mapping[str, Sequence[RunFolder]]) -> list[tuple[str, dict[str, str]]]:
-    """Return (entry, row) of each figure that every run of an entry released of all sites together.
+    """Return (entry, row) of each figure that every run of an entry has of all sites together.
 
-    Over several runs all are means, the interval's ends too: no narrower than it has to be.
+    Over several runs all are means, the interval's ends too: no narrower than it has to be. A plain
+    entry has exact figures alone.
     """
-    return [(name, _row(mean)) for name, runs in entries.items() for mean in means(runs)]
+    found = [(name, _row(mean)) for name, runs in entries.items() for mean in means(runs)]
+    for name, runs in entries.items():
+        for mean in exact_means(runs):
+            row = _row(mean)
+            found.append((name, {**row, "value": "–", "interval": "–", "exact": row["value"]}))
+    return found
 
 
 def means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return the figures of an entry's runs, means over them; none where a run released none."""
-    each = [{(f["name"], f["about"]): f for f in r.released["figures"]} for r in runs if r.released]
-    if not each or len(each) < len(runs):
+    return _means([run.released for run in runs])
+
+
+def exact_means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Return the same of plain runs, exactly; simulator only."""
+    return _means([run.held_out for run in runs])
+
+
+def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    """The figures of documents that all runs have, means over them."""
+    each = [{(f["name"], f["about"]): f for f in of["figures"]} for of in documents if of]
+    if not each or len(each) < len(documents):
         return []
     return [_mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
 

@@ -14,7 +14,8 @@ NOTE = (
     "Accuracy on each site's own held-out records. Alone: the model of the site's own records, "
     "exact and never released. Tuned: the federated model tuned on the site's own records, exact "
     "and never released. The difference is between what the site would use, tuned where the "
-    f"advice is to tune and federated elsewhere, and alone; {METHOD}"
+    "advice is to tune and federated elsewhere, and alone. Where a column says whose each record "
+    f"is, persons count, each alike; {METHOD}"
 )
 
 

@@ -108,6 +108,11 @@ class RunFolder:
         return self.summary.get("evaluation")
 
     @property
+    def held_out(self) -> Document | None:
+        """Of a plain run what held-out records come to, exactly; simulator only, maybe None."""
+        return self.summary.get("held_out")
+
+    @property
     def scores(self) -> Mapping[str, SiteScore]:
         """Each site's score the last time that sites were evaluated; maybe none."""
         return next((record.scores for record in reversed(self.records) if record.scores), {})
