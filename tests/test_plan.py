@@ -4,6 +4,8 @@ import pytest
 
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
+from fedpact.reference import sources
+from fedpact.reference.tables import algorithm, everything
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 BAD = [
@@ -155,3 +157,10 @@ def test_spare_rounds_are_reserved_within_the_same_budget(algorithm):
 def test_spare_rounds_do_not_go_with_a_tau_that_follows_what_is_left():
     with pytest.raises(PlanError, match="spare_rounds"):
         Plan.parse({"control": {"kind": "ali", "iterations": 9}, "budget": {"spare_rounds": 1}})
+
+
+def test_every_key_and_every_setting_of_an_algorithm_has_a_meaning():
+    # From the docstring of its class, "key: what it means.", or an algorithm's table of symbols.
+    tables = [*everything(), *(algorithm(name).settings for name in sources.algorithms())]
+    assert len(tables) > 30
+    assert [key.name for table in tables for key in table.keys if len(key.meaning) < 5] == []

@@ -39,9 +39,12 @@ FAIR_LOSS: Final = Range(-1e9, 1e9)
 class LossRelease(BaseModel):
     """The part of a Settings that says how a loss is released.
 
-    loss_bound: C_l⁰ > 0, kept in [least_loss_bound, most_loss_bound]. loss_noise, count_noise: the
-    noise of loss and count over the gradient's, > 0. loss_quantile: γ in (0, 1), the share of
-    losses at most C_l. quantile_rate: η_q > 0, the step of log C_l.
+    loss_bound_rule: how C_l follows from what was released: "quantile", so that the share
+    loss_quantile of losses is below it; "mean", the last loss itself, FedFDP's (16).
+    loss_bound: C_l⁰, the first bound on a record's loss. least_loss_bound, most_loss_bound: what
+    C_l is kept between. loss_noise: the noise of the loss over the gradient's. count_noise: the
+    noise of the count of losses below C_l over the gradient's. loss_quantile: γ, the share of
+    losses that is to be below C_l. quantile_rate: η_q, the step of log C_l.
     """
 
     loss_bound_rule: Literal["quantile", "mean"] = "quantile"
@@ -106,7 +109,9 @@ class FairRelease(LossRelease):
     loss_of: "own": the loss of the model that a site sends, and C_l is its own, which it remembers.
     "common": the loss of the model that all were told, and C_l is the server's; sites send F_i and
     the share of losses below it, and the next C_l follows their mean. So nothing that a site does
-    follows from its own releases alone. Replies, tasks and the server's state have "loss" for F,
+    follows from its own releases alone.
+
+    Replies, tasks and the server's state have "loss" for F,
     "below" for the share and "loss_bound" for C_l.
     """
 

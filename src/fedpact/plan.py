@@ -1,22 +1,6 @@
 """The plan: one configuration, validated whole and frozen, that every command reads.
 
-data = "digits"              top level: what to train on what, how long
-[about]                      purpose, data, who publishes it  (ledger.about)
-[records]                    what own records may hold        (data.form.PlanRecords)
-[features]                   what stands in place of each      (features.settings.FeatureSettings)
-[evaluation]                 what is held out, and released    (evaluation.settings)
-[partition]                  how records become sites         (data.kinds.PartitionSettings)
-[logistic]                   how model = "logistic" begins   (models.papers.LogisticSettings)
-[settings]                   the algorithm's own settings     (Settings in its file)
-[fairness]                   how records are weighed by loss  (methods.fair.FairnessSettings)
-[control]                    what chooses τ                   (methods.controlled.ControlSettings)
-[server]                     what becomes of the aggregate    (methods.server.ServerSettings)
-[local]                      momentum, schedule, own heads    (methods.stepped.LocalSettings)
-[compression]                what sites' replies are cut to   (methods.compressed)
-[robust]                     an aggregate against lying sites (methods.robust)
-[secure_aggregation]         the server sees sums only        (methods.secure)
-[privacy]                    whom it protects, and how        (privacy.settings.Privacy)
-[budget] [run]               what ends it; how it is done     (control.limits)
+Its fields are the tables of a file, each a class of its own; `fedpact settings` lists them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,12 +47,21 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fal
 
 
 class Plan(BaseModel):
-    """A whole run. Raises PlanError through `Plan.read` and `Plan.parse`.
+    """A whole run: what to train on what, how long. `Plan.read` and `Plan.parse` raise PlanError.
 
-    data: a data set's name or a file; label, site, person: its columns, where it is a table.
-    sampling_rate: q, each record's chance to be in a batch; or batch_size: the expected batch B,
-    q_i = B / N_i. Without either, q = 0.5.
-    policy: a TOML file with the policy that every simulated site has; see privacy.policy.
+    data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
+    label: the column of a table that is to be predicted.
+    site: the column of a table that says at which site a record lies, for partition.kind =
+    "natural". person: the column that says whose a record is.
+    model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, lstm, transformer, or one of your own as
+    package.module:factory, factory(shape, classes) -> nn.Module.
+    algorithm: its name; `fedpact algorithms` lists them.
+    rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.
+    seed: what a simulation draws from, so that it can be repeated bit for bit.
+    sampling_rate: q, each record's chance to be in a batch; 0.5 where batch_size is left out too.
+    batch_size: B, the expected size of a batch, in place of q: q_i = B / N_i.
+    settings: the algorithm's own settings; `fedpact algorithms NAME` shows them.
+    policy: a TOML file with the policy that every simulated site has (policy.toml).
     """
 
     model_config = _FROZEN

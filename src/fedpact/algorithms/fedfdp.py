@@ -58,7 +58,11 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 
 
 
 class Settings(FairRelease, BaseSettings):
-    """Symbols at the top, and fairness.FairRelease."""
+    """Symbols at the top, and fairness.FairRelease.
+
+    fairness_weight: λ; 0 gives DP-FedAvg. weight_rule: "fixed" weighs by 1 + λ (ℓ - F); "relative"
+    by 1 + λ (ℓ/F - 1).
+    """
 
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)

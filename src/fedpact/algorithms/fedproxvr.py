@@ -69,7 +69,15 @@ NEUTRAL: Neutral | None = None
 
 
 class Settings(BaseSettings):
-    """Symbols at the top. learning_rate given takes the place of 1/(βL)."""
+    """Symbols at the top.
+
+    solver: what v_t is made of: "sarah", "svrg" or "sgd", see Client. iterate: which w_t is sent,
+    the "last" or a "random" one. learning_rate: η; left out, it is 1/(βL).
+    smoothness: L of the loss. step_divisor: β; Lemma 1 wants > 3. accuracy: θ, the local accuracy
+    that ends a round early; left out, τ does. difference_bound: K, the most that a record's
+    gradient changes over the distance moved; left out, L. anchor_rate: each record's chance to be
+    in the anchor.
+    """
 
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
     iterate: Literal["last", "random"] = "last"

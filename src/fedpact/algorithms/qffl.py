@@ -64,7 +64,12 @@ _MOST_LOSS = 1e9
 
 
 class Settings(LossRelease, BaseSettings):
-    """Symbols at the top, and fairness.LossRelease."""
+    """Symbols at the top, and fairness.LossRelease.
+
+    fairness_exponent: q, by whose power of its loss a site counts; 0 gives fedavg. least_loss: the
+    least that F_i is taken for. loss_bound: C_l⁰, the first bound on a record's loss. aggregation:
+    what sites count by beside: their "size", or "uniform".
+    """
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)

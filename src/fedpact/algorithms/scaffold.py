@@ -60,7 +60,10 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
 
 class Settings(fedavg.Settings):
-    """Symbols at the top."""
+    """Symbols at the top.
+
+    aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
+    """
 
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"

@@ -39,8 +39,8 @@ class Ali(BaseModel):
     """How τ is chosen.
 
     kappa: κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
-    the estimates as server.KAPPA ρ², in units of their own. iterations: R_c, the
-    local iterations of all rounds together; left out, STEPS_A_ROUND times the rounds where σ is
+    the estimates as 10 ρ², in units of their own. iterations: R_c, the
+    local iterations of all rounds together; left out, 5 times the rounds where σ is
     calibrated, else the site whose budget allows least decides.
     most_local_steps: no round has more. estimator: "released", from gradients that were released
     anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.

@@ -10,7 +10,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fal
 class Limits(BaseModel):
     """When the run ends before its rounds do.
 
-    bytes: what it may send both ways, all sites together; None for no limit.
+    bytes: what it may send both ways, all sites together; left out, there is no limit.
     seconds: wall-clock time of its rounds, evaluation aside; the round that passes it is the last.
     A run that depends on measured time does not repeat itself bit for bit.
     when_spent: where a site has spent its privacy budget, the others "continue" with weights among

@@ -38,8 +38,10 @@ _BY_RANGE: Final = ("range", "unit", "released")
 class ValueRange(BaseModel):
     """Numbers from low to high, either of which may be left out. See the module.
 
-    fill: stands for a value that is missing. scale: what becomes of a number x before it is trained
-    on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
+    low, high: the least and the most that a value may be; a record beyond is left out. clamp:
+    whether a number beyond becomes the nearer bound instead. fill: stands for a value that is
+    missing; without it the record is left out. scale: what becomes of a number x before it is
+    trained on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
     "standard", (x - mean) / deviation, which are declared; "released", the same with what the sites
     release with noise (privacy.columns), of values between low and high; "one-hot", of categories.
     """
@@ -90,7 +92,9 @@ def _lies(value: float, low: float | None, high: float | None) -> bool:
 class Column(ValueRange):
     """One column: its range, or its categories. See the module.
 
-    fill, other: of categories one of them. mean, deviation: with scale = "standard".
+    range: [low, high], in place of the two. categories: all texts or numbers that there are; texts
+    become 0.0, 1.0, ... in this order. other: a category that stands for a value that is none of
+    them; without it the record is left out. mean, deviation: declared, with scale = "standard".
     """
 
     categories: list[str] | list[float] | None = Field(default=None, min_length=1)
@@ -157,11 +161,12 @@ class Column(ValueRange):
 
 
 class RecordForm(ValueRange):
-    """See the module.
+    """What a record may hold, declared before anybody looks at one. See the module.
 
-    labels: of arrays, "numbers" for the classes' places from 0, "names" for their names. Left out,
-    numbers are places and text is names; it has to be given where a class's name is the number of
-    another. Tables have names.
+    vocabulary: values are words, whole numbers 0, ..., vocabulary - 1. columns: what single columns
+    may hold, by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
+    for the classes' places from 0, "names" for their names. Left out, numbers are places and text
+    is names; it has to be given where a class's name is the number of another. Tables have names.
     """
 
     vocabulary: int | None = Field(default=None, ge=1)
@@ -203,7 +208,10 @@ class RecordForm(ValueRange):
 
 
 class PlanRecords(RecordForm):
-    """The form of a plan's own data. classes: the labels' names, else those that are found."""
+    """What a record of your own data may hold, declared before anybody looks at one.
+
+    classes: the labels' names in order; left out, those that are found.
+    """
 
     classes: list[str] | None = Field(default=None, min_length=1)
 

@@ -90,10 +90,15 @@ class PartitionSettings(BaseModel):
     a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes with density
     ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
     given: FedProxVR's setting); natural (the data set's own sites).
+    beta: of dirichlet; the smaller, the more unlike the sites. labels_per_site: of labels and
+    power_law, how many labels a site has. shards_per_site: of shards, how many a site gets.
+    smallest, largest: of power_law, the sizes of the smallest and the largest site. exponent: of
+    power_law, s^-exponent is the density of sizes.
     held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
     stays in training. Of persons, where the data set names them: each by itself, with all records.
     "own", with kind = "natural": the test part that the data set has at each site, without persons
     who are in training as well; with a fraction, that part takes no part in anything.
+
     A setting that the kind does not use is refused.
     """
 

@@ -28,7 +28,12 @@ def factor(schedule: Kind | list[float], halved_after: float, number: int, total
 
 
 class Scheduled(BaseModel):
-    """The part of a table that has a schedule; a list is of numbers >= 0. halved_after: h > 0."""
+    """The part of a table that has a schedule.
+
+    schedule: f, by which the length of step t of T changes: 1 if constant; 1 / (1 + (t - 1) / h) if
+    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ..., whose last number
+    holds for all that follow. halved_after: h of schedule = "inverse", steps until it is half.
+    """
 
     schedule: Kind | list[Annotated[float, Field(ge=0)]] = Field(default="constant", min_length=1)
     halved_after: float = Field(default=10.0, gt=0)

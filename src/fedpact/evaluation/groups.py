@@ -12,7 +12,11 @@ from fedpact.errors import PlanError
 
 
 class Grouping(BaseModel):
-    """column: which place of a record [d] decides, from 0. values: of each group; names: theirs."""
+    """Groups of records, by one of their columns.
+
+    column: which place of a record [d] decides, from 0. values: what it is in each group. names:
+    the groups', in the same order.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     column: int = Field(ge=0)

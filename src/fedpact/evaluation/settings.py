@@ -29,14 +29,17 @@ Release = Literal["hits", "loss", "roc", "false_positives"]
 
 
 class EvaluationSettings(BaseModel):
-    """See the module.
+    """Which records are held out of training, and what is released of them. See the module.
 
-    share: a record falls to one side by itself, so the part is about so large. every: the last
-    model is evaluated in any case. releases: hits, a table of hits and misses by class (and group);
-    loss, the sum of losses, each clipped to loss_bound (with hits, which count the records); roc,
-    scores by class in `bins` bins, of two classes only; false_positives, misses by the class that
-    was said (and group), of more than two classes, with hits. level: how often an interval covers
-    what it is for. groups: a column of [records] with categories.
+    share: the part of each site's records that is held out, 0 for none; each falls to one side by
+    itself, so it is about so large. every: rounds between evaluations, 0 for the last model only,
+    which is evaluated in any case. epsilon, delta: (ε, δ) of a record that is held out, of all
+    evaluations together. releases: hits, a table of hits and misses by class (and group); loss, the
+    sum of losses, each clipped to loss_bound (with hits, which count the records); roc, scores by
+    class, of two classes only; false_positives, misses by the class that was said (and group), of
+    more than two classes, with hits. loss_bound: the most that one record's loss counts. bins: of
+    roc, into how many bins scores are counted. level: how often an interval covers what it is for.
+    groups: a column of [records] with categories, by which hits are told apart.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -37,14 +37,19 @@ def _known(kind: str) -> str:
 
 
 class FeatureSettings(BaseModel):
-    """See the module.
+    """What stands in place of each record before it is trained on. See the module.
 
-    kind: "none" trains on the records as they are. cells: of the grid that maps are averaged over,
-    by default 5 for scattering and 2 for patches. filters, size, threshold: of patches, how many,
-    how many pixels wide, and what a filter's answer has to exceed to count. mirror: as the module
-    says, for images that mean the same mirrored, as clothes do and digits do not. seed: what made
-    images follow from, by default the plan's. whiten: whether features are decorrelated by the
-    covariance that they have on made images. A setting that the kind does not use is refused.
+    kind: "none" trains on the records as they are; "scattering", "patches", or your own as
+    package.module:factory. cells: c of the grid of c x c that maps are averaged over, by default 5
+    for scattering and 2 for patches. filters: of patches, how many. size: of patches, how many
+    pixels wide. threshold: of patches, what a filter's answer has to exceed to count. mirror: the
+    mean of a record's features and its mirror image's, for images that mean the same mirrored, as
+    clothes do and digits do not. seed: what made images follow from, by default the plan's. whiten:
+    whether features are decorrelated by the covariance that they have on made images. weights: the
+    file (.safetensors) with the weights of a module of your own. sha256: of that file, in
+    hexadecimal. trained_on: what those weights were chosen by; without it no ε is stated.
+
+    A setting that the kind does not use is refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -15,12 +15,13 @@ def _written(day: object) -> object:
 
 
 class About(BaseModel):
-    """The table [about]; all of it may be left out, and "" is not stated.
+    """What people say of a run, for model card and registry; "" is not stated.
 
     name: what the model is called. purpose: what it is for. data_version: which version of the data
     set, whose name is the plan's data, or a site's data_set. curators: who publishes it; authors:
     who fills in a registry's entry. published: YYYY-MM-DD. region, sector, curator_type: as the
-    registry of deployments asks them. licence: an identifier, as in apache-2.0.
+    registry of deployments asks them. licence: an identifier, as in apache-2.0. contact: whom to
+    write to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

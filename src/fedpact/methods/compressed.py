@@ -36,9 +36,13 @@ _LEVELS = 127
 
 
 class CompressionSettings(BaseModel):
-    """The [compression] table of a plan. keep: of topk, the share of coordinates that is sent.
+    """What sites' replies are cut to, after all protection.
 
-    kind "auto" becomes what `settled` returns as soon as a plan is made.
+    kind: "none"; "float16" and "int8" round; "topk" sends the largest coordinates only; "grid"
+    rounds to a small part of the noise. "auto" is grid where all that leaves sites has a gradient's
+    noise, else none. keep: of topk, the share of coordinates that is sent.
+
+    "auto" becomes what `settled` returns as soon as a plan is made.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

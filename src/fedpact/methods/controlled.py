@@ -20,9 +20,9 @@ from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
 
 
 class ControlSettings(Ali):
-    """The [control] table of a plan.
+    """What chooses τ, the local iterations of each round.
 
-    kind: "fixed" leaves τ to the algorithm; "ali" chooses it as control.Ali says, by the rest.
+    kind: "fixed" leaves τ to the algorithm; "ali" chooses it anew each round, as ALI-DPFL does.
     """
 
     kind: Literal["fixed", "ali"] = "fixed"

@@ -25,10 +25,10 @@ V = TypeVar("V")
 
 
 class FairnessSettings(FairRelease):
-    """The [fairness] table of a plan. weight: λ >= 0; 0 leaves the algorithm as it is.
+    """How records are weighed by loss, around any algorithm; the rest is how losses are released.
 
-    weight_rule: fairness.WeightRule. The rest is fairness.FairRelease: how each site releases the
-    round's loss.
+    weight: λ; 0 leaves the algorithm as it is. weight_rule: "fixed" weighs a record by
+    1 + λ (ℓ - F), ℓ its loss and F the round's; "relative" by 1 + λ (ℓ/F - 1).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -33,7 +33,12 @@ from fedpact.methods import Around, Method
 
 
 class RobustSettings(BaseModel):
-    """The [robust] table of a plan. liars: f, how many sites may lie; median needs no number."""
+    """An aggregate that a few lying sites cannot drag away, in place of the weighted mean.
+
+    rule: "mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
+    the f smallest and f largest; "krum", the one reply that is nearest to its neighbours. liars: f,
+    how many sites may lie; median needs no number.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     rule: Literal["mean", "median", "trimmed", "krum"] = "mean"

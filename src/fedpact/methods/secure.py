@@ -10,7 +10,7 @@ from fedpact.methods import Method
 
 
 class SecureSettings(BaseModel):
-    """The [secure_aggregation] table of a plan.
+    """Whether the server sees sums over sites only.
 
     threshold: t, how many sites have to stay to the end of a round, more than half of all and at
     least 2; 0 leaves secure aggregation out.

@@ -34,15 +34,15 @@ _AVERAGE = "average/"
 
 
 class ServerSettings(Scheduled):
-    """The [server] table of a plan.
+    """What becomes of the aggregate: server optimisers, and averages of the rounds' models.
 
-    optimiser: "none" takes the algorithm's next model as it is. learning_rate: η_s > 0; left out,
-    1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in every coordinate.
-    momentum: β1 in [0, 1). second_moment: β2 in [0, 1). adaptivity: a > 0, which keeps steps short
-    where v is small. schedule, halved_after: f of the rounds; see draws.schedules. average: which
+    optimiser: "none" takes the algorithm's next model as it is; the others take it as a step.
+    learning_rate: η_s; left out, 1 for momentum and 0.1 for the adaptive ones, whose steps are
+    about η_s in every coordinate. momentum: β1, of all three. second_moment: β2, of adam and yogi.
+    adaptivity: a, of adam and yogi, which keeps steps short where v is small. average: which
     average of the rounds' models is kept, evaluated and saved beside the last model. average_decay:
-    β in (0, 1). average_share: p in (0, 1], the part of the planned rounds that "tail" is of;
-    before, it is the last model.
+    β of average = "exponential". average_share: p of average = "tail", the part of the planned
+    rounds that it is of; before, it is the last model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

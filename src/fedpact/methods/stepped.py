@@ -25,10 +25,10 @@ from fedpact.privacy.oracle import UNIFORM, Batch, Bounds, Oracle, Terms, Weight
 
 
 class LocalSettings(Scheduled):
-    """The [local] table of a plan: what becomes of a site's gradients on their way to its steps.
+    """What becomes of a site's gradients on their way to its local steps, which are what f is of.
 
-    momentum: β in [0, 1). schedule, halved_after: f of the local steps; see draws.schedules.
-    head: how many of w's last numbers each site keeps to itself, 0 for none; see methods.heads.
+    momentum: β of m ← β m + g, m = 0 when a round begins. head: how many of the model's last
+    numbers each site keeps to itself, 0 for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -11,7 +11,7 @@ from fedpact.persample.columns import ScaledBias
 
 
 class LogisticSettings(BaseModel):
-    """The [logistic] table of a plan, for model = "logistic".
+    """How model = "logistic" begins.
 
     start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
     classes are alike, which on unit rows is nearer to where it ends than any draw. bias: the input,

@@ -24,7 +24,10 @@ _Rate = Annotated[float, Field(gt=0, le=1)]
 
 
 class SiteGrant(BaseModel):
-    """What one site grants unlike the others; what is left out is as for all."""
+    """What one site grants unlike the others; what is left out is as for all.
+
+    epsilon, delta: its own budget. sigma: its own noise over C. sampling_rate: its own q.
+    """
 
     model_config = _FROZEN
     epsilon: _Epsilon | None = None
@@ -64,13 +67,17 @@ class Privacy(BaseModel):
 
     mode: "per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
     which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without any
-    protection, and the report says so. What else there may be is in MECHANISMS.
-    epsilon, delta, sigma: one value for all sites, or a list in the order of site names.
+    protection, and the report says so.
+    epsilon, delta: the budget of each record at each site; one value for all sites, or a list in
+    the order of site names.
     clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
-    clip_schedule, clip_halved_after: C f(t) is the clip of round t; f as draws.schedules has it, a
-    list of numbers > 0. The noise is σ C f(t), so a round costs what it costs at C.
-    sigma: the gradient's noise over C; left out, it is calibrated to spend ε exactly.
-    accountant: "best" takes the smallest of the valid bounds (PLD, RDP).
+    clip_schedule: C f(t) is the clip of round t of T: f = 1 if constant; 1 / (1 + (t - 1) / h) if
+    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ... The noise is
+    σ C f(t), so a round costs what it costs at C.
+    clip_halved_after: h of clip_schedule = "inverse", rounds until the clip is half.
+    sigma: the gradient's noise over C; one value, or a list in the order of site names. Left out,
+    it is calibrated to spend ε exactly.
+    accountant: "pld", "rdp", or "best", the smaller of their valid bounds.
     sizes: "public", N_i is declared; or "noisy", each site releases one noisy count of its records
     before training, which its budget pays for. A plain run has exact ones.
     size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation

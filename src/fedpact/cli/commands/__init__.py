@@ -13,7 +13,12 @@ from click import Command
 
 from fedpact.errors import FedpactError
 
-_BESIDE = {"evaluate": "predict"}
+_BESIDE = {
+    "algorithms": "settings",
+    "evaluate": "predict",
+    "init": "settings",
+    "resume": "run",
+}
 """Commands that stand in another one's file."""
 
 
@@ -23,9 +28,14 @@ def names() -> list[str]:
     return sorted([*_BESIDE, *(name for name in found if not name.startswith("_"))])
 
 
+def home(name: str) -> str:
+    """Return the name of the file that has a command."""
+    return _BESIDE.get(name, name)
+
+
 def load(name: str) -> Command:
     """Return the command of that name. Raises FedpactError: its file is incomplete."""
-    module = importlib.import_module(f"{__name__}.{_BESIDE.get(name, name)}")
+    module = importlib.import_module(f"{__name__}.{home(name)}")
     app = getattr(module, "app", None)
     if app is None:
         function = getattr(module, name, None)

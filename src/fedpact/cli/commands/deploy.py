@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.keys import check_keys
 from fedpact.cli.options import AsJson, Config, Overrides, group
+from fedpact.reference.keys import check_keys
 
 app = group("A federation on real machines, over Flower.")
 

@@ -1,12 +1,12 @@
-"""`fedpact run`."""
+"""`fedpact run` and `fedpact resume`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedpact.cli.keys import check_keys
 from fedpact.cli.options import AsJson, Config, Engine, Overrides
+from fedpact.reference.keys import check_keys
 
 
 def run(
@@ -23,3 +23,14 @@ def run(
     from fedpact.cli import run as command
 
     command.run(config, overrides, out, engine, as_json)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    engine: Engine = "local",
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run from its last committed round."""
+    from fedpact.cli import run as command
+
+    command.resume(folder, engine, as_json)

@@ -65,10 +65,12 @@ class Member(BaseModel):
 
 
 class Federation(BaseModel):
-    """See the module.
+    """What all parties of a deployment agree on; it is public. See the module.
 
     run: the run's name. address: the server's, host:port. server_key: its public key, with which
-    it signs what it asks. classes, shape, values: the labels' names and the form of a record.
+    it signs what it asks. classes: the labels' names, in order. shape: of a record, as in [60] for
+    a row of 60 numbers. values: what a record is made of: numbers, or words ("int64"). sites: who
+    takes part, by name.
     records: what a record may hold; what does not fit is left out at its site. features: a table's
     columns in the order of a record's numbers, in whatever order a site's file has them.
     person: the column (in an .npz the array) of a site's file that says whose a record is, no

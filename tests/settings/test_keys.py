@@ -6,9 +6,9 @@ import pytest
 from pydantic import BaseModel
 
 from fedpact import algorithms
-from fedpact.cli.keys import check_keys, keys
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
+from fedpact.reference.keys import check_keys, keys
 
 
 def tables(model: type[BaseModel]) -> list[type[BaseModel]]:

@@ -1,0 +1,101 @@
+"""fedpact settings, fedpact algorithms, fedpact init: what there is to be set."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from fedpact.cli.console import show
+from fedpact.errors import InputError
+from fedpact.reference import sources, starting, tables
+
+
+def settings(name: str | None, as_json: bool) -> None:
+    """Show the tables of a configuration with their keys, or what one of them means."""
+    found = tables.everything() if name is None else tables.find(name)
+
+    def text() -> None:
+        if name is None:
+            _overview(found)
+        for table in found if name else ():
+            _print(table)
+
+    show({"tables": [asdict(table) for table in found]}, as_json, text)
+
+
+def algorithms(name: str | None, as_json: bool) -> None:
+    """List the algorithms, or show one: what it does, and its settings."""
+    found = [tables.algorithm(one) for one in ([name] if name else sources.algorithms())]
+
+    def text() -> None:
+        if name:
+            print(found[0].text, end="\n\n")
+            _print(found[0].settings)
+            return
+        grid = _grid("algorithm", "what", "settings")
+        for one in found:
+            grid.add_row(one.name, one.title, ", ".join(key.last for key in one.settings.keys))
+        Console().print(grid)
+
+    show({"algorithms": [asdict(one) for one in found]}, as_json, text)
+
+
+def init(file: Path, overrides: list[str], as_json: bool) -> None:
+    """Write a plan to begin with. Raises InputError: the file is there, or cannot be written."""
+    text = starting.starting_plan(overrides)
+    if overrides:
+        # The embedded default is a plan; what else was asked for is tried before it is written.
+        from fedpact.plan import Plan
+
+        Plan.read(None, overrides)
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be written ({error.strerror}): name a file that is not there yet, as "
+            "in `fedpact init plan.toml`"
+        ) from None
+    told = f"{file} written; see what it will spend with `fedpact plan {file}`, and run it with "
+    show({"file": str(file)}, as_json, lambda: print(f"{told}`fedpact run {file}`"))
+
+
+def _overview(found: list[tables.KeyTable]) -> None:
+    grid = _grid("table", "what", "keys")
+    for table in found:
+        name = escape(f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)")
+        grid.add_row(name, table.about, ", ".join(key.last for key in table.keys))
+    Console().print(grid)
+    print("`fedpact settings NAME` shows a table or a key; `fedpact algorithms` has [settings].")
+
+
+def _is_table(name: str) -> bool:
+    return bool(name) and name not in tables.FILES
+
+
+def _print(table: tables.KeyTable) -> None:
+    name = f"[{table.name}]" if _is_table(table.name) else table.name
+    console = Console(highlight=False)
+    console.print(f"{name}  {table.about}".strip(), markup=False, style="bold")
+    grid = _grid("key", "type", "default", "meaning")
+    for key in table.keys:
+        told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
+        cells = (key.last, f"{key.type} {key.range}".strip(), default(key), told)
+        grid.add_row(*map(escape, cells))
+    console.print(grid)
+
+
+def default(key: tables.Key) -> str:
+    """Return a key's default for a reader."""
+    if key.required:
+        return "to be given"
+    return "left out" if key.default is None else starting.toml(key.default)
+
+
+def _grid(*columns: str) -> Grid:
+    grid = Grid(show_lines=True)
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    return grid

@@ -1,0 +1,1 @@
+"""What every key of a configuration and every algorithm's setting means, read from the sources."""

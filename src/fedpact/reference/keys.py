@@ -1,0 +1,48 @@
+"""Mistyped keys of a configuration, found before anything is loaded.
+
+The fields of the classes in `fedpact.plan` are read from the source files (`sources`). Whatever is
+refused here `Plan.read` would refuse, in the same words; all that passes is checked there.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedpact.configuration import read_configuration, unknown_key
+from fedpact.errors import PlanError
+from fedpact.reference.sources import Model, declared, table
+from fedpact.reference.tables import PLAN
+
+
+def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
+    """Raise PlanError, naming each, where a configuration has keys that no plan has.
+
+    config: a .toml or .json file, None for the embedded default; overrides: `key=value`, over it.
+    """
+    if found := list(_unknown(read_configuration(config, overrides), PLAN, ())):
+        raise PlanError("; ".join(found))
+
+
+def _unknown(raw: object, model: Model, place: tuple[str, ...]) -> Iterator[str]:
+    """Every mistake of a table; none where the sources do not tell: the whole check comes later."""
+    if not isinstance(raw, dict):
+        return
+    try:
+        known = keys(model)
+    except (OSError, LookupError, SyntaxError, ValueError):
+        return
+    for key, value in raw.items():
+        if key not in known:
+            yield unknown_key(".".join((*place, key)), known)
+        elif (model, key) == (PLAN, "settings"):
+            algorithm = raw.get("algorithm")
+            yield from _unknown(value, (f"fedpact.algorithms.{algorithm}", "Settings"), (key,))
+        elif (inner := known[key]) is not None:
+            yield from _unknown(value, inner, (*place, key))
+
+
+def keys(model: Model) -> dict[str, Model | None]:
+    """Return the keys of a class and its bases: key -> what its annotation names in fedpact, if so.
+
+    Raises LookupError: no such class, or a base that cannot be read. OSError: no source file.
+    """
+    return {key: table(it.annotation, it.home) for key, it in declared(model).items()}
