@@ -1,0 +1,44 @@
+"""The command: see the package."""
+
+import argparse
+from pathlib import Path
+
+from experiments import evidence
+from experiments.evidence.measure import carry_out
+from experiments.evidence.order import ORDER
+from experiments.evidence.runs import Run
+from experiments.evidence.stored import Stored
+
+
+def missing(stored: Stored, words: list[str]) -> list[tuple[Run, int]]:
+    """Return the runs and seeds that have no result and whose names hold all words."""
+    return [
+        (run, seed)
+        for run, seed in ORDER
+        if str(seed) not in stored.seeds(run)
+        and all(word in f"{run.title} seed={seed}" for word in words)
+    ]
+
+
+def main() -> None:
+    """Make, or list, what is missing; or write the page."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.evidence", description=evidence.__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--left", action="store_true", help="list what is missing, with its cost")
+    parser.add_argument("--out", type=Path, default=Path("runs/evidence"))
+    asked, stored = parser.parse_args(), Stored()
+    left = missing(stored, asked.words)
+    if asked.left:
+        for run, seed in left:
+            print(f"{run.minutes:7.1f} min  {run.title} seed={seed}")
+        print(f"{sum(run.minutes for run, _ in left) / 60:7.1f} h of one core in all")
+        return
+    for run, seed in left:
+        place = asked.out / f"{run.title} {seed}".replace(" ", "-")
+        outcome = carry_out(run, seed, place)
+        stored.add(run, seed, outcome)
+        print(run.title, f"seed={seed}", outcome["looks"], outcome["cpu_seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

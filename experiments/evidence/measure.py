@@ -1,0 +1,64 @@
+"""Carry a run of the catalogue out."""
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedpact
+from experiments.evidence.runs import Run
+from fedpact.engines.simulation import Result
+from fedpact.messages import RoundRecord
+
+HERE = Path(__file__).parent
+
+
+def carry_out(run: Run, seed: int, out: Path) -> dict[str, Any]:
+    """Carry a run out, look at its model after the rounds asked for, and return what is stored."""
+    began = time.process_time()
+    plan = fedpact.Plan.read(HERE.parent / run.base, [*run.settings, f"seed={seed}"])
+    for asked in run.looks[:-1]:
+        _until(plan, out, asked)
+    records = fedpact.run(plan, out).records
+    looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
+    steps = [r.steps for r in records[1:]] if plan.method.controlled else []
+    return {
+        "looks": looks,
+        **({"steps": steps} if steps else {}),
+        "cpu_seconds": round(time.process_time() - began, 1),
+        "commit": _commit(),
+        "fedpact": fedpact.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _until(plan: fedpact.Plan, out: Path, asked: int) -> Result:
+    """Carry a run on to a round, after which the model is evaluated."""
+    reached = [0]
+    return fedpact.run(
+        plan, out, on_round=lambda r: reached.append(r.round), stop=lambda: reached[-1] >= asked
+    )
+
+
+def _seen(record: RoundRecord) -> dict[str, Any]:
+    """Return what is kept of a round. held_out: accuracy on the sites' held-out records."""
+    scores = record.scores.values()
+    count = sum(score.records for score in scores)
+    found = {
+        "accuracy": record.accuracy,
+        "loss": record.loss,
+        "held_out": sum(s.accuracy * s.records for s in scores) / count if count else None,
+        "psi": record.metrics.get("psi"),
+        "epsilon": max(record.epsilon.values(), default=None),
+        "epsilon_alone": max(record.epsilon_alone.values(), default=None),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _commit() -> str:
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,93 @@
+"""The order in which runs are made: what tells most for a minute of processor time comes first."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from experiments.evidence import ali, best, fedfdp, fedproxvr
+from experiments.evidence.runs import Run
+
+# η beside the printed one: by `ali.choice` (F-MNIST, CNN; logistic regression on pixels).
+RATES: Final = (2.0, 8.0, 24.0)
+
+
+def _first() -> Iterator[tuple[Run, int]]:
+    """What bears on the papers' claims and is cheap, one seed."""
+    yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 1), 0
+    for rate in (ali.FAITHFUL, 8.0):
+        yield from ((run, 0) for run in _table("fashion_mnist", "logistic", rate))
+    for data in ("mnist", "fashion_mnist"):
+        yield best.inside(data, 3.52, "own"), 0
+    for epsilon in (2.75, 1.55, 3.75):
+        yield best.on_test("fashion_mnist", epsilon, "own"), 0
+    yield ali.choice("fashion_mnist", "cnn", 8.0), 0
+    yield ali.choice("fashion_mnist", "cnn", 24.0), 0
+    yield ali.fixed("fashion_mnist", "cnn", 8.0, 1), 0
+    yield from ((fedproxvr.run(row), 0) for row in fedproxvr.CONVEX)
+    yield ali.released("fashion_mnist"), 0
+    yield from _table3("mnist", 16.0)
+    yield from _ordering()
+
+
+def _ordering() -> Iterator[tuple[Run, int]]:
+    """ALI's largest row with the CNN, then what is faithful of FedFDP."""
+    widest = [column for column in ali.COLUMNS if column.row == "R_c/5"][0]
+    yield ali.adaptive("fashion_mnist", "cnn", ali.FAITHFUL, widest), 0
+    yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 5), 0
+    yield from _table3("mnist", 1.0)
+    yield ali.fixed("cifar10", "cnn", ali.FAITHFUL, 1), 0
+
+
+def _table(data: str, model: str, rate: float) -> Iterator[Run]:
+    """ALI-DPFL's tables for a data set, a model and an η."""
+    yield from (ali.fixed(data, model, rate, tau) for tau in (1, 3, 5, 2, 4, 7, 9))
+    yield from (ali.adaptive(data, model, rate, column) for column in reversed(ali.COLUMNS))
+
+
+def _table3(data: str, rate: float) -> Iterator[tuple[Run, int]]:
+    yield fedfdp.private(data, "fedavg", rate), 0
+    yield fedfdp.private(data, "fedfdp", rate), 0
+    yield fedfdp.private(data, "fedfdp", rate, 3.0), 0
+
+
+def _all() -> Iterator[Run]:
+    """Every run that a table has a place for."""
+    for data in ali.DATA:
+        for epsilon in sorted({column.epsilon for column in ali.COLUMNS}):
+            yield from (best.on_test(data, epsilon, trust) for trust in ("own", "sum"))
+        for rate in (ali.FAITHFUL, 8.0):
+            yield from _table(data, "logistic", rate)
+        yield from (ali.choice(data, "cnn", rate) for rate in RATES)
+        for rate in (ali.FAITHFUL, 8.0):
+            yield from _table(data, "cnn", rate)
+        yield ali.released(data)
+    for data in fedfdp.DATA:
+        yield from (best.inside(data, 3.52, trust) for trust in ("own", "sum"))
+    for epsilon in (1.0, 2.0, 3.0, 4.0):
+        yield best.inside("fashion_mnist", epsilon, "own")
+    yield from map(fedproxvr.run, fedproxvr.CONVEX)
+    yield from _of_fedfdp()
+    yield from map(fedproxvr.run, fedproxvr.CNN)
+
+
+def _of_fedfdp() -> Iterator[Run]:
+    for rate in (1.0, 16.0):
+        for data in fedfdp.DATA:
+            yield from (fedfdp.private(data, method, rate) for method in fedfdp.PRIVATE)
+            yield fedfdp.private(data, "fedfdp", rate, 3.0)
+        yield from (fedfdp.loudest(method, rate) for method in fedfdp.BUDGETS)
+    for data in fedfdp.DATA:
+        yield from (fedfdp.plain(data, method) for method in fedfdp.PLAIN)
+    for data, sites, beta, _ in fedfdp.SPREADS:
+        for method in ("fedavg", "fedfdp"):
+            yield fedfdp.spread(data, sites, beta, method, 1.0)
+
+
+def _order() -> Iterator[tuple[Run, int]]:
+    yield from _first()
+    for seed in range(3):
+        yield from ((run, seed) for run in _all() if run.kind != "cnn")
+    for seed in range(3):
+        yield from ((run, seed) for run in _all())
+
+
+ORDER: Final[tuple[tuple[Run, int], ...]] = tuple(dict.fromkeys(_order()))

@@ -1,0 +1,37 @@
+"""What runs left: results/GROUP.json, name -> settings, and by seed what each look showed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.evidence.runs import Run
+
+HERE = Path(__file__).parent
+
+
+class Stored:
+    """Outcomes by run and seed, on the disk as they come."""
+
+    def __init__(self, folder: Path = HERE / "results") -> None:
+        self.folder = folder
+
+    def group(self, name: str) -> dict[str, Any]:
+        """Return a group's runs by name."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def seeds(self, run: Run) -> dict[str, Any]:
+        """Return what is stored of a run with these settings: seed -> outcome."""
+        kept = self.group(run.group).get(run.name)
+        return kept["seeds"] if kept and kept["settings"] == list(run.settings) else {}
+
+    def add(self, run: Run, seed: int, outcome: dict[str, Any]) -> None:
+        """Store an outcome; those of other settings under the same name go."""
+        seeds = dict(sorted({**self.seeds(run), str(seed): outcome}.items()))
+        kept = {"base": run.base, "settings": list(run.settings), "seeds": seeds}
+        whole = dict(sorted({**self.group(run.group), run.name: kept}.items()))
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"{run.group}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
