@@ -10,7 +10,7 @@ TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 # Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
 SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
-.PHONY: demo test retest slow bench lint format clean
+.PHONY: demo test retest slow bench evidence lint format clean
 
 demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
@@ -37,6 +37,10 @@ slow: $(INSTALLED)
 # Every table of docs/benchmarks.md, measured on this machine (an hour): `make bench TABLES=noise` one.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(TABLES)
+
+# docs/evidence.md from what experiments/ have stored; `python -m experiments.evidence` measures more.
+evidence: $(INSTALLED)
+	$(BIN)/python -m experiments.evidence --page
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from experiments import evidence
+from experiments.evidence import page
 from experiments.evidence.measure import carry_out
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
@@ -22,11 +23,17 @@ def missing(stored: Stored, words: list[str]) -> list[tuple[Run, int]]:
 
 def main() -> None:
     """Make, or list, what is missing; or write the page."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.evidence", description=evidence.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evidence", description=evidence.__doc__
+    )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--left", action="store_true", help="list what is missing, with its cost")
+    parser.add_argument("--page", action="store_true", help="write docs/evidence.md")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence"))
     asked, stored = parser.parse_args(), Stored()
+    if asked.page:
+        page.write()
+        return
     left = missing(stored, asked.words)
     if asked.left:
         for run, seed in left:

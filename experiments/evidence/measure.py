@@ -1,4 +1,4 @@
-"""Carry a run of the catalogue out."""
+"""Carry a run out."""
 
 import platform
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments.evidence.runs import Run
 
 import fedpact
-from experiments.evidence.runs import Run
 from fedpact.engines.simulation import Result
 from fedpact.messages import RoundRecord
 
@@ -30,7 +30,6 @@ def carry_out(run: Run, seed: int, out: Path) -> dict[str, Any]:
         **({"steps": steps} if steps else {}),
         "cpu_seconds": round(time.process_time() - began, 1),
         "commit": _commit(),
-        "fedpact": fedpact.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -1,0 +1,72 @@
+"""What a table's cell shows of the stored results, and which cells have none."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from experiments.evidence.runs import Run
+from experiments.evidence.stored import Stored
+
+
+@dataclass
+class Book:
+    """The stored results as a page shows them. missing: the runs without one, by number from 1."""
+
+    stored: Stored
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+
+    def values(self, run: Run, look: int, name: str) -> list[float]:
+        """Return a number of a run after a round, one a seed that has been run."""
+        each = (outcome["looks"].get(str(look), {}) for outcome in self.stored.seeds(run).values())
+        return [float(seen[name]) for seen in each if name in seen]
+
+    def mean(self, run: Run, look: int, name: str = "accuracy") -> float | None:
+        """Return the mean over seeds, or None where none was run."""
+        found = self.values(run, look, name)
+        return statistics.fmean(found) if found else None
+
+    def accuracy(self, run: Run, look: int) -> str:
+        """Return a cell in per cent."""
+        found = [100 * value for value in self.values(run, look, "accuracy")]
+        return told(found, 2) if found else self.lacks(run)
+
+    def held_out(self, run: Run, look: int) -> str:
+        """Return a cell in per cent, of the sites' held-out records where there is a test set."""
+        found = [100 * value for value in self.values(run, look, "held_out")]
+        return told(found, 2) if found else self.lacks(run)
+
+    def psi(self, run: Run, look: int) -> str:
+        """Return a cell of Ψ."""
+        found = self.values(run, look, "psi")
+        return told(found, 4) if found else self.lacks(run)
+
+    def lacks(self, run: Run) -> str:
+        """Return the cell of a run that has no result, and keep its command."""
+        command = (
+            f'`python -m experiments.evidence "{run.title} seed="`, {_cost(run.minutes)} a seed'
+        )
+        return self.not_run(run.title, command)
+
+    def not_run(self, title: str, command: str) -> str:
+        """Return the cell of something that has no result, and keep how to make it."""
+        self.missing.setdefault(title, command)
+        return f"not run [{list(self.missing).index(title) + 1}]"
+
+
+def told(found: Sequence[float], digits: int) -> str:
+    """Return mean ± standard deviation, and of how many seeds where they are not three."""
+    mean = f"{statistics.fmean(found):.{digits}f}"
+    if len(found) == 1:
+        return f"{mean} (1 seed)"
+    spread = f"{mean} ± {statistics.stdev(found):.{digits}f}"
+    return spread if len(found) == 3 else f"{spread} ({len(found)} seeds)"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cost(minutes: float) -> str:
+    return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{max(minutes, 1):.0f} min"

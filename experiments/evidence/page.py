@@ -1,0 +1,46 @@
+"""Write docs/evidence.md from the stored results alone."""
+
+from pathlib import Path
+from typing import Final
+
+from experiments.evidence import page_ali, page_fedfdp, page_others
+from experiments.evidence.cells import Book
+from experiments.evidence.stored import HERE, Stored
+
+PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
+
+HEAD: Final = """# The papers' tables, measured
+
+`make evidence` writes this page from what is stored in `experiments/evidence/results` and beside \
+it; nothing here is written by hand. Printed numbers are the papers'. *Faithful*: what they print, \
+σ, q, C and η. *Explained*: the step size that comes nearest to their numbers. *Best*: what \
+is known here at the same (ε, δ), in at most as many rounds. Mean ± standard deviation over \
+three seeds, or the number of seeds. Every ε called proven is an upper bound: per record and site, \
+add/remove one record, the smaller of PLD and RDP. A cell that was not run says so, and the number \
+in brackets is its command's in the list at the end. In the sentences that judge, seeds are few: \
+differences below a point mean nothing."""
+
+
+def whole(stored: Stored | None = None) -> str:
+    """Return the page."""
+    book = Book(stored or Stored())
+    parts = (
+        *page_ali.part(book),
+        *page_fedfdp.part(book),
+        *page_others.proxvr(book),
+        *page_others.ldp(book),
+        *page_others.others(book),
+    )
+    left = [f"{number}. {how}" for number, how in enumerate(book.missing.values(), start=1)]
+    end = (
+        "## Not run",
+        "With FEDPACT_DATA set, times for one core; `python -m experiments.evidence --left` lists "
+        "what is missing seed by seed.",
+        "\n".join(left),
+    )
+    return "\n\n".join((HEAD, *parts, *(end if left else ()))) + "\n"
+
+
+def write(place: Path = PAGE) -> None:
+    """Write the page."""
+    place.write_text(whole(), encoding="utf-8")
