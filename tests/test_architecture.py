@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check", "text", "files", "records"),
     ("configuration",),  # files, overrides, errors that name every mistake
     ("reference",),  # what each key and setting means, read from the sources
-    ("messages", "params", "losses"),  # what crosses the wire; the flat vector; losses
+    ("messages", "params", "losses", "own"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
     ("persample", "draws", "ledger"),

@@ -1,52 +1,116 @@
 """The Python interface: a plan in, a run out, with its report written."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from fedpact.data.dataset import Dataset
+from fedpact.data.given.handed import dataset_of, digest_of
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Result, simulate
+from fedpact.errors import PlanError
 from fedpact.folder import Folder, check_out
 from fedpact.messages import RoundRecord
+from fedpact.own.named import handed_name, is_handed, name_of
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 
 
 def run(
-    plan: Plan,
-    out: Path | str | None = None,
+    first: Any,
+    second: Any = None,
+    /,
     *,
-    data: Dataset | None = None,
+    out: Path | str | None = None,
+    data: Any = None,
+    model: Any = None,
+    test: Any = None,
     engine: str = "local",
     on_round: OnRound = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> Result:
-    """Carry out a plan by simulation; write its folder, report.html included.
+    """Carry out a plan, or a model and data, by simulation; write a folder, report.html included.
 
-    out: the run's folder, by default runs/ALGORITHM-DATA-TIME. The folder of the same plan is
-    continued where it ended. data: a data set of your own, instead of plan.data.
+    run(plan, out): out is the run's folder, by default runs/ALGORITHM-DATA-TIME. The folder of the
+    same plan is continued where it ended. data, model: of your own, instead of the plan's.
+    run(model, data, **settings): the settings are a plan's, and `features` (a list), `drop` and
+    `classes` those of its [records].
+    model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
+    classes), or with nothing where it needs nothing. data: a name, a path, or records as
+    data.given.handed has them. test: a public test set in the same form.
     engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
     on_round: called with every RoundRecord. stop: asked between rounds; true ends the run there.
     Raises InputError (a ValueError) for whatever does not fit, before anything is written.
     """
+    if isinstance(first, Plan):
+        plan, out = first, second if out is None else out
+        if settings:
+            raise PlanError(
+                f"{', '.join(settings)}: the plan has those settings; give them to it, or the model"
+                " in its place"
+            )
+    else:
+        plan, data = plan_of(first, settings), data if second is None else second
+    plan, records = with_own(plan, model=model, data=data, test=test)
     folder = check_out(default_folder(plan) if out is None else Path(out))
-    result = simulate(plan, folder, data=data, engine=engine, on_round=on_round, stop=stop)
+    result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
     write_report(folder)
     return result
 
 
-def load(folder: Path | str) -> Result:
+def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
+    """Return the plan of a model and settings, of which some may be those of [records]."""
+    raw = dict(settings)
+    columns = [key for key in ("drop", "classes") if key in raw]
+    columns += ["features"] if isinstance(raw.get("features"), list | tuple) else []
+    if columns:
+        given = raw.get("records", {})
+        own = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
+        raw["records"] = {**own, **{key: list(raw.pop(key)) for key in columns}}
+    return Plan(model=model, **raw)
+
+
+def with_own(
+    plan: Plan, *, model: Any = None, data: Any = None, test: Any = None
+) -> tuple[Plan, Dataset | None]:
+    """Return the plan with its user's model and data, and the records where no name leads to them.
+
+    Such a plan says which they are by the SHA-256 of what they hold. Raises PlanError: it names
+    other records. DataError: these are none.
+    """
+    own = dict[str, Any]() if model is None else {"model": name_of(model)}
+    records = None
+    if isinstance(data, str | Path) and test is None:
+        own["data"] = str(data)
+    elif data is not None:
+        records = dataset_of(data, plan.records, plan.label, plan.site, plan.person, test)
+        name = handed_name(records.name, digest_of(records))
+        known = is_handed(plan.data)
+        if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:
+            raise PlanError(
+                f"data is {name}, and the plan's is {plan.data}: hand in the records that it was "
+                'made for, or name others with data = "..."'
+            )
+        own["data"] = plan.data if known else name
+    if all(getattr(plan, key) == value for key, value in own.items()):
+        return plan, records
+    return Plan.parse({**plan.document(), **own}), records
+
+
+def load(folder: Path | str, model: Any = None) -> Result:
     """Return the result of a run that has ended, from its folder or a deployment's server/run.
 
-    Raises DataError: it holds none.
+    model: the module, class or factory that was handed in, where the plan names none; its weights
+    are the run's. Raises DataError: it holds none. ModelError: the model is needed.
     """
     place = Path(folder)
-    served, found = Served.of(place), Folder(place)
+    served, found = Served.of(place, model), Folder(place)
     lines = (place / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
     records = [RoundRecord.from_json(line) for line in lines]
-    return Result(place, records, found.read_json("summary.json"), served.model)
+    return Result(place, records, found.read_json("summary.json"), served.model, model)
 
 
 def default_folder(plan: Plan) -> Path:

@@ -34,6 +34,7 @@ from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.methods.stepped import LocalSettings
 from fedpact.models.papers import LogisticSettings
+from fedpact.own.named import Named
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
@@ -47,7 +48,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fal
 
 
 class Plan(BaseModel):
-    """A whole run: what to train on what, how long. `Plan.read` and `Plan.parse` raise PlanError.
+    """A whole run: what to train on what, how long. A mistake raises PlanError, which names all.
 
     data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
     label: the column of a table that is to be predicted.
@@ -69,7 +70,7 @@ class Plan(BaseModel):
     label: str | None = None
     site: str | None = None
     person: str | None = None
-    model: str = "logistic"
+    model: Named = "logistic"
     algorithm: str = "fedavg"
     rounds: int = Field(default=30, ge=1)
     sites: int = Field(default=5, ge=1)
@@ -95,19 +96,15 @@ class Plan(BaseModel):
     run: Running = Running()
     policy: str | None = None
 
+    def __init__(self, **raw: Any) -> None:
+        try:
+            super().__init__(**raw)
+        except ValidationError as error:
+            raise plan_error(error, (), Plan) from None
+
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.sampling_rate is not None and self.batch_size is not None:
-            raise ValueError(
-                f"sampling_rate = {self.sampling_rate} and batch_size = {self.batch_size}: they "
-                "set the same thing; leave one out"
-            )
-        if self.privacy.sizes == "noisy" and self.batch_size is not None:
-            raise ValueError(
-                f'batch_size = {self.batch_size:g} with privacy.sizes = "noisy": q = B / N and the '
-                "noise for it would be chosen from a release, which no fixed accounting covers; "
-                "give sampling_rate instead"
-            )
+        self.privacy.check_rate(self.sampling_rate, self.batch_size)
         if self.logistic != LogisticSettings() and self.model != "logistic":
             raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
         why = self.features.why_unstated if self.privacy.mode != "none" else ""
@@ -118,8 +115,7 @@ class Plan(BaseModel):
             raise ValueError(
                 f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
             )
-        mode = self.privacy.mode
-        if mode != "none":
+        if (mode := self.privacy.mode) != "none":
             self.privacy.check_clips(self.rounds)
         if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
             raise ValueError(
@@ -300,7 +296,7 @@ class Plan(BaseModel):
 
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> "Plan":
-        """Return the plan of a parsed configuration. Raises PlanError, naming every mistake."""
+        """Return the plan of a parsed configuration, as plan.json is."""
         return _validated(given(raw, _document))
 
     @staticmethod

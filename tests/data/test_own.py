@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedpact.data.datasets import from_arrays, load, refitted
+from fedpact.data.datasets import from_arrays, load
 from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.given.handed import refitted
 from fedpact.data.own import persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.sites import load_site

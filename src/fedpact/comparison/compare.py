@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from fedpact import check
+from fedpact.api import with_own
 from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
+from fedpact.comparison.here import carry_out_here
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
 from fedpact.comparison.sweep import swept
+from fedpact.data.dataset import Dataset
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Folder, check_out
 from fedpact.methods.released import check_as_declared
+from fedpact.own.named import is_handed
 from fedpact.plan import Plan
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.counted import counted as trying
@@ -39,6 +43,9 @@ def compare(
     seeds: int | Sequence[int] = 3,
     out: Path | str | None = None,
     *,
+    model: Any = None,
+    data: Any = None,
+    test: Any = None,
     jobs: int = 0,
     joining: bool = False,
     counted: bool = False,
@@ -52,6 +59,9 @@ def compare(
     plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by default
     runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of the same
     plans, runs that have ended are kept, others are resumed, and missing ones are made.
+    model, data, test: of your own, for all plans, as `fedpact.run` takes them; a single plan may
+    have a model of its own, Plan(model=...). What no other process can import is trained in this
+    one, run after run.
     jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
     run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
     plan has budget.seconds they go one after the other; their seconds mean the same only then.
@@ -68,6 +78,9 @@ def compare(
     several jobs for plans with budget.seconds.
     """
     entries, points = swept(named(plans), sweep or {})
+    records = dict[str, Dataset | None]()
+    for name, plan in entries.items():
+        entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
     comparable(entries)
     if joining:
         _holds_out(entries)
@@ -77,13 +90,15 @@ def compare(
     folder = check_out(comparison_folder() if out is None else Path(out))
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
     wanted = [
-        Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed))
+        Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed), records[name])
         # All entries with one seed before the next: what is there early can be compared.
         for seed in chosen
         for name, plan in entries.items()
     ]
     missing = [job for job in wanted if not has_ended(job)]
-    failed = carry_out(missing, side_by_side, on_news, stop)
+    others = [job for job in missing if not job.here]
+    failed = carry_out(others, side_by_side, on_news, stop)
+    failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
     if joining and not stop():
         _joining(wanted)
     documents = {name: plan.document() for name, plan in entries.items()}
@@ -102,6 +117,11 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
     """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
     for name, plan in plans.items():
         check_as_declared(plan.method)
+        if is_handed(plan.data):
+            raise PlanError(
+                f"{name}: joining with data {plan.data}: what joining is worth is asked of data "
+                "that a plan names; write the records to a file"
+            )
         if not (plan.partition.held_out or plan.evaluation.used):
             raise PlanError(
                 f"{name}: partition.held_out is 0, and evaluation.share: what joining is worth is "

@@ -13,7 +13,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+from fedpact.data.dataset import Dataset
 from fedpact.files import write_whole
+from fedpact.own.named import is_handed
 from fedpact.plan import Plan
 
 _WORKER = [sys.executable, "-m", "fedpact.comparison.worker"]
@@ -22,12 +24,21 @@ _POLL = 0.1  # seconds between two looks at what the processes said
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run to carry out: the entry's name and seed, the whole plan, and the run's folder."""
+    """One run to carry out: the entry's name and seed, the whole plan, and the run's folder.
+
+    data: the records, where they were handed in.
+    """
 
     name: str
     seed: int
     plan: Plan
     folder: Path
+    data: Dataset | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether no other process can carry it out."""
+        return self.data is not None or is_handed(self.plan.model)
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,8 @@ class _Pool:
         # A process that was ended before it read closes the pipe; its exit code tells.
         with contextlib.suppress(BrokenPipeError), process.stdin as told:
             plan = job.plan.document()
-            json.dump({"plan": plan, "folder": str(job.folder)}, told)
+            # A model's file is found where this process finds it.
+            json.dump({"plan": plan, "folder": str(job.folder), "path": sys.path}, told)
         with process.stdout as lines:
             for line in _complete(lines):
                 said = json.loads(line)

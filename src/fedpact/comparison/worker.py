@@ -1,9 +1,10 @@
 """One run of a comparison in a process of its own: `python -m fedpact.comparison.worker`.
 
-Standard input: {"plan": plan.json's content, "folder": path}. Standard output: one JSON object a
-line, {"round": r, "accuracy": a or null} after each round and at most one {"error": paragraph}.
-What else the run prints goes to standard error. Exit code 0: ended, or stopped by an interrupt
-after the round under way; 2: refused, with an error line; else a bug, with a traceback.
+Standard input: {"plan": plan.json's content, "folder": path, "path": where modules lie}. Standard
+output: one JSON object a line, {"round": r, "accuracy": a or null} after each round and at most one
+{"error": paragraph}. What else the run prints goes to standard error. Exit code 0:
+ended, or stopped by an interrupt after the round under way; 2: refused, with an error line; else a
+bug, with a traceback.
 """
 
 import json
@@ -46,6 +47,7 @@ def main() -> int:
         say(round=record.round, accuracy=record.accuracy)
 
     asked = json.load(sys.stdin)
+    sys.path += [place for place in asked["path"] if place not in sys.path]
     try:
         run(Plan.parse(asked["plan"]), Path(asked["folder"]), on_round=on_round, stop=stop)
     except FedpactError as error:

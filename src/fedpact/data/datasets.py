@@ -15,7 +15,7 @@ import torch
 
 from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
-from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.form import RecordForm
 from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
@@ -25,6 +25,7 @@ from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.data.text.shakespeare import load_shakespeare
 from fedpact.errors import DataError
+from fedpact.own.named import is_handed
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),
@@ -68,7 +69,7 @@ def load(
         return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return _from_table(name, read_table(Path(name), label, site, person), classes, form)
+        return _from_table(name, read_table(Path(name), label, site, person, form), classes, form)
     if any(column is not None for column in (label, site, person)):
         raise DataError(
             f"data set {name}: label = {label!r}, site = {site!r}, person = {person!r}: only .csv "
@@ -86,6 +87,11 @@ def load(
     made = Synthetic.parse(name)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
+    if is_handed(name):
+        raise DataError(
+            f"data set {name} was handed in from Python and is no part of the plan: hand in the "
+            "same records again, as fedpact.run(fedpact.Plan.read(path_of_plan_json), data=...)"
+        )
     if name == "digits":
         return load_digits()
     if name == "heart_disease":
@@ -95,7 +101,7 @@ def load(
     if name == "shakespeare":
         return load_shakespeare()
     if name == "adult":
-        return _adult(form)
+        return with_columns(_adult(form), form)
     if name in NAMES:
         return load_images(name)
     if made:
@@ -177,7 +183,7 @@ def from_arrays(
 
 def from_frame(
     frame: Any,
-    label: str,
+    label: str | None,
     site: str | None = None,
     *,
     person: str | None = None,
@@ -190,31 +196,24 @@ def from_frame(
     label, site, person, classes, form: as `load` takes them for a file. Raises DataError.
     """
     columns = {str(column): list(frame[column]) for column in frame.columns}
-    return _from_table(name, table_of(name, columns, label, site, person=person), classes, form)
+    table = table_of(name, columns, label, site, person=person, form=form)
+    return _from_table(name, table, classes, form)
 
 
-def refitted(data: Dataset, records: PlanRecords) -> Dataset:
-    """Return a data set held against what a plan declares; itself where that is nothing."""
-    if records == PlanRecords():
+def with_columns(data: Dataset, form: RecordForm) -> Dataset:
+    """Return a data set of the columns that a form names; those that it drops may be gone."""
+    if form.features is None and not form.drop:
         return data
-    if records.classes is not None and tuple(records.classes) != data.classes:
+    wanted = form.features or [name for name in data.features if name not in form.drop]
+    if not set(wanted) <= set(data.features) or not wanted:
         raise DataError(
-            f"data set {data.name} has the classes {', '.join(data.classes)}: records.classes "
-            f"declares {', '.join(records.classes)}; leave one out, or make them agree"
+            f"data set {data.name} has the columns {', '.join(data.features) or 'none by name'}: "
+            f"records.features = {form.features} and records.drop = {form.drop} leave "
+            f"{', '.join(wanted) or 'none'}; name columns that it has"
         )
-    test = None if data.x_test is None else (data.x_test, data.y_test)
-    form = records.shared().in_arrays(data.features)
-    found = from_arrays(
-        *(data.x, data.y),
-        name=data.name,
-        classes=data.classes,
-        site=data.site,
-        person=data.person,
-        test=test,
-        form=form,
-    )
-    held = None if data.held is None else data.held[found.numbers]
-    return replace(found, description=data.description, features=data.features, held=held)
+    places = [data.features.index(name) for name in wanted]
+    x_test = None if data.x_test is None else data.x_test[:, places]
+    return replace(data, x=data.x[:, places], x_test=x_test, features=tuple(wanted))
 
 
 def _from_table(

@@ -20,6 +20,10 @@ that a file's arrays happen to have, and not from the values that happen to occu
     other = "B"                stands for a value that is none of them; else the record is left out
     scale = "one-hot"          a column for each category, 1 in the record's own and 0 in the others
 
+    features = ["age", "bmi"]  of a table the columns that a record is made of, in this order; or
+    drop = ["id", "entered"]   those that it is not made of. Without either it is made of all that
+                               are no label, site, person or index of pandas'
+
 In an array of records [n, d] the columns are called "0", "1", ...
 """
 
@@ -171,6 +175,8 @@ class RecordForm(ValueRange):
 
     vocabulary: int | None = Field(default=None, ge=1)
     labels: Literal["numbers", "names"] | None = None
+    features: list[str] | None = Field(default=None, min_length=1)
+    drop: list[str] = Field(default_factory=list[str])
     columns: dict[str, Column] = Field(default_factory=dict[str, Column])
 
     @model_validator(mode="after")
@@ -179,6 +185,11 @@ class RecordForm(ValueRange):
             raise ValueError(
                 f'fill = {self.fill!r}, scale = "{self.scale}" for all values: expected a number, '
                 'and "none", "range" or "unit"; declare the rest in [records.columns.NAME]'
+            )
+        if self.features is not None and (self.drop or len({*self.features}) < len(self.features)):
+            raise ValueError(
+                f"features = {self.features} with drop = {self.drop}: expected the columns to "
+                "use, each once, or those to leave out, not both"
             )
         other = self.bounded or self.columns or self.fill is not None
         if self.vocabulary is not None and other:
@@ -204,7 +215,8 @@ class RecordForm(ValueRange):
         """
         place = {name: str(i) for i, name in enumerate(features)}
         columns = {place.get(name, name): c.as_numbers() for name, c in self.columns.items()}
-        return self.model_copy(update={"columns": columns, "labels": "numbers"})
+        told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
+        return self.model_copy(update=told)
 
 
 class PlanRecords(RecordForm):

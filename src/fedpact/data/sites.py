@@ -41,8 +41,8 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = read_table(path, label, None, person)
-        _check_form(path, (len(table.features),), shape)
+        table = read_table(path, label, None, person, form)
+        _check_form(path, (len(features or table.features),), shape)
         table = table.in_order(f"data file {path}", features)
         sieve = Sieve(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)

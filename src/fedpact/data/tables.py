@@ -6,7 +6,8 @@ it holds, changes what is read of another. An error never quotes a value.
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,18 +15,24 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedpact.data.form import RecordForm
 from fedpact.errors import DataError
 
 Cells = Sequence[Any]
 
 SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
+_INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
+"""What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
+_ANY: Final = RecordForm()
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """A file's columns, name -> cells [n], and the roles of some.
 
-    broken: row from 0 -> what is wrong with it as a whole; its cells are empty.
+    broken: row from 0 -> what is wrong with it as a whole; its cells are empty. chosen: the columns
+    of features that were asked for, in order; None: all but those in `unused`.
     """
 
     columns: Mapping[str, Cells]
@@ -33,11 +40,16 @@ class Table:
     site: str | None
     broken: Mapping[int, str]
     person: str | None = None
+    chosen: tuple[str, ...] | None = None
+    unused: frozenset[str] = frozenset()
 
     @property
     def features(self) -> tuple[str, ...]:
         """The columns that a record's features stand in, in order."""
-        return tuple(name for name in self.columns if name not in self._roles)
+        if self.chosen is not None:
+            return self.chosen
+        none = {self.label, self.site, self.person, *self.unused}
+        return tuple(name for name in self.columns if name not in none)
 
     def in_order(self, origin: str, features: Sequence[str]) -> "Table":
         """Return the table with its features in this order.
@@ -51,17 +63,15 @@ class Table:
                 '["...", ...], all of them, to the federation.toml of every party, in the order '
                 "that the files have had so far"
             )
+        if features and set(features) & self.unused:
+            # The federation counts what looks like an index among them.
+            return replace(self, unused=self.unused - set(features)).in_order(origin, features)
         if features and set(features) != set(self.features):
             raise DataError(
                 f"{origin} has the columns {', '.join(self.features)}: federation.toml has "
                 f"features = {list(features)}; bring the file into that form, in any order"
             )
-        first = {name: self.columns[name] for name in features}
-        return replace(self, columns={**first, **self.columns})
-
-    @property
-    def _roles(self) -> tuple[str | None, ...]:
-        return self.label, self.site, self.person
+        return replace(self, chosen=tuple(features) or self.features)
 
     @property
     def count(self) -> int:
@@ -69,14 +79,22 @@ class Table:
         return len(self.columns[self.label])
 
 
-def read_table(path: Path, label: str | None, site: str | None, person: str | None = None) -> Table:
+def read_table(
+    path: Path,
+    label: str | None,
+    site: str | None,
+    person: str | None = None,
+    form: RecordForm = _ANY,
+) -> Table:
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
-    label, site, person: their columns. A CSV's record is one line; a value with a line break in it
-    is not read. Raises DataError: no such file or column, or a file that cannot be read.
+    label, site, person: their columns. form: which others are features. A CSV's record is one line;
+    a value with a line break in it is not read. Raises DataError: no such file or column, or a file
+    that cannot be read.
     """
     columns, broken = read_columns(path)
-    return table_of(f"data file {path}", columns, label, site, broken, person)
+    index = _index_of(path) if path.suffix.lower() == ".parquet" else ()
+    return table_of(f"data file {path}", columns, label, site, broken, person, form, index)
 
 
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
@@ -93,8 +111,13 @@ def table_of(
     site: str | None,
     broken: Mapping[int, str] = MappingProxyType({}),
     person: str | None = None,
+    form: RecordForm = _ANY,
+    index: Collection[str] = (),
 ) -> Table:
-    """Return columns as a table. origin: what they are called. Raises DataError: no such column."""
+    """Return columns as a table. origin: what they are called. index: those that number its rows.
+
+    form: which columns are features. Raises DataError: no such column.
+    """
     roles = {"label": label, "site": site, "person": person}
     for role, column in roles.items():
         if column not in columns and not (role != "label" and column is None):
@@ -102,7 +125,15 @@ def table_of(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
                 f"{', '.join(columns)}; give it as {role}=..."
             )
-    table = Table(columns, str(label), site, broken, person)
+    for key, names in (("features", form.features or ()), ("drop", form.drop)):
+        if odd := [c for c in names if c not in columns or c in roles.values()]:
+            raise DataError(
+                f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
+                f"{', '.join(columns)}, and not those of label, site or person; correct the names"
+            )
+    wanted = None if form.features is None else tuple(form.features)
+    unused = {*form.drop, *index, *(name for name in columns if _INDEX.fullmatch(name))}
+    table = Table(columns, str(label), site, broken, person, wanted, frozenset(unused))
     given = [column for column in roles.values() if column is not None]
     if not table.features or len(set(given)) < len(given):
         raise DataError(
@@ -198,6 +229,14 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
     return {name: _arrow_column(table.column(name)) for name in table.column_names}, {}
+
+
+def _index_of(path: Path) -> tuple[str, ...]:
+    """Return the columns that pandas wrote as its index, as the file itself says."""
+    import pyarrow.parquet
+
+    told: dict[str, Any] = pyarrow.parquet.read_schema(path).pandas_metadata or {}
+    return tuple(name for name in told.get("index_columns", ()) if isinstance(name, str))
 
 
 def _arrow_column(column: Any) -> Cells:

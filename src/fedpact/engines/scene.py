@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedpact.data import datasets, files
 from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
+from fedpact.data.given.handed import refitted
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import kept_records, numbered
 from fedpact.data.tables import SUFFIXES
@@ -28,6 +29,7 @@ from fedpact.evaluation.split import held_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
 from fedpact.features.cache import beside
 from fedpact.features.stage import Staged
+from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
@@ -54,7 +56,7 @@ class Scene:
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        raw = _loaded(plan) if data is None else datasets.refitted(data, plan.records)
+        raw = _loaded(plan) if data is None else refitted(data, plan.records)
         if raw.x.ndim == 2 and (data is not None or _is_table(plan.data)):
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
             advise(raw.name, plan.records, names, raw.x)
@@ -98,6 +100,17 @@ class Scene:
         """What is summed of held-out records. Raises PlanError: it does not fit the classes."""
         plan = self.plan
         return form_of(plan.evaluation, self.dataset.classes, self.groups, plan.privacy.unit)
+
+    @property
+    def columns_used(self) -> str:
+        """What a record of a table of one's own is made of, in a line; empty for other data."""
+        names, classes = self.raw.features, self.raw.classes
+        if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
+            return ""
+        return (
+            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, of classes "
+            f"{_some(classes)}; {len(self.raw.y):,} records"
+        )
 
     @property
     def releases(self) -> int:
@@ -146,6 +159,11 @@ class Scene:
         return self.workshop.bench(check=check)
 
 
+def _some(names: tuple[str, ...], most: int = 30) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def _is_file(data: str) -> bool:
     return Path(data).suffix.lower() in SUFFIXES
 
@@ -165,7 +183,7 @@ def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
 def _loaded(plan: Plan) -> Dataset:
     if not _is_table(plan.data):
         named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
-        return datasets.refitted(named, plan.records)
+        return refitted(named, plan.records)
     return datasets.load(
         plan.data,
         plan.label,

@@ -26,6 +26,7 @@ from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
+from fedpact.own.named import name_of
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
 
@@ -91,12 +92,15 @@ class Served:
     released: Mapping[str, Any]
 
     @staticmethod
-    def of(folder: Path) -> "Served":
+    def of(folder: Path, own: Any = None) -> "Served":
         """Return the model of a run's folder, or of a deployment's server/run.
 
-        Raises DataError: no run that has ended, or a damaged one.
+        own: the module, class or factory, where it was handed in from Python.
+        Raises DataError: no run that has ended, or a damaged one. ModelError: the model was handed
+        in, and is not here.
         """
-        plan = Plan.parse(Folder(folder).read_json("plan.json"))
+        raw = Folder(folder).read_json("plan.json")
+        plan = Plan.parse(raw if own is None else {**raw, "model": name_of(own)})
         form = GivenForm.read(folder)
         if plan.local.head:
             raise DataError(

@@ -5,10 +5,11 @@ where it was finished. Nothing is written before the whole plan, data and model 
 """
 
 import json
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,7 @@ from fedpact.evaluation import promise
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
@@ -60,12 +62,16 @@ def _nobody(_: RoundRecord) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left. records: one a round, round 0 included. model: with the final weights."""
+    """What a run left. records: one a round, round 0 included. model: with the final weights.
+
+    own: what was handed in as the model, if it was, where another process had made the run.
+    """
 
     folder: Path
     records: list[RoundRecord]
     summary: dict[str, Any]
     model: nn.Module
+    own: Any = field(default=None, repr=False)
 
     def predict(self, records: Any) -> Predictions:
         """Return what the model says of records, read as in training; see served.Served.staged."""
@@ -100,7 +106,7 @@ class Result:
 
     @cached_property
     def _served(self) -> Served:
-        return Served.of(self.folder)
+        return Served.of(self.folder, self.own)
 
 
 def simulate(
@@ -126,6 +132,8 @@ def simulate(
     known = is_known(folder, plan)
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known:
+        if told := scene.columns_used:
+            print(told, file=sys.stderr)
         _write_setting(folder, scene, given=data is not None)
     environment = folder.read_json("environment.json")
     run = environment["run"]
@@ -187,6 +195,11 @@ def _check_engine(engine: str, plan: Plan) -> None:
         )
     if engine == "local":
         return
+    if is_handed(plan.model):
+        raise InputError(
+            f'engine = "ray" with model = {plan.model!r}, which was handed in from Python: actors '
+            "build the model themselves; define it in a file of its own, which they can import"
+        )
     require_ray()
     for name, value, expected in (
         ("device", plan.run.device, "cpu"),

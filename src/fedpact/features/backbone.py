@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.features.settings import FeatureSettings
-from fedpact.models.build import own_factory
+from fedpact.own.named import own_factory
 
 _FORM = "factory(shape) -> nn.Module"
 

@@ -1,9 +1,7 @@
 """From a name to a module: the papers', one for text, or the user's `package.module:factory`."""
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +10,10 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.models import papers, text
+from fedpact.own.named import own_factory
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-_FORM = "factory(shape, classes) -> nn.Module"
+_FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (papers.cnn, papers.cnn_group_norm, papers.cnn_padded, papers.logistic, papers.mlp)
 _KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.lstm, text.transformer)}
 
@@ -29,7 +28,8 @@ def build(
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
     name: of a function of models.papers or models.text; or "package.module:factory", where
-    factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes].
+    factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes]; a
+    class or function that needs no argument is called without; or what was handed in (own.named).
     example: one record [*shape], for its shape and type only. settings: of "logistic" alone.
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
@@ -39,18 +39,19 @@ def build(
     else:
         factory = _KNOWN.get(name) or own_factory(name, "model", list(_KNOWN), _FORM)
     shape = tuple(example.shape)
+    given: tuple[Any, ...] = () if _needs_nothing(factory) else (shape, classes)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: it seeds cards too, which no factory of ours uses, and where there
         # is none yet it keeps a formatted stack of whoever called.
         torch.default_generator.manual_seed(seed)
         try:
-            module = factory(shape, classes)
+            module = factory(*given)
         except ModelError:
             raise
         except Exception as error:
             raise ModelError(
                 f"model {name!r}: calling it with shape {shape} and {classes} classes failed with "
-                f"{type(error).__name__}: {error}; expected factory(shape, classes) -> nn.Module"
+                f"{type(error).__name__}: {error}; expected {_FORM}"
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
@@ -59,28 +60,16 @@ def build(
     return module
 
 
-def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
-    """Return what a 'package.module:factory' names. what, known, form: for the error's text.
-
-    Raises ModelError: it is no such name, or cannot be imported.
-    """
-    package, colon, attribute = name.partition(":")
-    if not colon:
-        raise ModelError(
-            f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
-            f"'package.module:factory' with {form}"
-        )
-    # A file beside the configuration is found as `python -m` would find it.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def _needs_nothing(factory: Callable[..., Any]) -> bool:
+    """Whether it is called without arguments: nothing it takes is needed, nor called a shape."""
     try:
-        return getattr(importlib.import_module(package), attribute)
-    except Exception as error:
-        raise ModelError(
-            f"{what} is {name!r}: {type(error).__name__}: {error}; expected "
-            "'package.module:factory' where the module can be imported from the working directory "
-            "or the environment"
-        ) from error
+        taken = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.name == "shape" or (p.default is p.empty and p.kind not in many) for p in taken):
+        return False
+    return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
 
 
 def _refuse_chance(name: str, module: nn.Module) -> None:

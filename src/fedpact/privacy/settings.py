@@ -155,6 +155,20 @@ class Privacy(BaseModel):
         kind, half = self.clip_schedule, self.clip_halved_after
         return tuple(self.clip * factor(kind, half, t, rounds) for t in range(1, rounds + 1))
 
+    def check_rate(self, rate: float | None, batch: float | None) -> None:
+        """Raise ValueError: q is given twice, or would follow from a size that is released."""
+        if rate is not None and batch is not None:
+            raise ValueError(
+                f"sampling_rate = {rate} and batch_size = {batch}: they set the same thing; leave "
+                "one out"
+            )
+        if self.sizes == "noisy" and batch is not None:
+            raise ValueError(
+                f'batch_size = {batch:g} with privacy.sizes = "noisy": q = B / N and the noise for '
+                "it would be chosen from a release, which no fixed accounting covers; give "
+                "sampling_rate instead"
+            )
+
     def check_clips(self, rounds: int) -> None:
         """Raise InputError unless every round's clip is one that a kernel can sum with."""
         for number, clip in enumerate((self.clip, *self.clips(rounds))):

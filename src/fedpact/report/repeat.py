@@ -4,6 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpact.own.named import is_handed
 from fedpact.report.reading import RunFolder
 
 
@@ -26,6 +27,10 @@ _SAME = (
 _GIVEN = (
     "The records were given in Python and are no part of the plan: give the same ones. Otherwise "
     "fedpact would train on plan.json's data."
+)
+_HANDED = (
+    "What was handed in from Python is no part of the plan, which knows it by a digest: {what}. "
+    "Hand in the same; another data set is refused, and another model is another plan's."
 )
 _TEST = (
     "Every party drew from the plan's seed, so a simulation repeats the run: the same model, bit "
@@ -53,6 +58,12 @@ def repeat(run: RunFolder) -> Repeat:
     if randomness.startswith("seeded test"):
         return Repeat(shell, False, _TEST)
     words = [_SAME, *_conditions(run)]
+    own = [key for key in ("data", "model") if is_handed(str(run.plan.get(key, "")))]
+    if own:
+        given = ", ".join(f"{key}=..." for key in own)
+        told = [_HANDED.format(what=" and ".join(f"{key} {run.plan[key]}" for key in own))]
+        call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), {given})"
+        return Repeat(call, True, " ".join([*told, *words]))
     if run.environment.get("data") == "given":
         call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), data=...)"
         return Repeat(call, True, " ".join([_GIVEN, *words]))

@@ -1,0 +1,102 @@
+"""What a plan names that is not the package's own: by its place, or handed in from Python.
+
+A class or function that any process can import is named `package.module:name`, and a plan with it
+is carried out anywhere. What has no such place (a module that exists already, a class of a
+notebook, a lambda) is kept by this process as NAME@DIGEST: the plan then says which one it was, and
+another process needs it handed in again.
+"""
+
+import copy
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator
+from torch import nn
+
+from fedpact.errors import ModelError
+from fedpact.own.digests import digest_of_code, digest_of_module
+
+_DIGITS: Final = 16
+_HANDED: Final = re.compile(rf"[A-Za-z0-9_.+-]+@[0-9a-f]{{{_DIGITS}}}")
+
+_kept: dict[str, Callable[..., Any]] = {}
+
+
+def is_handed(name: str) -> bool:
+    """Whether a plan's data, model or loss was handed in from Python, so that it names no place."""
+    return bool(_HANDED.fullmatch(name))
+
+
+def handed_name(name: str, digest: str) -> str:
+    """Return what a plan calls what was handed in. digest: SHA-256 in hexadecimal digits."""
+    return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '-', name).strip('-') or 'own'}@{digest[:_DIGITS]}"
+
+
+def name_of(thing: Any) -> Any:
+    """Return what a plan calls a module, class or function; anything else as it is.
+
+    A module is kept as it is now: what becomes of it later changes no run.
+    """
+    if isinstance(thing, nn.Module):
+        kept = copy.deepcopy(thing).cpu()
+        name = handed_name(type(thing).__name__, digest_of_module(kept))
+        _kept[name] = lambda: copy.deepcopy(kept)
+        return name
+    if not callable(thing):
+        return thing
+    title = getattr(thing, "__name__", type(thing).__name__)
+    place = f"{getattr(thing, '__module__', None)}:{title}"
+    if _found_at(place) is thing:
+        return place
+    name = handed_name(title, digest_of_code(thing))
+    _kept[name] = thing
+    return name
+
+
+Named = Annotated[str, BeforeValidator(name_of)]
+"""A plan's field that names something, or is given it."""
+
+
+def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
+    """Return what a 'package.module:name' names, or what was handed in under a name.
+
+    what, known, form: for the error's text. Raises ModelError: it is no such name, cannot be
+    imported, or was handed in to another process.
+    """
+    if is_handed(name):
+        if name not in _kept:
+            raise ModelError(
+                f"{what} is {name!r}: it was handed in from Python and is no part of the plan; "
+                f"hand in the same again, as {what}=..., or define it in a file of its own, which "
+                "a plan can name as 'package.module:name'"
+            )
+        return _kept[name]
+    package, colon, attribute = name.partition(":")
+    if not colon:
+        raise ModelError(
+            f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
+            f"'package.module:factory' with {form}"
+        )
+    # A file beside the configuration is found as `python -m` would find it.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(package), attribute)
+    except Exception as error:
+        raise ModelError(
+            f"{what} is {name!r}: {type(error).__name__}: {error}; expected "
+            "'package.module:factory' where the module can be imported from the working directory "
+            "or the environment"
+        ) from error
+
+
+def _found_at(place: str) -> Any:
+    """Return what another process would import there, None for nothing."""
+    package, _, attribute = place.partition(":")
+    # What runs as __main__ is not imported again, and an interpreter's has no file.
+    module = sys.modules.get(package) if package != "__main__" else None
+    return getattr(module, attribute, None) if getattr(module, "__file__", None) else None

@@ -1,0 +1,250 @@
+"""A model and records that are handed in from Python: what runs, and what the folder says of it."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import fedpact
+from fedpact.data.datasets import load
+from fedpact.data.form import PlanRecords
+from fedpact.data.given.handed import dataset_of, digest_of
+from fedpact.errors import DataError, InputError, ModelError, PlanError
+from fedpact.own.named import name_of
+from fedpact.report.reading import read_run
+from fedpact.report.repeat import repeat
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"sites": 2, "rounds": 1, "partition": {"held_out": 0.2}}
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 3)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int64)
+FRAME = pd.DataFrame(X, columns=["a", "b", "c"]).assign(ill=np.where(Y, "yes", "no"), id=range(60))
+
+
+def net():
+    """Of a file that can be imported."""
+    return nn.Sequential(nn.Linear(3, 2))
+
+
+def local(width):
+    """A factory that no other process can import."""
+    return lambda: nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def plan_of(result):
+    return json.loads((result.folder / "plan.json").read_text())
+
+
+def test_the_readmes_ten_lines_run(tmp_path, monkeypatch):
+    """Ten lines of Python at most, on a CSV that they name."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python own\n(.*?)```", page, re.DOTALL)
+    frame = FRAME.rename(columns={"a": "age", "id": "patient"})
+    frame.assign(age=50 + 10 * frame["age"]).to_csv("patients.csv", index=False)
+    code = code.replace("rounds=40", "rounds=2")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    scope = {"__name__": "__main__"}
+    exec(compile(code, "readme", "exec"), scope)
+    result = scope["result"]
+    assert plan_of(result)["model"] == name_of(scope["Net"])
+    record = json.loads((result.folder / "records.json").read_text())
+    assert record["features"] == ["age", "b", "c"]
+
+
+def test_an_instance_begins_with_its_own_weights_and_is_left_as_it_was(tmp_path):
+    module = nn.Linear(3, 2)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    result = fedpact.run(module, (X, Y), **SETTINGS, settings={"learning_rate": 1e-30},
+                         privacy={"mode": "none"}, out=tmp_path / "run")  # fmt: skip
+    for key, value in result.model.state_dict().items():
+        assert torch.equal(value, before[key])
+        assert torch.equal(module.state_dict()[key], before[key])
+    assert result.predict(X).labels.shape == (60,)
+
+
+def test_records_in_every_container_are_the_same_records(tmp_path):
+    """The same numbers, labels and classes, and of tables one digest."""
+    from datasets import ClassLabel
+    from datasets import Dataset as Hugging
+
+    FRAME.to_csv(tmp_path / "t.csv")
+    names = ClassLabel(names=["no", "yes"])
+    hugging = Hugging.from_pandas(FRAME.assign(ill=Y)).cast_column("ill", names)
+    tables = {
+        "frame": FRAME,
+        "columns": {name: FRAME[name].tolist() for name in FRAME},
+        "hugging face": hugging,
+        "with a test set": {"train": hugging, "test": hugging.select(range(5))},
+    }
+    dropped = PlanRecords(drop=["id"])
+    found = {kind: dataset_of(data, dropped, "ill") for kind, data in tables.items()}
+    assert len({digest_of(one) for one in found.values()}) == 2
+    assert torch.equal(found["with a test set"].x_test, found["frame"].x[:5])
+    found["csv"] = load(str(tmp_path / "t.csv"), "ill", form=dropped)
+    items = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    for kind, data in {"arrays": (X, Y), "torch": items}.items():
+        found[kind] = dataset_of(data, PlanRecords(classes=["no", "yes"]))
+    for kind, one in found.items():
+        assert torch.equal(one.x, torch.from_numpy(X)), kind
+        assert torch.equal(one.y, torch.from_numpy(Y)), kind
+        assert one.classes == ("no", "yes"), kind
+
+
+@pytest.mark.parametrize("write", ["to_parquet", "to_csv"])
+def test_pandas_index_is_no_feature_unless_it_is_asked_for(tmp_path, write, capsys):
+    name = "patient" if write == "to_parquet" else None
+    frame = FRAME.drop(columns="id").set_axis([f"{i}" for i in range(60)]).rename_axis(name)
+    path = tmp_path / f"t.{write.removeprefix('to_')}"
+    getattr(frame, write)(path)
+    fedpact.run("logistic", path, label="ill", **SETTINGS, out=tmp_path / "run")
+    assert "columns used: a, b, c; label ill, of classes no, yes; 60 records" in (
+        capsys.readouterr().err
+    )
+    asked = [name or "", "c"]
+    found = fedpact.run(
+        "logistic", path, label="ill", features=asked, **SETTINGS, out=tmp_path / "asked"
+    )
+    record = json.loads((found.folder / "records.json").read_text())
+    assert record["features"] == asked
+
+
+def test_wrong_columns_are_named():
+    for wrong in ({"drop": ["idd"]}, {"features": ["a", "ill"]}):
+        with pytest.raises(DataError, match="expected some of its columns a, b, c, ill, id"):
+            dataset_of(FRAME, PlanRecords(**wrong), "ill")
+    with pytest.raises(PlanError, match="not both"):
+        fedpact.Plan(records={"features": ["a"], "drop": ["b"]})
+
+
+def test_what_is_no_data_set_is_refused_with_what_would_be():
+    for wrong in (3, iter([]), FRAME["a"], (X, Y, Y)):
+        with pytest.raises(DataError, match="expected a path"):
+            dataset_of(wrong, PlanRecords())
+    with pytest.raises(DataError, match="expected one; bring them into one form"):
+        dataset_of(_Items([(X[0], 0), (X[0, :2], 1)]), PlanRecords())
+    with pytest.raises(DataError, match="only a table has columns"):
+        dataset_of((X, Y), PlanRecords(), "ill")
+
+
+class _Items(torch.utils.data.Dataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+def test_images_of_pillow_become_arrays_with_channels_first():
+    from PIL import Image
+
+    raw = RNG.integers(0, 256, (4, 5, 6, 3), dtype=np.uint8)
+    items = _Items([(Image.fromarray(a), i % 2) for i, a in enumerate(raw)])
+    items.classes = ["cat", "dog"]
+    form = PlanRecords(low=0.0, high=255.0)
+    found = dataset_of(items, form)
+    assert np.array_equal(found.x.numpy(), np.moveaxis(raw, -1, 1).astype(np.float32))
+    assert found.classes == ("cat", "dog")
+
+
+def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
+    first = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
+    plan = fedpact.Plan.read(first.folder / "plan.json")
+    own = fedpact.from_arrays(X, Y)
+    assert plan.data == f"arrays@{digest_of(own)[:16]}"
+    assert plan.model == name_of(local(4)) != name_of(local(5))
+    other = (X + 1, Y)
+    with pytest.raises(PlanError, match="hand in the records that it was made for"):
+        fedpact.run(plan, data=other, out=tmp_path / "other")
+    with pytest.raises(DataError, match=r"handed in from Python .* hand in the same records"):
+        fedpact.run(plan, out=tmp_path / "none")
+    with pytest.raises(PlanError, match="another configuration"):
+        fedpact.run(plan, data=own, model=local(5), out=tmp_path / "run")
+    again = fedpact.run(plan, data=own, out=tmp_path / "again")
+    for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    told = repeat(read_run(first.folder))
+    assert told.is_python
+    assert "data=..., model=..." in told.command
+    assert plan.model in told.words
+
+
+def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
+    result = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
+    monkeypatch.setattr("fedpact.own.named._kept", {})
+    with pytest.raises(ModelError, match=r"hand in the same again, as model=\.\.\."):
+        fedpact.load(result.folder)
+    loaded = fedpact.load(result.folder, model=local(4))
+    assert np.array_equal(loaded.predict(X).probabilities, result.predict(X).probabilities)
+
+
+def test_a_digest_tells_apart_what_differs_by_a_value_alone():
+    """Factories of one line, a class's attribute, a default, a global of its module."""
+
+    class Wide(nn.Linear):
+        wide = 3
+
+    width = name_of(Wide)
+    Wide.wide = 4
+    assert name_of(Wide) != width
+    one, two = (lambda: nn.Linear(3, 2)), (lambda: nn.Linear(4, 2))
+    assert name_of(one) != name_of(two)
+    assert name_of(net) == f"{__name__}:net"
+    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert name_of(a) != name_of(b)
+    b.load_state_dict(a.state_dict())
+    assert name_of(a) == name_of(b)
+
+
+def test_settings_beside_a_plan_and_bad_plans_are_refused():
+    with pytest.raises(PlanError, match="rounds: the plan has those settings"):
+        fedpact.run(fedpact.Plan(), rounds=3)
+    with pytest.raises(InputError, match='engine = "ray" with model'):
+        fedpact.run(local(4), "digits", engine="ray")
+    raw = {"rounds": 0, "privacy": {"epsilon": -1}, "nonsense": 1}
+    with pytest.raises(PlanError) as by_hand:
+        fedpact.Plan(**raw)
+    with pytest.raises(PlanError) as parsed:
+        fedpact.Plan.parse(raw)
+    assert str(by_hand.value) == str(parsed.value)
+    assert all(key in str(parsed.value) for key in ("rounds is 0", "privacy.epsilon", "nonsense"))
+
+
+def test_compare_takes_models_and_records_and_gives_what_run_gives(tmp_path):
+    """A local model in this process, an importable one in its own: each as `run` trains it."""
+    plans = {
+        "narrow": fedpact.Plan(model=local(2), **SETTINGS),
+        "wide": fedpact.Plan(model=local(5), **SETTINGS),
+    }
+    found = fedpact.compare(plans, seeds=1, out=tmp_path / "both", data=(X, Y))
+    assert not found.inequalities
+    for name, plan in plans.items():
+        alone = fedpact.run(plan, data=(X, Y), out=tmp_path / name)
+        model = fedpact.load(tmp_path / "both" / name / "seed-0").model
+        for a, b in zip(alone.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    again = fedpact.compare(plans, seeds=1, out=tmp_path / "both", data=(X, Y))
+    assert [e.name for e in again.entries] == ["narrow", "wide"]
+
+
+def test_a_run_that_fails_here_leaves_the_others(tmp_path):
+    """As runs in processes of their own do."""
+
+    def broken():
+        raise RuntimeError("no model today")
+
+    plans = {"good": fedpact.Plan(model=local(2), **SETTINGS),
+             "bad": fedpact.Plan(model=broken, **SETTINGS)}  # fmt: skip
+    found = fedpact.compare(plans, seeds=1, out=tmp_path / "c", data=(X, Y))
+    missing = {entry.name: dict(entry.missing) for entry in found.entries}
+    assert missing["good"] == {}
+    assert "no model today" in missing["bad"][0]
