@@ -171,6 +171,9 @@ class RecordForm(ValueRange):
     may hold, by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
     for the classes' places from 0, "names" for their names. Left out, numbers are places and text
     is names; it has to be given where a class's name is the number of another. Tables have names.
+    features: of a table the columns that a record is made of, in this order. drop: the columns that
+    it is not made of, in place of features; without either it is made of all that are no label,
+    site, person or index of pandas'.
     """
 
     vocabulary: int | None = Field(default=None, ge=1)
