@@ -11,7 +11,7 @@ from fedpact.data.given.handed import dataset_of, digest_of
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Result, simulate
 from fedpact.errors import PlanError
-from fedpact.folder import Folder, check_out
+from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
 from fedpact.own.named import handed_name, is_handed, name_of
 from fedpact.plan import Plan
@@ -101,14 +101,16 @@ def with_own(
 
 
 def load(folder: Path | str, model: Any = None) -> Result:
-    """Return the result of a run that has ended, from its folder or a deployment's server/run.
+    """Return the result of a run that has ended, from its folder or a deployed party's directory.
 
+    A deployed site holds the final model and no rounds: its result has no records.
     model: the module, class or factory that was handed in, where the plan names none; its weights
     are the run's. Raises DataError: it holds none. ModelError: the model is needed.
     """
-    place = Path(folder)
+    place = folder_of_run(Path(folder))
     served, found = Served.of(place, model), Folder(place)
-    lines = (place / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    rounds = place / "rounds.jsonl"
+    lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
     records = [RoundRecord.from_json(line) for line in lines]
     return Result(place, records, found.read_json("summary.json"), served.model, model)
 

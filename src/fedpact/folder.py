@@ -14,6 +14,7 @@ summary.json        the outcome, once there is one
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
+handed-over.json    of a deployment, which sites have the final model
 sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and private
 """
 
@@ -24,10 +25,27 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
+
+RUN = "run"
+"""A party's folder of its run, in its directory."""
+
+
+def folder_of_run(place: Path) -> Path:
+    """Return the folder of a run: of a deployment's server or site, the one in its directory."""
+    return place / RUN if (place / "federation.toml").exists() else place
+
+
+def named_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float]]:
+    """Return columns.json's content. by: means and deviations of the columns [2 m]."""
+    mean, deviation = by.chunk(2)
+    named = zip(names, mean.tolist(), deviation.tolist(), strict=True)
+    return {name: {"mean": m, "deviation": d} for name, m, d in named}
 
 
 def check_out(out: Path) -> Path:

@@ -64,6 +64,10 @@ EVALUATION: Final = "evaluation"
 """The algorithm of a task that asks for sums over held-out records at "w", and nothing else."""
 
 
+FINAL: Final = "final model"
+"""The algorithm of a task that hands the run's final model over, and asks for nothing."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """What a site releases in answer to a Task.

@@ -23,7 +23,7 @@ from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.ledger.about import About
 from fedpact.methods import Method
-from fedpact.methods.combine import combined
+from fedpact.methods.combine import check_mode, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.effective import in_effect, with_iterations
@@ -33,9 +33,9 @@ from fedpact.methods.robust import RobustSettings
 from fedpact.methods.secure import SecureSettings
 from fedpact.methods.server import ServerSettings
 from fedpact.methods.stepped import LocalSettings
+from fedpact.models.initial import InitialSettings
 from fedpact.models.papers import LogisticSettings
 from fedpact.own.named import Named
-from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
@@ -79,6 +79,7 @@ class Plan(BaseModel):
     batch_size: float | None = Field(default=None, gt=0)
     about: About = About()
     records: PlanRecords = PlanRecords()
+    initial: InitialSettings = InitialSettings()
     features: FeatureSettings = FeatureSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     partition: PartitionSettings = PartitionSettings()
@@ -107,32 +108,20 @@ class Plan(BaseModel):
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         if self.logistic != LogisticSettings() and self.model != "logistic":
             raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
-        why = self.features.why_unstated if self.privacy.mode != "none" else ""
+        mode = self.privacy.mode
+        why = (self.features.why_unstated or self.initial.why_unstated) if mode != "none" else ""
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
         method = self.method
-        if self.privacy.mode != "none" and method.settings.plain_only:
-            raise ValueError(
-                f"algorithm = {self.algorithm!r} has no private form: {method.settings.plain_only}"
-            )
-        if (mode := self.privacy.mode) != "none":
+        check_mode(method, self.algorithm, mode)
+        if mode != "none":
             self.privacy.check_clips(self.rounds)
-        if method.weighs_records and mode != "none" and not mechanism_of(mode).summed:
-            raise ValueError(
-                f"algorithm = {self.algorithm!r} with these settings weights each record in its "
-                f"own clip, and under privacy.mode = {mode!r} records have none: use "
-                "privacy.mode = 'per_sample'"
-            )
         if self.compression.kind == "auto":
             # plan.json says what was done. Nobody but its own validators has seen the plan yet.
             chosen = self.compression.settled(self.private and not self.records.released)
             object.__setattr__(self, "compression", chosen)
             vars(self).pop("method")
-        if self.compression.kind == "grid" and not self.private:
-            raise ValueError(
-                'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
-                f"records, and {self.why_unprotected} adds none: use none, int8, float16 or topk"
-            )
+        self.compression.check_noise(self.why_unprotected)
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from importlib.util import find_spec
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,9 +150,27 @@ def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
         assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), served.model(x))
     with pytest.raises(InputError, match="ends in"):
         digits.run.export(tmp_path / "model.bin")
-    if find_spec("onnxscript") is None:
-        with pytest.raises(InputError, match="pip install onnx onnxscript"):
-            digits.run.export(tmp_path / "model.onnx")
+
+
+def test_without_its_packages_onnx_is_told_how_to_have_them(digits, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(InputError, match=r"fedpact\[onnx\]"):
+        digits.run.export(tmp_path / "model.onnx")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_onnx_file_gives_the_same_scores_to_another_reader_for_any_number(digits, tmp_path):
+    reference = pytest.importorskip("onnx.reference", reason="fedpact[onnx] is not installed")
+    pytest.importorskip("onnxscript", reason="fedpact[onnx] is not installed")
+    served, path = Served.of(digits.folder), tmp_path / "model.onnx"
+    digits.run.export(path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    session = reference.ReferenceEvaluator(str(path))
+    for count in (1, 7):
+        x, _ = served.staged(Scene.of(digits.plan).raw.x_test[:count])
+        (scores,) = session.run(None, {session.input_names[0]: x.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(scores, served.model(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_columns_that_sites_release_are_scaled_by_what_they_released(table, tmp_path):

@@ -93,6 +93,14 @@ def site(directory: Path) -> None:
     processes.run_site(directory)
 
 
+def model(directory: Path, source: Path | None) -> None:
+    """Carry out `fedpact deploy model`."""
+    from fedpact.engines.parties.final import FinalModel
+
+    place = FinalModel.of(directory).bring(source)
+    _out().print(f"{place}: `fedpact predict {directory} FILE` asks it", markup=False)
+
+
 def _follow(directory: Path) -> None:
     """Print each committed round until the server's process has ended."""
     seen, out, told = -1, _out(), set[str]()

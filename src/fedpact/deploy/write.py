@@ -50,11 +50,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
     check_deployable(plan)
     scene = Scene.of(plan)
-    weights = plan.features.weights
-    if weights is not None:
-        # Beside each party's plan, which then names it as it lies there.
-        own = plan.features.model_copy(update={"weights": Path(weights).name})
-        plan = plan.model_copy(update={"features": own})
+    plan, files = _beside(plan)
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(parents=True, mode=0o700)
     server.mkdir()
@@ -88,10 +84,26 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
     for party in (server, *(directory / "sites" / name for name in members)):
         _write_shared(party, authority, plan, federation)
-        if weights is not None:
-            shutil.copyfile(weights, party / Path(weights).name)
+        for name, source in files.items():
+            shutil.copyfile(source, party / name)
     (directory / "README.md").write_text(texts.README, encoding="utf-8")
     return federation
+
+
+def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
+    """Return the plan that names files of weights as they lie beside it, and those by name."""
+    files, changed = dict[str, Path](), dict[str, object]()
+    weights, initial = plan.features.weights, plan.initial
+    if weights is not None:
+        files[Path(weights).name] = Path(weights)
+        changed["features"] = plan.features.model_copy(update={"weights": Path(weights).name})
+    if initial.weights is not None:
+        # The backbone's file may have any name but this one's.
+        source = initial.file()
+        name = f"initial-{(initial.sha256 or '')[:8]}{source.suffix}"
+        files[name] = source
+        changed["initial"] = initial.model_copy(update={"weights": name})
+    return plan.model_copy(update=changed), files
 
 
 def _declared(scene: Scene, with_records: bool) -> RecordForm:

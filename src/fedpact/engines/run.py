@@ -16,7 +16,7 @@ from torch import nn
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import write_whole
-from fedpact.folder import Checkpoint, Folder
+from fedpact.folder import Checkpoint, Folder, named_columns
 from fedpact.messages import RoundRecord
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
@@ -90,9 +90,8 @@ def finish(
             write_whole(folder.path / f"{name}.safetensors", save_tensors(tensors), private=False)
     if CONSTANTS in at.state.vectors:
         # Whoever uses the model scales records by the same.
-        mean, deviation = at.state.vectors[CONSTANTS].chunk(2)
-        named = zip(plan.records.released, mean.tolist(), deviation.tolist(), strict=True)
-        folder.write_json("columns.json", {n: {"mean": m, "deviation": d} for n, m, d in named})
+        found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
+        folder.write_json("columns.json", found)
     found = _summary(plan, terms, sizes, records, status) | {
         "model_parameters": model.size,
         "evaluation": outcome(records, form, plan.evaluation_terms),

@@ -148,7 +148,7 @@ class Scene:
     @property
     def workshop(self) -> Workshop:
         """What builds the plan's models and kernels for this data set's records, on the CPU."""
-        return Workshop(self.plan, self.dataset.x[0], len(self.dataset.classes))
+        return Workshop.of(self.plan, self.dataset.x[0], len(self.dataset.classes))
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
@@ -205,7 +205,7 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     train = stage(raw.x, example, raw.name, cache, features)
     of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
     data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
-    kernel = Workshop(plan, data.x[0], len(data.classes)).bench(check=True).kernel
+    kernel = Workshop.of(plan, data.x[0], len(data.classes)).bench(check=True).kernel
     good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
     if data.x_test is None or data.y_test is None or of_test is None:
         return _only(raw, data, good, None)

@@ -22,7 +22,7 @@ from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Cells, Table, read_columns, read_npz
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError
-from fedpact.folder import Folder
+from fedpact.folder import Folder, folder_of_run
 from fedpact.losses import cross_entropy
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
@@ -93,22 +93,23 @@ class Served:
 
     @staticmethod
     def of(folder: Path, own: Any = None) -> "Served":
-        """Return the model of a run's folder, or of a deployment's server/run.
+        """Return the model of a run's folder, or of a deployment's party, by its directory.
 
         own: the module, class or factory, where it was handed in from Python.
         Raises DataError: no run that has ended, or a damaged one. ModelError: the model was handed
         in, and is not here.
         """
+        folder = folder_of_run(folder)
         raw = Folder(folder).read_json("plan.json")
         plan = Plan.parse(raw if own is None else {**raw, "model": name_of(own)})
         form = GivenForm.read(folder)
-        if plan.local.head:
+        beside = folder.absolute().parent
+        if plan.local.head and not (beside / "site.toml").exists():
             raise DataError(
                 f"{folder}: local.head is {plan.local.head}: each site's model has a head of its "
                 "own, which no run's folder holds, so there is no model here to ask"
             )
         # A deployment's weights lie beside its plan; a simulation's where it was begun.
-        beside = folder.absolute().parent
         at = beside if (beside / "federation.toml").exists() else Path()
         columns = folder / "columns.json"
         released = Folder(folder).read_json(columns.name) if columns.exists() else {}
@@ -186,11 +187,13 @@ class Served:
         if path.suffix == ".onnx":
             try:
                 sizes = ({0: torch.export.Dim("n")},)
-                torch.onnx.export(self.model, batch, str(path), dynamic_shapes=sizes)
+                # One file: weights lie in it, not beside it.
+                beside = {"external_data": False, "verbose": False}
+                torch.onnx.export(self.model, batch, str(path), dynamic_shapes=sizes, **beside)
             except ImportError as error:
                 raise InputError(
                     f"{path}: torch writes ONNX with packages that are not installed ({error}): "
-                    "`pip install onnx onnxscript`, or name a .pt file, which needs none"
+                    "pip install 'fedpact[onnx]', or name a .pt file, which needs none"
                 ) from error
         elif path.suffix == ".pt":
             with warnings.catch_warnings():

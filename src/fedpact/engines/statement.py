@@ -107,6 +107,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "own_models": plan.method.has_own_models,
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told(),
+        "initial": plan.initial.told(),
         "covers": [
             *side.covers,
             *_own_models(plan),
@@ -195,11 +196,9 @@ def _secure_lines(plan: Plan, sites: int) -> list[str]:
 
 
 def _unprotected_weights(plan: Plan) -> list[str]:
-    """Return what is not covered where features are computed with somebody's weights."""
-    of = plan.features
-    if not (of.factory and plan.private):
-        return []
-    return [f"What the features' weights were trained on, which counts as public: {of.trained_on}."]
+    """Return what is not covered where somebody's weights are begun or computed with."""
+    told = (plan.features.uncovered, plan.initial.uncovered)
+    return [line for line in told if line and plan.private]
 
 
 def _shared_line(plan: Plan, sites: int) -> str:

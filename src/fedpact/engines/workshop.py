@@ -1,8 +1,10 @@
 """What a party computes with: the plan's model and kernel, from the public form of a record."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import cross_entropy
 from fedpact.methods.heads import check_head
 from fedpact.models.build import build
+from fedpact.models.initial import fill
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
@@ -31,21 +34,34 @@ class Workshop:
     """Builds models and kernels for records like `example` [*shape], of which only the form counts.
 
     classes: the number of labels. device: where kernels compute; see process.device_of.
+    start: the weights that the model begins with, by name; None: those drawn from the seed.
     """
 
     plan: Plan
     example: Tensor
     classes: int
     device: str = "cpu"
+    start: Mapping[str, Tensor] | None = None
+
+    @staticmethod
+    def of(plan: Plan, example: Tensor, classes: int, at: Path = Path()) -> "Workshop":
+        """Return it with what the plan has the model begin with. Raises ModelError: not to be had.
+
+        at: where a relative path of weights begins.
+        """
+        return Workshop(plan, example, classes, start=plan.initial.tensors(at))
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call.
 
-        Raises PlanError: local.head does not end where one of its tensors does.
+        Raises PlanError: local.head does not end where one of its tensors does. ModelError: the
+        weights that it is to begin with are not this model's.
         """
         plan = self.plan
         module = build(plan.model, self.example, self.classes, plan.seed, plan.logistic)
         check_head(module, plan.local.head)
+        if self.start is not None:
+            fill(module, self.start)
         return module
 
     def bench(self, *, check: bool = False) -> Bench:

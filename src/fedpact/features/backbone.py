@@ -9,17 +9,14 @@ of a file of safetensors or of torch, whose SHA-256 the plan names.
 
 import hashlib
 import inspect
-import io
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.features.settings import FeatureSettings
+from fedpact.models.weights import checked, tensors_of
 from fedpact.own.named import own_factory
 
 _FORM = "factory(shape) -> nn.Module"
@@ -111,35 +108,15 @@ class Backbone:
             return repr(type(error)).encode()
 
     def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
+        block = checked(path, sha256, "features.weights")
         try:
-            block = path.read_bytes()
-        except OSError as error:
-            raise ModelError(
-                f"features.weights: {path} cannot be read ({error.strerror}): expected the file of "
-                "weights at every party; check the path, which is relative to the directory of a "
-                "deployment's party, else to the working directory"
-            ) from None
-        found = hashlib.sha256(block).hexdigest()
-        if found != sha256:
-            raise ModelError(
-                f"features.weights: {path} has SHA-256 {found}: the plan names {sha256}; get the "
-                "file that the parties agreed on"
-            )
-        try:
-            module.load_state_dict(_tensors(path, block))
+            module.load_state_dict(tensors_of(path, block))
         except Exception as error:
             raise ModelError(
                 f"features.weights: {path} does not fill the module of {self._name} "
                 f"({type(error).__name__}: {error}): expected its state_dict, as "
                 "safetensors.torch.save_file or torch.save writes it"
             ) from error
-
-
-def _tensors(path: Path, block: bytes) -> Mapping[str, Any]:
-    if path.suffix == ".safetensors":
-        return load_tensors(block)
-    # weights_only: a file of torch's may otherwise hold code, which would be carried out.
-    return torch.load(io.BytesIO(block), map_location="cpu", weights_only=True)
 
 
 def source_of(kind: str) -> str:

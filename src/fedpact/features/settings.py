@@ -87,6 +87,16 @@ class FeatureSettings(BaseModel):
             'seed")'
         )
 
+    @property
+    def uncovered(self) -> str:
+        """What ε does not cover of these features, "" for nothing."""
+        if not self.factory:
+            return ""
+        return (
+            f"What the features' weights were trained on, which counts as public: "
+            f"{self.trained_on}."
+        )
+
     def told(self) -> str:
         """Return in a sentence what stands in place of the records; "" for nothing."""
         if not self.used:

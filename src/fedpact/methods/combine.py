@@ -20,6 +20,7 @@ from fedpact.methods.robust import Robust, RobustSettings
 from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
 from fedpact.methods.stepped import LocalSettings, Stepped
+from fedpact.privacy.mechanisms import mechanism_of
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
 
@@ -236,4 +237,19 @@ def _check(table: str, algorithm: str) -> None:
         raise PlanError(
             f"[{table}] does not go with algorithm = {algorithm!r}: {reason}; leave the table out, "
             "or choose another algorithm"
+        )
+
+
+def check_mode(method: Method, algorithm: str, mode: str) -> None:
+    """Raise ValueError for a method that a private run cannot have. mode: privacy.mode."""
+    if mode == "none":
+        return
+    if method.settings.plain_only:
+        raise ValueError(
+            f"algorithm = {algorithm!r} has no private form: {method.settings.plain_only}"
+        )
+    if method.weighs_records and not mechanism_of(mode).summed:
+        raise ValueError(
+            f"algorithm = {algorithm!r} with these settings weights each record in its own clip, "
+            f"and under privacy.mode = {mode!r} records have none: use privacy.mode = 'per_sample'"
         )

@@ -49,6 +49,14 @@ class CompressionSettings(BaseModel):
     kind: Literal["auto", "none", "float16", "int8", "topk", "grid"] = "auto"
     keep: float = Field(default=0.1, gt=0, le=1)
 
+    def check_noise(self, why_unprotected: str) -> None:
+        """Raise ValueError: a grid of the noise in a run that has none, for this reason."""
+        if self.kind == "grid" and why_unprotected:
+            raise ValueError(
+                'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
+                f"records, and {why_unprotected} adds none: use none, int8, float16 or topk"
+            )
+
     def settled(self, noisy: bool) -> "CompressionSettings":
         """Return what "auto" means. noisy: whether all that leaves sites has gradients' noise.
 

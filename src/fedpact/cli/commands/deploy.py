@@ -111,3 +111,20 @@ def site(directory: Annotated[Path, typer.Argument(help="The site's directory.")
     from fedpact.cli import deploy as command
 
     command.site(directory)
+
+
+@app.command()
+def model(
+    directory: Annotated[Path, typer.Argument(help="The site's directory.")],
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="The server's run/model.safetensors; by default that of a server beside the site.",
+        ),
+    ] = None,
+) -> None:
+    """Put the final model into a site's directory, where it was away when the server sent it."""
+    from fedpact.cli import deploy as command
+
+    command.model(directory, source)

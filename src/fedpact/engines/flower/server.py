@@ -38,7 +38,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
         return coordinator.run(transport, on_round)
     attempts = coordinator.attempts
     secure = secured(transport, federation, plan, attempts, admission, form)
-    return coordinator.run(secure, on_round)
+    return coordinator.run(secure, on_round, transport)
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from fedpact.engines.secure.ring import Form
 from fedpact.engines.secure.wire import reply_in
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import (
+    FINAL,
     MOST_VECTORS,
     Refusal,
     Reply,
@@ -82,14 +83,16 @@ class FlowerTransport:
         """See round.Transport. Raises TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
+        # The final model goes to whoever is there.
+        least = 0 if any_task.algorithm == FINAL else patience.least_replies
         form = self._form(any_task)
         self._admission.check(form, any_task)
-        this = UnderWay(tasks, self._faults(tasks, form), patience.least_replies)
+        this = UnderWay(tasks, self._faults(tasks, form), least)
         self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
-            if not this.open or len(this.replies) >= patience.least_replies:
+            if not this.open or len(this.replies) >= least:
                 break
             _log.warning("round %d: too few replies, tried again", any_task.round)
         # Judged together: the first of them had nothing to be compared with.
@@ -100,13 +103,13 @@ class FlowerTransport:
         for site in this.open:
             this.answers[site] = _refusal(tasks[site], site, "absent")
         spent = [site for site, refusal in this.refusals.items() if refusal.code == "budget"]
-        if len(tasks) - len(spent) < patience.least_replies:
+        if len(tasks) - len(spent) < least:
             # No later round can have enough: the run ends, and what a few have sent is not used.
             replies = dict[str, Reply]()
-        elif len(replies) < patience.least_replies:
+        elif len(replies) < least:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
-                f"{patience.least_replies} (patience.least_replies), after {patience.retries + 1} "
+                f"{least} (patience.least_replies), after {patience.retries + 1} "
                 f"times {patience.round_seconds:g} s: {summary(this)}. {advice(this)}"
             )
         waited = self._waiting.seconds - before

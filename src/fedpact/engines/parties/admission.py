@@ -28,7 +28,7 @@ from fedpact.engines.secure.ring import Form
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.losses import cross_entropy
-from fedpact.messages import EVALUATION, Reply, State, Task
+from fedpact.messages import EVALUATION, FINAL, Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
 from fedpact.persample.kernel import PlainKernel
@@ -62,6 +62,8 @@ def expected_form(
 
     sums: of an evaluation, how many numbers each channel has.
     """
+    if task.algorithm == FINAL:
+        return Form.of({}, {})
     if task.algorithm == EVALUATION:
         return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
     x, y = workshop.made_up()
@@ -131,6 +133,8 @@ class Admission:
         return None
 
     def _bounds(self, task: Task, terms: Terms) -> Bounds:
+        if task.algorithm == FINAL:
+            return Bounds({}, {})
         if task.algorithm == EVALUATION:
             return self._examined(terms)
         return self._method.bounds(task, terms)
@@ -146,7 +150,7 @@ class Admission:
 
     def opened(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
-        if task.algorithm == EVALUATION:
+        if task.algorithm in (EVALUATION, FINAL):
             return reply
         return self._method.opened(reply, task.vectors)
 
@@ -156,7 +160,7 @@ class Admission:
         Of fewer than three replies nobody can say which is off, and sums over records of unlike
         sites are far apart as they are. A vector that the task does not have is measured from 0.
         """
-        if len(replies) < 3 or task.algorithm == EVALUATION:
+        if len(replies) < 3 or task.algorithm in (EVALUATION, FINAL):
             return []
         found = set[str]()
         replies = {site: self.opened(reply, task) for site, reply in replies.items()}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedpact.data import datasets
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation, read_plan
+from fedpact.engines.parties.handover import hand_over
 from fedpact.engines.parties.standing import Standing
 from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
@@ -121,8 +122,15 @@ class Coordinator:
         records = terms.size / (1 - self.plan.evaluation.share)
         return counts(once, self.sums, records)
 
-    def run(self, transport: Transport, on_round: Callable[[RoundRecord], None]) -> dict[str, Any]:
+    def run(
+        self,
+        transport: Transport,
+        on_round: Callable[[RoundRecord], None],
+        plain: Transport | None = None,
+    ) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.
+
+        plain: what carries the final model to the sites where `transport` makes sums of replies.
 
         Raises FedpactError where the transport gives up; what was committed stays.
         """
@@ -145,7 +153,9 @@ class Coordinator:
         of = self.federation
         GivenForm(tuple(of.shape), of.values, tuple(of.classes)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
-        return finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
+        done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
+        hand_over(self.folder, of.run, at, plain or transport)
+        return done
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""

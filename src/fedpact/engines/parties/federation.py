@@ -187,7 +187,8 @@ class Federation(BaseModel):
 
     def workshop(self, plan: Plan, at: Path) -> Workshop:
         """Return what a party of this federation computes with. at: its directory."""
-        return Workshop(plan, self.stage(plan, at).example(self.example()), len(self.classes))
+        example = self.stage(plan, at).example(self.example())
+        return Workshop.of(plan, example, len(self.classes), at)
 
     def stage(self, plan: Plan, at: Path) -> FeatureStage:
         """Return what stands between a party's records and what it trains on, as declared here."""

@@ -5,24 +5,21 @@ personal.safetensors into the site's directory, mode 0600. It opens no connectio
 and changes nothing else: no message is made of what it finds.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
-from torch import Tensor, nn
 
 from fedpact.client import remembered
 from fedpact.data.splits import numbered
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.final import published, read_model
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.process import one_thread
-from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
+from fedpact.folder import RUN
 from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel
 from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
@@ -42,8 +39,8 @@ class Personal:
 def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     """Tune the final model on a site's records, or say that it is not worth it.
 
-    model: the run's model.safetensors as the server published it; by default that of a server whose
-    directory lies beside the sites', as `fedpact deploy init` writes them.
+    model: the run's model.safetensors as the server published it; by default the one that it handed
+    to the site, or that of a server whose directory lies beside the sites'.
     An older personal.safetensors is removed where the advice is not to tune.
     Raises InputError of some kind: no final model, or one that is not the plan's.
     """
@@ -51,11 +48,15 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     federation = Federation.read(directory / "federation.toml")
     plan = read_plan(directory / "plan.json")
     check_as_declared(plan.method)
-    source = _final(directory, federation.run, model)
+    handed = directory / RUN / "model.safetensors"
+    # What a site with a model of its own was handed is that, and no longer everybody's.
+    if model is None and handed.is_file() and not plan.method.has_own_models:
+        model = handed
+    source = published(directory, federation.run, model)
     module = federation.workshop(plan, directory).module()
     flat = FlatModel(module)
     initial = flat.vector.clone()
-    w = _read(source, module, flat)
+    w = read_model(source, module, flat)
     # With the final model every site's last reply counts as included, if it was of the last round.
     own = plan.method.own_model(w, remembered(directory / "memory.safetensors", plan.rounds))
     found = own_records(directory, settings, federation, plan)
@@ -73,38 +74,3 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": settings.name}
     write_whole(path, save_tensors(tensors, metadata=marked))
     return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
-
-
-def _final(directory: Path, run: str, model: Path | None) -> Path:
-    path = directory.absolute().parents[1] / "server" / "run" / "model.safetensors"
-    path = path if model is None else model
-    if not path.is_file():
-        raise PlanError(
-            f"{path} is not there: expected the final model of run {run}, which the server writes "
-            "when the run has ended; until then there is nothing to tune. Ask for the server's "
-            "run/model.safetensors and give it with --model"
-        )
-    return path
-
-
-def _read(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
-    """Return the final model's w [d]."""
-    expected = {name: value.shape for name, value in module.state_dict().items()}
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}): expected the run's model.safetensors"
-        ) from None
-    found = {name: value.shape for name, value in tensors.items()}
-    if found != expected:
-        raise DataError(
-            f"{path} holds {_shown(found)}: the plan's model has {_shown(expected)}; give the "
-            "final model of this run"
-        )
-    module.load_state_dict(tensors)
-    return flat.vector.clone()
-
-
-def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"

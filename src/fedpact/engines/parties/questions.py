@@ -7,7 +7,8 @@ round 10^12 would make every later one stale, a τ of a million would spend the 
 from torch import Tensor
 
 from fedpact.errors import InputError
-from fedpact.messages import EVALUATION, Task, Vectors
+from fedpact.messages import EVALUATION, FINAL, Task, Vectors
+from fedpact.methods.released import CONSTANTS
 from fedpact.methods.short import whole
 from fedpact.params import all_finite
 from fedpact.plan import Plan
@@ -24,7 +25,10 @@ class Questions:
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
         self._always = frozenset(told.numbers)
         self._first = 0 if plan.method.opens_run else 1
-        self._evaluated = {"w": (w.shape, w.dtype)} if plan.evaluation_terms else None
+        model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
+        # Of questions that train nothing; None: the plan has no such question.
+        self._others = {EVALUATION: {"w": (w.shape, w.dtype)} if plan.evaluation_terms else None}
+        self._others[FINAL] = model
         self._told: dict[int, Vectors] = {0: told.vectors}
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
@@ -34,7 +38,7 @@ class Questions:
         as long as this object lives, and before the first one follows from the plan; the code is
         "model" where it is not known.
         """
-        if task.algorithm == EVALUATION:
+        if task.algorithm in self._others:
             # Told in full, and nothing that a later task goes on from.
             wrong = self.fault(task)
             return (task, "", "") if wrong is None else (None, *wrong)
@@ -67,13 +71,15 @@ class Questions:
         return None if wrong is None else ("task", wrong)
 
     def _wrong(self, task: Task) -> str | None:
-        examined = task.algorithm == EVALUATION
-        vectors, numbers = (self._evaluated, {}) if examined else (self._vectors, self._numbers)
+        other = task.algorithm in self._others
+        vectors, numbers = self._vectors, self._numbers
+        if other:
+            vectors, numbers = self._others[task.algorithm], {}
         if vectors is None:
             return "it asks for an evaluation: expected none, as the plan has none"
         for name, value, least, most in (
             ("round", task.round, self._first, self._rounds),
-            ("included", task.included, -1, task.round - 1),
+            ("included", task.included, -1, task.round - (task.algorithm != FINAL)),
             ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
         ):
             if not least <= value <= most:
@@ -87,7 +93,7 @@ class Questions:
                 return f"it has a number {name!r}: expected none but {_few(numbers)}"
             if not expected.holds(value):
                 return f"its number {name!r} is {value!r}: expected {expected}"
-        for name in sorted((frozenset() if examined else self._always) - task.numbers.keys()):
+        for name in sorted((frozenset() if other else self._always) - task.numbers.keys()):
             return f"it has no number {name!r}, which every task of this plan has"
         if not all(map(all_finite, task.vectors.values())):
             return "its vectors hold NaN or infinity: expected finite numbers"

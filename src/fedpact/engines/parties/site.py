@@ -9,6 +9,7 @@
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
     held-out.key        and two files more, of evaluations (engines.parties.examiner)
+    run/                the final model, once there is one (engines.parties.final)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation;
                         made at the first opening, and missed after the first charge
 
@@ -31,6 +32,7 @@ from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.questions import Questions
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.stored import LastReply, room
@@ -41,6 +43,7 @@ from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, Poli
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (
     EVALUATION,
+    FINAL,
     MOST_VECTORS,
     Refusal,
     Reply,
@@ -137,6 +140,8 @@ class Site:
         Raises FedpactError: the site has stopped, or there is no room on its disk.
         """
         objection = self._objection(task, seen)
+        if not objection and task.algorithm == FINAL:
+            return self._taken_over(task)
         if objection or self._masker is not None:
             return self._refusal(task, objection or "policy")
         return self._trained(task)
@@ -169,6 +174,20 @@ class Site:
             _log.warning("round %d is refused: %s", question.round, error)
             return "ledger" if isinstance(error, LedgerError) else "policy"
         return ""
+
+    def _taken_over(self, task: Task) -> bytes:
+        """Keep the run's final model; nothing is charged, and nothing asked of a record."""
+        wrong = self._questions.fault(task)
+        if wrong is not None:
+            _log.warning("the final model is refused: %s", wrong[1])
+            return self._refusal(task, wrong[0])
+        budget = self._terms.budget
+        spent = {"epsilon": {self.name: self.epsilon()}, "delta": {self.name: budget.delta}}
+        FinalModel(self._directory, self.name, self.federation, self.plan).keep(task, spent)
+        head, length = self.ledger.head, self.ledger.length
+        return to_bytes(
+            Reply(task.run, task.round, self.name, self._terms.size, {}, {}, head, length)
+        )
 
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:

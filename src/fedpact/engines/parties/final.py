@@ -1,0 +1,150 @@
+"""The run's final model at a site, as the server handed it over or its owner brought it.
+
+    run/model.safetensors   the model, with the site's own head where local.head gives it one
+    run/plan.json           what it was trained by
+    run/records.json        what a record is
+    run/columns.json        what released columns are scaled by, where there are any
+    run/summary.json        of which round it is, and what this site's ledger has spent
+
+It is what `fedpact predict SITE FILE` reads. It was released already, to the server: writing it
+down at the site asks no record and charges nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from fedpact.client import remembered
+from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
+from fedpact.engines.parties.records import SiteSettings
+from fedpact.engines.served import GivenForm
+from fedpact.errors import DataError, PlanError
+from fedpact.files import write_whole
+from fedpact.folder import RUN, Folder, named_columns
+from fedpact.messages import Task
+from fedpact.methods.released import CONSTANTS
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+
+HANDED_OVER: Final = "handed over"
+BROUGHT: Final = "brought by the owner"
+_COLUMNS: Final = "columns.json"
+
+
+@dataclass(frozen=True)
+class FinalModel:
+    """Where a site keeps it. directory: the site's. name: the site's."""
+
+    directory: Path
+    name: str
+    federation: Federation
+    plan: Plan
+
+    @staticmethod
+    def of(directory: Path) -> "FinalModel":
+        """Return it of a site's directory, whose files are read. Raises PlanError."""
+        name = parse_toml(SiteSettings, directory / "site.toml").name
+        federation = Federation.read(directory / "federation.toml")
+        return FinalModel(directory, name, federation, read_plan(directory / "plan.json"))
+
+    def keep(self, task: Task, spent: Mapping[str, Any]) -> None:
+        """Write down what the server hands over. spent: of this site's ledger, for the summary."""
+        module = self._module()
+        flat = FlatModel(module)
+        memory = remembered(self.directory / "memory.safetensors", task.included)
+        own = self.plan.method.own_model(task.vectors["w"], memory)
+        flat.load(task.vectors["w"] if own is None else own)
+        by = task.vectors.get(CONSTANTS)
+        columns = None if by is None else named_columns(self.plan.records.released, by)
+        self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
+
+    def bring(self, source: Path | None) -> Path:
+        """Write down the model of a file, for a site that was away; return where it then is.
+
+        source: the server's run/model.safetensors, with columns.json beside it where columns are
+        scaled by what was released; None: of a server whose directory lies beside the sites'.
+        Raises InputError of some kind: no such file, or not the plan's model.
+        """
+        path, module = published(self.directory, self.federation.run, source), self._module()
+        flat = FlatModel(module)
+        w = read_model(path, module, flat)
+        memory = remembered(self.directory / "memory.safetensors", self.plan.rounds)
+        own = self.plan.method.own_model(w, memory)
+        flat.load(w if own is None else own)
+        self._write(module, self._columns_beside(path), {"status": BROUGHT, "rounds": None})
+        return self.directory / RUN
+
+    def _columns_beside(self, model: Path) -> Any:
+        names, path = self.plan.records.released, model.with_name(_COLUMNS)
+        if not names:
+            return None
+        try:
+            found = json.loads(path.read_bytes())
+            return {name: {key: float(found[name][key]) for key in ("mean", "deviation")}
+                    for name in names}  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} does not say what the columns {', '.join(names)} are scaled by "
+                f"({type(error).__name__}): expected the server's run/{_COLUMNS} beside its model"
+            ) from None
+
+    def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
+        folder, of = Folder(self.directory / RUN), self.federation
+        folder.path.mkdir(exist_ok=True)
+        # The model comes last: whoever finds it finds the rest.
+        folder.write_json("plan.json", self.plan.document())
+        GivenForm(tuple(of.shape), of.values, of.classes, of.features).write(folder)
+        if columns is not None:
+            folder.write_json(_COLUMNS, columns)
+        folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
+        tensors = {key: value.clone() for key, value in module.state_dict().items()}
+        write_whole(folder.path / "model.safetensors", save_tensors(tensors))
+
+    def _module(self) -> nn.Module:
+        return self.federation.workshop(self.plan, self.directory).module()
+
+
+def published(directory: Path, run: str, model: Path | None) -> Path:
+    """Return the file of the final model: `model`, or that of a server beside the sites.
+
+    Raises PlanError: it is not there.
+    """
+    path = directory.absolute().parents[1] / "server" / RUN / "model.safetensors"
+    path = path if model is None else model
+    if not path.is_file():
+        raise PlanError(
+            f"{path} is not there: expected the final model of run {run}, which the server writes "
+            "when the run has ended; until then there is nothing to tune. Ask for the server's "
+            "run/model.safetensors and give it with --model"
+        )
+    return path
+
+
+def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
+    """Return a file's w [d], which `module` then has. Raises DataError: not the module's form."""
+    expected = {name: value.shape for name, value in module.state_dict().items()}
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): expected the run's model.safetensors"
+        ) from None
+    found = {name: value.shape for name, value in tensors.items()}
+    if found != expected:
+        raise DataError(
+            f"{path} holds {_shown(found)}: the plan's model has {_shown(expected)}; give the "
+            "final model of this run"
+        )
+    module.load_state_dict(tensors)
+    return flat.vector.clone()
+
+
+def _shown(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"

@@ -1,0 +1,167 @@
+"""The [initial] table of a plan: what the model begins with, in place of weights from the seed.
+
+    initial = "runs/first"             the model of a run that has ended, or a file; or the table
+
+    [initial]
+    weights = "model.safetensors"      the model's state_dict; of a run, its folder
+    sha256 = "..."                     of that file: by default as it is when the plan is read
+    trained_on = "..."                 what they were chosen by: without it no ε is stated
+
+It is public, the same at every party, and part of the plan. A private run that has ended says by
+itself what its model was trained on, and what that has cost.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from fedpact.errors import ModelError
+from fedpact.models.weights import block_of, checked, tensors_of
+
+_SETTING = "initial.weights"
+
+
+class InitialSettings(BaseModel):
+    """What the model begins with, in place of weights drawn from the seed.
+
+    weights: a file of the model's weights (.safetensors or torch's), or the folder of a run that
+    has ended. sha256: of that file; by default as it is when the plan is read.
+    trained_on: what the weights were chosen by; a private run that has ended says it by itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    weights: str | None = Field(default=None, min_length=1)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    trained_on: str | None = Field(default=None, pattern=r"\S")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, raw: Any) -> Any:
+        return {"weights": raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _settled(self) -> Self:
+        if self.weights is None:
+            for name in ("sha256", "trained_on"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"initial.{name} without initial.weights: name the file that it is of"
+                    )
+            return self
+        # plan.json says what was found. Nobody but its own validators has seen the plan yet.
+        if self.sha256 is None:
+            try:
+                block = block_of(self._path(Path()), _SETTING)
+            except ModelError as error:
+                raise ValueError(str(error)) from None
+            self._found("sha256", hashlib.sha256(block).hexdigest())
+            if self.trained_on is None:
+                self._found("trained_on", _told_by(self._path(Path()).parent))
+        return self
+
+    def _found(self, name: str, value: str | None) -> None:
+        if value is not None:
+            object.__setattr__(self, name, value)
+            self.model_fields_set.add(name)
+
+    @property
+    def why_unstated(self) -> str:
+        """Why no ε can be stated with this start; "" where it can."""
+        if self.weights is None or self.trained_on is not None:
+            return ""
+        return (
+            f"initial.weights = {self.weights!r} without initial.trained_on: weights that were "
+            "chosen by a site's records release them before anything is charged, so no ε can be "
+            'stated; say what they were trained on (trained_on = "ImageNet-1k"), or name the '
+            "folder of a private run that has ended, which says it by itself"
+        )
+
+    @property
+    def uncovered(self) -> str:
+        """What ε does not cover of this start, "" for nothing."""
+        if self.weights is None:
+            return ""
+        return (
+            f"What the model's first weights were trained on: {self.trained_on}. What that has "
+            "cost whoever is in it is no part of this run's ε."
+        )
+
+    def told(self) -> str:
+        """Return in a sentence what the model begins with; "" for weights from the seed."""
+        if self.weights is None:
+            return ""
+        return (
+            f"The model began with given weights, SHA-256 {self.sha256}, trained on: "
+            f"{self.trained_on or 'not said'}."
+        )
+
+    def tensors(self, at: Path = Path()) -> Mapping[str, Tensor] | None:
+        """Return the weights by name, None without any. at: where a relative path begins.
+
+        Raises ModelError: no such file, another SHA-256, or one that cannot be read.
+        """
+        if self.weights is None:
+            return None
+        path = self._path(at)
+        block = checked(path, self.sha256, _SETTING)
+        try:
+            return dict(tensors_of(path, block))
+        except Exception as error:
+            raise ModelError(
+                f"{_SETTING}: {path} cannot be read ({type(error).__name__}: {error}): expected a "
+                "state_dict, as safetensors.torch.save_file or torch.save writes it"
+            ) from error
+
+    def file(self) -> Path:
+        """Return the file, of a folder the model in it, relative to the working directory."""
+        return self._path(Path())
+
+    def _path(self, at: Path) -> Path:
+        path = at / str(self.weights)
+        if not path.is_dir():
+            return path
+        run = path / "run" if (path / "federation.toml").exists() else path
+        return run / "model.safetensors"
+
+
+def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
+    """Set a module's weights. Raises ModelError: other names or shapes, or numbers not finite."""
+    needed = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    given = {name: tuple(value.shape) for name, value in start.items()}
+    odd = sorted(name for name in needed | given if needed.get(name) != given.get(name))
+    if odd:
+        told = "; ".join(
+            f"{n}: {given.get(n, 'missing')}, expected {needed.get(n, 'none')}" for n in odd
+        )
+        raise ModelError(
+            f"{_SETTING} does not fit the plan's model: {told}; give the weights of the same "
+            "model, on records of the same form"
+        )
+    for name, value in start.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ModelError(f"{_SETTING}: {name} holds NaN or infinity: expected finite numbers")
+    module.load_state_dict(dict(start))
+
+
+def _told_by(run: Path) -> str | None:
+    """Return what a private run's folder says of its model; None where it says nothing."""
+    try:
+        summary, plan = (
+            json.loads((run / f"{name}.json").read_bytes()) for name in ("summary", "plan")
+        )
+        spent, deltas = summary["epsilon"], summary["delta"]
+        if not (summary["private"] is True and spent and deltas):
+            return None
+        unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
+        return (
+            f"{plan['data']} by the private run {run.name}, which spent "
+            f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "
+            f"{adjacency}, by itself: it adds to this run's for whoever is in both"
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,96 @@
+"""A run that begins with given weights: those, to the last bit, at every party; and what is said.
+
+References: the model of the earlier run, read from its file by safetensors alone.
+"""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fedpact
+from fedpact.engines.scene import Scene
+from fedpact.errors import ModelError, PlanError
+from fedpact.plan import Plan
+
+SMALL = {"rounds": 1, "sites": 2, "privacy": {"accountant": "rdp"}}
+PLAIN = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """The folder of a private run that has ended."""
+    folder = tmp_path_factory.mktemp("before") / "first"
+    fedpact.run(Plan.parse(SMALL), folder)
+    return folder
+
+
+def same(module, path):
+    expected, found = load_file(path), module.state_dict()
+    alike = [torch.equal(found[name], expected[name]) for name in found]
+    return found.keys() == expected.keys() and all(alike)
+
+
+def test_a_run_begins_where_the_other_ended_and_says_so(before, tmp_path):
+    plan = Plan.parse({**SMALL, "initial": str(before)})
+    block = (before / "model.safetensors").read_bytes()
+    assert plan.initial.sha256 == hashlib.sha256(block).hexdigest()
+    assert same(Scene.of(plan).module(), before / "model.safetensors")
+    result = fedpact.run(plan, tmp_path / "second")
+    ended = json.loads((before / "summary.json").read_text())
+    assert result.records[0].accuracy == ended["accuracy"]
+    said = json.loads((tmp_path / "second" / "privacy.json").read_text())
+    spent = max(ended["epsilon"].values())
+    assert f"ε <= {spent!r}" in said["initial"]
+    assert any("first weights" in line for line in said["does_not_cover"])
+    # It goes on where it ended: plan.json holds the digest, and is the same plan.
+    assert Plan.parse(json.loads((tmp_path / "second" / "plan.json").read_text())) == plan
+
+
+def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(before, tmp_path):
+    file = before / "model.safetensors"
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(file.read_bytes())
+    with pytest.raises(PlanError, match=r"initial\.trained_on"):
+        Plan.parse({**SMALL, "initial": str(other)})
+    plain = Plan.parse({**PLAIN, "initial": str(other)})
+    assert plain.initial.trained_on is None
+    # A plain run's folder says nothing that could stand for its records.
+    folder = tmp_path / "plain"
+    fedpact.run(Plan.parse(PLAIN), folder)
+    with pytest.raises(PlanError, match=r"initial\.trained_on"):
+        Plan.parse({**SMALL, "initial": str(folder)})
+    said = {"weights": str(other), "trained_on": "public digits"}
+    assert Plan.parse({**SMALL, "initial": said}).initial.told().endswith("public digits.")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda tensors: tensors.popitem(), "missing, expected"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "expected none"),
+        (lambda tensors: next(iter(tensors.values())).fill_(torch.nan), "NaN or infinity"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(before, tmp_path, change, told):
+    tensors = load_file(before / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "w.safetensors")
+    plan = Plan.parse({**PLAIN, "initial": str(tmp_path / "w.safetensors")})
+    with pytest.raises(ModelError, match=told):
+        Scene.of(plan)
+
+
+def test_a_file_that_was_changed_since_is_refused(before, tmp_path):
+    file = tmp_path / "w.safetensors"
+    file.write_bytes((before / "model.safetensors").read_bytes())
+    plan = Plan.parse({**PLAIN, "initial": str(file)})
+    file.write_bytes(file.read_bytes() + b"\n")
+    with pytest.raises(ModelError, match="the plan names"):
+        Scene.of(plan)
+    with pytest.raises(PlanError, match=r"initial\.weights.*cannot be read"):
+        Plan.parse({**PLAIN, "initial": str(tmp_path / "nowhere")})
+    with pytest.raises(PlanError, match=r"without initial\.weights"):
+        Plan.parse({**PLAIN, "initial": {"trained_on": "x"}})
