@@ -116,7 +116,8 @@ def _small() -> Run:
 
 def test_looks_are_those_of_one_uninterrupted_run(tmp_path):
     run = _small()
-    found = measure.carry_out(run, 5, tmp_path / "cut")
+    *parts, found = measure.carry_out(run, 5, tmp_path / "cut")
+    assert [list(part["looks"]) for part in parts] == [["1"], ["1", "3"]]
     assert list(found["looks"]) == ["1", "3", "4"]
     base = HERE.parent / run.base
     every = fedpact.Plan.read(base, [*run.settings, "seed=5", "run.evaluate_every=1"])
@@ -127,14 +128,18 @@ def test_looks_are_those_of_one_uninterrupted_run(tmp_path):
         assert seen["accuracy"] == record.accuracy
         assert seen["epsilon"] == max(record.epsilon.values())
     # A run that was made is not made again: the same folder gives the same.
-    assert measure.carry_out(run, 5, tmp_path / "cut")["looks"] == found["looks"]
+    *_, again = measure.carry_out(run, 5, tmp_path / "cut")
+    assert again["looks"] == found["looks"]
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
     stored, run = Stored(tmp_path), _small()
     book = Book(stored)
     assert book.accuracy(run, 4) == "not run [1]"
+    stored.add(run, 0, {"looks": {"3": {"accuracy": 0.4}}})
+    assert not stored.whole(run, 0)
     stored.add(run, 0, {"looks": {"4": {"accuracy": 0.5}}})
+    assert stored.whole(run, 0)
     assert Book(stored).accuracy(run, 4) == "50.00 (1 seed)"
     stored.add(run, 1, {"looks": {"4": {"accuracy": 0.25}}})
     assert Book(stored).accuracy(run, 4) == "37.50 ± 17.68 (2 seeds)"

@@ -16,8 +16,7 @@ def missing(stored: Stored, words: list[str]) -> list[tuple[Run, int]]:
     return [
         (run, seed)
         for run, seed in ORDER
-        if str(seed) not in stored.seeds(run)
-        and all(word in f"{run.title} seed={seed}" for word in words)
+        if not stored.whole(run, seed) and all(word in f"{run.title} seed={seed}" for word in words)
     ]
 
 
@@ -42,8 +41,8 @@ def main() -> None:
         return
     for run, seed in left:
         place = asked.out / f"{run.title} {seed}".replace(" ", "-")
-        outcome = carry_out(run, seed, place)
-        stored.add(run, seed, outcome)
+        for outcome in carry_out(run, seed, place):
+            stored.add(run, seed, outcome)
         print(run.title, f"seed={seed}", outcome["looks"], outcome["cpu_seconds"], flush=True)
 
 

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,22 @@ from fedpact.messages import RoundRecord
 HERE = Path(__file__).parent
 
 
-def carry_out(run: Run, seed: int, out: Path) -> dict[str, Any]:
-    """Carry a run out, look at its model after the rounds asked for, and return what is stored."""
+def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
+    """Carry a run on from look to look, and return after each what is to be stored so far."""
     began = time.process_time()
     plan = fedpact.Plan.read(HERE.parent / run.base, [*run.settings, f"seed={seed}"])
-    for asked in run.looks[:-1]:
-        _until(plan, out, asked)
-    records = fedpact.run(plan, out).records
-    looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
-    steps = [r.steps for r in records[1:]] if plan.method.controlled else []
-    return {
-        "looks": looks,
-        **({"steps": steps} if steps else {}),
-        "cpu_seconds": round(time.process_time() - began, 1),
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    for asked in run.looks:
+        records = _until(plan, out, asked).records
+        looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
+        steps = [r.steps for r in records[1:]] if plan.method.controlled else []
+        yield {
+            "looks": looks,
+            **({"steps": steps} if steps else {}),
+            "cpu_seconds": round(time.process_time() - began, 1),
+            "commit": _commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
 
 
 def _until(plan: fedpact.Plan, out: Path, asked: int) -> Result:

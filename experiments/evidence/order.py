@@ -10,40 +10,35 @@ from experiments.evidence.runs import Run
 def _first() -> Iterator[tuple[Run, int]]:
     """What bears on the papers' claims and is cheap, one seed."""
     yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 1), 0
-    for rate in (ali.FAITHFUL, ali.EXPLAINED):
-        yield from ((run, 0) for run in _table("fashion_mnist", "logistic", rate))
-    for data in ("mnist", "fashion_mnist"):
-        yield best.inside(data, 3.52, "own"), 0
-    for epsilon in (2.75, 1.55, 3.75):
+    yield from ((run, 0) for run in _table("fashion_mnist", "logistic", ali.FAITHFUL))
+    yield best.inside("mnist", 3.52, "own"), 0
+    for epsilon in (2.75, 1.55):
         yield best.on_test("fashion_mnist", epsilon, "own"), 0
+    yield ali.fixed("fashion_mnist", "cnn", ali.EXPLAINED, 1), 0
+    yield fedproxvr.run(fedproxvr.CONVEX[0]), 0
+    yield from ((run, 0) for run in _table("fashion_mnist", "logistic", ali.EXPLAINED))
+    yield fedfdp.private("fashion_mnist", "fedavg", 16.0), 0
+    yield fedfdp.private("fashion_mnist", "fedfdp", 16.0, 3.0), 0
     yield ali.choice("fashion_mnist", "cnn", 8.0), 0
     yield ali.choice("fashion_mnist", "cnn", 24.0), 0
-    yield ali.fixed("fashion_mnist", "cnn", 8.0, 1), 0
-    yield from ((fedproxvr.run(row), 0) for row in fedproxvr.CONVEX)
     yield ali.released("fashion_mnist"), 0
-    yield from _table3("mnist", 16.0)
-    yield from _ordering()
+    yield from ((run, 0) for run in _ordering())
 
 
-def _ordering() -> Iterator[tuple[Run, int]]:
-    """ALI's largest row with the CNN, then what is faithful of FedFDP."""
+def _ordering() -> Iterator[Run]:
+    """ALI's widest row with the CNN, then what is faithful of FedFDP."""
     widest = next(column for column in ali.COLUMNS if column.row == "R_c/5")
-    yield ali.adaptive("fashion_mnist", "cnn", ali.FAITHFUL, widest), 0
-    yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 5), 0
-    yield from _table3("mnist", 1.0)
-    yield ali.fixed("cifar10", "cnn", ali.FAITHFUL, 1), 0
+    yield ali.adaptive("fashion_mnist", "cnn", ali.FAITHFUL, widest)
+    yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 5)
+    yield fedfdp.private("mnist", "fedavg", 1.0)
+    yield fedfdp.private("mnist", "fedfdp", 1.0)
+    yield ali.fixed("cifar10", "cnn", ali.FAITHFUL, 1)
 
 
 def _table(data: str, model: str, rate: float) -> Iterator[Run]:
     """ALI-DPFL's tables for a data set, a model and an η."""
     yield from (ali.fixed(data, model, rate, tau) for tau in (1, 3, 5, 2, 4, 7, 9))
     yield from (ali.adaptive(data, model, rate, column) for column in reversed(ali.COLUMNS))
-
-
-def _table3(data: str, rate: float) -> Iterator[tuple[Run, int]]:
-    yield fedfdp.private(data, "fedavg", rate), 0
-    yield fedfdp.private(data, "fedfdp", rate), 0
-    yield fedfdp.private(data, "fedfdp", rate, 3.0), 0
 
 
 def _all() -> Iterator[Run]:

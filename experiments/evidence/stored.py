@@ -25,6 +25,10 @@ class Stored:
         kept = self.group(run.group).get(run.name)
         return kept["seeds"] if kept and kept["settings"] == list(run.settings) else {}
 
+    def whole(self, run: Run, seed: int) -> bool:
+        """Whether a run has been looked at for the last time."""
+        return str(run.looks[-1]) in self.seeds(run).get(str(seed), {"looks": ()})["looks"]
+
     def add(self, run: Run, seed: int, outcome: dict[str, Any]) -> None:
         """Store an outcome; those of other settings under the same name go."""
         seeds = dict(sorted({**self.seeds(run), str(seed): outcome}.items()))
