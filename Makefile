@@ -10,7 +10,7 @@ TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 # Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
 SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
-.PHONY: demo test retest slow bench evidence lint format clean
+.PHONY: demo test retest slow bench evidence docs lint format clean
 
 demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
@@ -42,6 +42,10 @@ bench: $(INSTALLED)
 evidence: $(INSTALLED)
 	$(BIN)/python -m experiments.evidence --page
 
+# The site, in site/; it loads nothing from outside. To read it: python -m http.server -d site
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
@@ -55,4 +59,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis

@@ -42,3 +42,10 @@ def test_the_tests_that_the_threats_name_exist():
     assert len(named) > 40
     assert named <= known, sorted(named - known)
     assert files <= {path.name for path in sources}
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    named = re.findall(r"([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(pages) > 20
+    assert pages <= set(named), sorted(pages - set(named))

@@ -1,0 +1,96 @@
+"""The documentation's site is built strictly, without a network, and asks for nothing outside."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedpact
+from fedpact.algorithms import names
+from fedpact.cli import commands
+from fedpact.reference.tables import everything
+
+ROOT = Path(__file__).parents[1]
+NOWHERE = "http://127.0.0.1:9"
+# What a browser fetches by itself; a link that a reader may follow is none of it.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?(?:src|href)=[\"']?((?:\w+:)?//[^\"'\s>]*)"
+)
+IN_STYLES = re.compile(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')]*)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    away = dict.fromkeys(("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **away, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def text(page: Path) -> str:
+    return re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")).replace("&para;", "")
+
+
+def test_its_pages_load_nothing_from_outside(site):
+    pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
+    assert len(pages) > 40
+    assert [(p.name, a) for p in pages for a in FETCHED.findall(p.read_text("utf-8"))] == []
+    assert [(p.name, a) for p in styles for a in IN_STYLES.findall(p.read_text("utf-8"))] == []
+    assert FETCHED.findall('<link rel="stylesheet" href="https://fonts.example/css">')
+    assert IN_STYLES.findall("@import url(//cdn.example/x.css)")
+
+
+def test_its_reference_has_every_key_algorithm_command_and_public_name(site):
+    told = {name: text(site / f"reference/{name}.html") for name in ("configuration", "deployment")}
+    for table in everything():
+        file = "deployment" if ".toml" in table.name else "configuration"
+        for key in table.keys:
+            # As in HTML: words alone are enough to tell that the meaning is there.
+            words = re.findall(r"\w{4,}", key.meaning)[:4]
+            assert key.last in told[file], key.name
+            assert all(word in told[file] for word in words), key.name
+    page = (site / "reference/algorithms.html").read_text("utf-8")
+    assert all(f'id="{name}"' in page for name in names())
+    page = (site / "reference/commands.html").read_text("utf-8")
+    assert all(f'id="fedpact-{name}' in page for name in commands.names())
+    page = text(site / "reference/python.html")
+    assert all(f"fedpact.{name}" in page for name in fedpact.__all__)
+
+
+def test_links_to_what_lies_outside_of_docs_lead_to_it_on_the_site(site):
+    home = (site / "index.html").read_text("utf-8")
+    assert 'href="privacy.html"' in home
+    assert 'href="experiments/index.html"' in home
+    assert "docs/" not in " ".join(re.findall(r'href="([^"]*)"', home))
+    page = (site / "experiments/joining/index.html").read_text("utf-8")
+    assert 'href="../../joining.html"' in page
+
+
+def test_a_browser_asks_for_no_other_place(site):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api")
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    quiet += ["--disable-background-networking", "--disable-component-update"]
+    asked: list[str] = []
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=quiet)
+        page = running.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        for name in ("index", "reference/configuration"):
+            page.goto((site / f"{name}.html").as_uri(), wait_until="networkidle")
+        running.close()
+    assert len(asked) > 4
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
