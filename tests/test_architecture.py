@@ -39,8 +39,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("client", "round"),  # the two sides of the wire: neither knows the other
     ("engines",),
     ("papers",),  # older theory, for comparison and for choosing parameters
-    # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties.
-    ("report", "audit", "deploy"),
+    # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties;
+    # one shows a run while it goes on.
+    ("report", "audit", "deploy", "watch"),
     ("api",),
     ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),

@@ -14,6 +14,7 @@ summary.json        the outcome, once there is one
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
+waits.json          how long each site took in the last round, or is being waited for
 handed-over.json    of a deployment, which sites have the final model
 sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and private
 """
@@ -31,6 +32,9 @@ from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
+
+WAITS = "waits.json"
+"""Of the last question, how long each site took or is waited for: for whoever watches."""
 
 RUN = "run"
 """A party's folder of its run, in its directory."""
@@ -132,6 +136,10 @@ class Folder:
                 f"{self.path / name} cannot be read ({type(error).__name__}): "
                 f"expected the folder of a run, as `fedpact run` writes it, at {self.path}"
             ) from None
+
+    def waits(self, number: int, sites: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write how long each site took in a round, or is being waited for."""
+        self.write_json(WAITS, {"round": number, "sites": sites})
 
     def commit(self, checkpoint: Checkpoint, record: RoundRecord) -> None:
         """Make a round durable: first its record, then the state that counts it as done."""

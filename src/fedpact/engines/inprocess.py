@@ -6,6 +6,7 @@ for their turn, more of them where they are short, so memory does not grow with 
 and results do not depend on the number of workers.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,8 @@ class InProcess:
         self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Seats]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
+        # How long each took last, in seconds.
+        self.took = dict[str, float]()
         self._workers = workers
         tables = [table() for _ in range(workers)]
         self._together = tables[0].size
@@ -118,13 +121,17 @@ class InProcess:
         for start in range(0, len(names), size):
             if len(waiting) >= 2 * some * self._workers:
                 yield from _taken(waiting, some)
-            jobs = [
-                partial(self._clients[name].handle, tasks[name])
-                for name in names[start : start + size]
-            ]
+            jobs = [partial(self._timed, name, tasks[name]) for name in names[start : start + size]]
             waiting.append(self._pool.submit(self._serve, jobs))
         while waiting:
             yield from _taken(waiting, some)
+
+    def _timed(self, name: str, task: Task, bench: Bench) -> Reply | Refusal:
+        began = time.perf_counter()
+        try:
+            return self._clients[name].handle(task, bench)
+        finally:
+            self.took[name] = time.perf_counter() - began
 
     def _serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
         table = self._free.get()

@@ -6,6 +6,7 @@ where it was finished. Nothing is written before the whole plan, data and model 
 
 import json
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -54,6 +55,8 @@ ENGINES = ("local", "ray")
 # Of parameters times records: a shorter step is mostly Python, of which one thread runs at a time.
 # A round of a hundred sites of half of it took 54 ms by two workers and 39 by one.
 _SHORT = 2**20
+# How seldom whoever watches is told: a small round takes less than a file does.
+_TELL_SECONDS = 1.0
 
 
 def _nobody(_: RoundRecord) -> None:
@@ -148,6 +151,7 @@ def simulate(
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
         else:
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
+        took = transport.took if isinstance(transport, InProcess) else {}
         if plan.secure_aggregation.threshold:
             transport = secured(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
@@ -165,9 +169,13 @@ def simulate(
             check_draws(folder, environment)
         for record in records:
             on_round(record)
+        told = time.monotonic()
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
+            if took and time.monotonic() - told >= _TELL_SECONDS:
+                told = time.monotonic()
+                folder.waits(at.round, {n: {"seconds": s} for n, s in sorted(took.items())})
             records.append(record)
             on_round(record)
         records[-1] = evaluator(at, rounds.ended(at, records[-1]), last=True)

@@ -6,7 +6,7 @@ no true count.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, flo
 
 def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
-    spent, closed = _spent(run, entries)
+    spent, closed = spent_of(run, entries)
     honest = reservation.get("honest", 0)
     cost = epsilon(spent, delta - (shares.ADDED_DELTA if honest else 0.0))
     alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
@@ -161,7 +161,7 @@ def _per_person(
     return {str(k): max(least, cost) for k, cost in found.items()}
 
 
-def _spent(run: str, entries: list[Entry]) -> tuple[Counter[SampledGaussian], bool]:
+def spent_of(run: str, entries: Sequence[Entry]) -> tuple[Counter[SampledGaussian], bool]:
     """Return the events charged to a run, and whether its filter was closed by a torn line."""
     spent, closed = Counter[SampledGaussian](), False
     for entry in entries:

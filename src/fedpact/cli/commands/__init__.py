@@ -18,6 +18,7 @@ _BESIDE = {
     "evaluate": "predict",
     "init": "settings",
     "resume": "run",
+    "watch": "report",
 }
 """Commands that stand in another one's file."""
 

@@ -15,3 +15,17 @@ def report(
     from fedpact.cli import report as command
 
     command.report(run, as_json)
+
+
+def watch(
+    directory: Annotated[
+        Path, typer.Argument(help="A run's folder, or a deployment's server's or site's directory.")
+    ],
+    port: Annotated[int, typer.Option(help="Of 127.0.0.1; 0 takes a free one.")] = 0,
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run live on a page of this machine: rounds, ε by site, bytes, who is slow."""
+    from fedpact.watch import command
+
+    command.watch(directory, port, once, as_json)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
@@ -44,6 +45,9 @@ _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 
 
+OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
+
+
 class TooFewReplies(FedpactError):
     """A round got fewer replies than federation.toml asks for, however often it was tried."""
 
@@ -52,7 +56,8 @@ class FlowerTransport:
     """See round.Transport.
 
     key: the server's private key. form: the form of replies to a task. on_seen: called when
-    sites' answers were taken, before anything is made of them.
+    sites' answers were taken, before anything is made of them. on_wait: told, while a round is
+    under way, its number and how long each site took, or is being waited for.
     """
 
     traffic = None
@@ -65,9 +70,11 @@ class FlowerTransport:
         admission: Admission,
         form: Callable[[Task], Form],
         on_seen: Callable[[], None] = lambda: None,
+        on_wait: OnWait = lambda *_: None,
     ) -> None:
         self._grid, self._federation, self._key = grid, federation, key
         self._admission, self._form, self._on_seen = admission, form, on_seen
+        self._on_wait = on_wait
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
         self._since, self._slow = dict[str, str](), Slow()
@@ -176,7 +183,8 @@ class FlowerTransport:
     def _collect(self, this: UnderWay) -> None:
         """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
         patience = self._federation.patience
-        end = time.monotonic() + patience.round_seconds
+        told = time.monotonic()
+        end = told + patience.round_seconds
         while this.open and time.monotonic() < end:
             present = self._present(this)
             # Again in each turn: somebody may have come, or been silent for long enough.
@@ -187,6 +195,9 @@ class FlowerTransport:
                 arrived = list(self._grid.pull_messages(numbers)) if numbers else []
             for message in arrived:
                 self._take(this, message)
+            if arrived or time.monotonic() - told >= _NODES_SECONDS:
+                self._on_wait(next(iter(this.tasks.values())).round, this.waits())
+                told = time.monotonic()
             waited_for = any(
                 site in present and self._slow.is_waited_for(site, this.tasks[site].round)
                 for site in this.open
@@ -248,6 +259,7 @@ class FlowerTransport:
                 numbers = self._grid.push_messages([message])
             this.sent.update({number: site for number in numbers if number})
             this.asked[site] = now
+            this.first.setdefault(site, now)
 
     def _take(self, this: UnderWay, message: Message) -> None:
         number = message.metadata.reply_to_message_id

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedpact.messages import Message as Answer
 from fedpact.messages import Refusal, Reply, Step, Task
@@ -35,7 +36,7 @@ class UnderWay:
 
     check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
     least: how many answers are worth waiting for those who are away. answers: what is settled.
-    asked: when each site was last asked.
+    asked: when each site was last asked; first: when it was first. took: seconds to its answer.
     """
 
     tasks: Mapping[str, Task | Step]
@@ -46,6 +47,19 @@ class UnderWay:
     )
     asked: dict[str, float] = field(default_factory=dict[str, float])
     sent: dict[str, str] = field(default_factory=dict[str, str])
+    first: dict[str, float] = field(default_factory=dict[str, float])
+    took: dict[str, float] = field(default_factory=dict[str, float])
+
+    def waits(self) -> dict[str, dict[str, Any]]:
+        """Return of each site that was asked how long it took, or is being waited for."""
+        now = time.monotonic()
+        for site in self.answers:
+            if site in self.first:
+                self.took.setdefault(site, now - self.first[site])
+        return {
+            site: {"seconds": self.took.get(site, now - began), "waiting": site not in self.took}
+            for site, began in sorted(self.first.items())
+        }
 
     def tell_in_full(self, site: str) -> bool:
         """Have a site asked anew, by the whole of its task; false where that was what it had."""

@@ -45,7 +45,9 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
     else:
         reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
     record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
-    _log.info("%s, in %.3f s", told, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    site.note(reply, seconds)
+    _log.info("%s, in %.3f s", told, seconds)
     return Message(record, reply_to=message)
 
 

@@ -9,6 +9,7 @@
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
     held-out.key        and two files more, of evaluations (engines.parties.examiner)
+    progress.json       what it has answered, for its owner (engines.parties.progress)
     run/                the final model, once there is one (engines.parties.final)
     opened.json         of which sites it has helped to open a sum last, under secure aggregation;
                         made at the first opening, and missed after the first charge
@@ -33,6 +34,7 @@ from fedpact.engines.inprocess import Bench
 from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.final import FinalModel
+from fedpact.engines.parties.progress import Progress
 from fedpact.engines.parties.questions import Questions
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.stored import LastReply, room
@@ -251,6 +253,14 @@ class Site:
             f"spent ε <= {self.epsilon()!r}{alone} at δ = {self._terms.budget.delta!r}, "
             f"{self._terms.adjacency}, accountant {self.plan.privacy.accountant}"
         )
+
+    def note(self, block: bytes, seconds: float) -> None:
+        """Count an answer that took so long, for the site's owner (parties.progress)."""
+        message = from_bytes(block, self.most_vectors)
+        if isinstance(message, Reply | Refusal | Step):
+            code = message.code if isinstance(message, Refusal) else ""
+            before = Progress.read(self._directory)
+            before.after(self.run, message.round, seconds, code).keep(self._directory)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
