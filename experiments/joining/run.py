@@ -1,157 +1,193 @@
 """Is it worth joining? Each site alone, federated, tuned inside the site, and MR-MTL.
 
     FEDPACT_DATA=... python experiments/joining/run.py fashion_mnist
+    FEDPACT_DATA=... python experiments/joining/run.py fashion_mnist_features
     FEDPACT_DATA=... python experiments/joining/run.py heart_disease
 
-Resumable: every result is stored in results-NAME.json as it comes, and not computed again. λ of
-MR-MTL is chosen at seed 0, as the best mean over sites, and the figures are of seed 1: another
-partition and other noise. Federated, local and MR-MTL have the same events and noise at each ε.
+Resumable: every result is stored in results-NAME.json as it comes, and not computed again. Rounds,
+η and λ are chosen as the best mean over sites, λ = 0 (each site alone, under the same privacy)
+apart from the others. Heart disease: on a quarter of the training records, set aside in four cuts;
+figures are of FLamby's test parts, ten runs which differ by their noise. Fashion-MNIST: at seed 0;
+figures are of other seeds, each with another partition and other noise. Federated, local and MR-MTL
+have the same events and noise at each ε.
 """
 
 import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedpact.data.dataset import Dataset
-from fedpact.data.datasets import from_arrays
-from fedpact.data.files import SOURCES, read
-from fedpact.data.heart import _COLUMNS
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
 
 HERE = Path(__file__).parent
-EPSILONS = (1.0, 0.5, 2.0)
-CHOOSING, SHOWN = 0, 1
-COMMON: dict[str, dict[str, Any]] = {
-    "fashion_mnist": {
-        "data": "fashion_mnist",
-        "sites": 10,
-        "rounds": 100,
-        "sampling_rate": 0.1,
-        "partition": {"kind": "dirichlet", "beta": 0.3, "held_out": 0.2},
-        "run": {"evaluate_every": 1000, "workers": 1},
-    },
-    "heart_disease": {
-        "data": "heart_disease",
-        "sites": 4,
-        "rounds": 100,
-        "sampling_rate": 0.5,
-        "partition": {"kind": "natural", "held_out": 0.34},
-        "run": {"evaluate_every": 1000, "workers": 1},
-    },
-}
-RATE = {"fashion_mnist": 1.0, "heart_disease": 0.5}
-DELTA = {"fashion_mnist": 1e-5, "heart_disease": 1e-4}
-WEIGHTS = {"fashion_mnist": (0.003, 0.01, 0.03), "heart_disease": (0.03, 0.1, 0.3, 1.0)}
+EPSILONS = (0.5, 1.0, 2.0)
+ENTRANTS = ("fedavg", "local", "mr_mtl")
 
 
-def plan_of(name: str, entrant: str, weight: float, epsilon: float, seed: int) -> Plan:
-    """Return one run's plan. weight: λ of mr_mtl."""
-    settings: dict[str, Any] = {"learning_rate": RATE[name]}
-    if entrant != "fedavg":
-        settings["proximal"] = weight
-    return Plan.parse(
-        {
-            **COMMON[name],
-            "seed": seed,
-            "algorithm": "fedavg" if entrant == "fedavg" else "mr_mtl",
-            "settings": settings,
-            "privacy": {"epsilon": epsilon, "delta": DELTA[name], "clip": 1.0},
-        }
-    )
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
 
-
-def data_of(name: str) -> Dataset | None:
-    """Return heart disease as FLamby splits it by hospital; None for a set of the package's own.
-
-    Columns 11 to 13 are left out and rows with gaps dropped: 740 records, 46 in Switzerland, of
-    which 30 train. Values are scaled by declared ranges; a cholesterol of 0 is not measured.
+    ways, weights: (rounds, η) and λ that are tried, at these cuts, with `aside`. with_sites: the
+    seeds of which joining is told at each site, tuned models among it.
     """
-    if name != "heart_disease":
-        return None
-    source, x, y, site = SOURCES[name], list[Any](), list[Any](), list[str]()
-    ranges = {"age": (20, 80), "trestbps": (80, 200), "chol": (100, 400)}
-    ranges |= {"thalach": (60, 210), "oldpeak": (0, 6)}
-    for file in source.files:
-        rows = [line.split(",") for line in read(source, file).decode("ascii").split()]
-        raw = np.array([["nan" if v == "?" else v for v in row] for row in rows], np.float64)
-        kept = raw[:, [*range(10), 13]]
-        kept = kept[~np.isnan(kept).any(1)]
-        columns = dict(zip((*_COLUMNS[:10], "num"), kept.T, strict=True))
-        scaled = [
-            np.clip((2 * columns[key] - low - high) / (high - low), -1, 1)
-            for key, (low, high) in ranges.items()
-        ]
-        scaled[2] = np.where(columns["chol"] == 0, 0.0, scaled[2])
-        binary = [columns[key] for key in ("sex", "fbs", "exang")]
-        codes = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2)}
-        hot = [columns[key] == code for key, known in codes.items() for code in known]
-        x.append(np.stack([*scaled, *binary, *hot], 1).astype(np.float32))
-        y.append((columns["num"] > 0).astype(np.int64))
-        site += [file.split(".")[1]] * len(kept)
-    return from_arrays(np.concatenate(x), np.concatenate(y), site=site, name="heart_disease (740)")
+
+    tables: dict[str, Any]
+    delta: float
+    ways: Sequence[tuple[int, float]]
+    weights: Sequence[float]
+    cuts: Sequence[int]
+    seeds: Sequence[int]
+    with_sites: Sequence[int]
+    aside: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+_FASHION: dict[str, Any] = {
+    "data": "fashion_mnist",
+    "sites": 10,
+    "sampling_rate": 0.1,
+    "partition": {"kind": "dirichlet", "beta": 0.3, "held_out": 0.2},
+}
+STUDIES = {
+    "fashion_mnist": Study(
+        _FASHION, 1e-5, ((100, 1.0),), (0.001, 0.003, 0.01, 0.03), (0,), (1, 2, 3), (1,)
+    ),
+    "fashion_mnist_features": Study(
+        {**_FASHION, "features": {"kind": "scattering"}, "logistic": {"bias": 0.3}},
+        1e-5,
+        ((100, 4.0),),
+        (0.003, 0.01),
+        (0,),
+        (1, 2, 3),
+        (),
+    ),
+    "heart_disease": Study(
+        {
+            "data": "heart_disease_flamby",
+            "sites": 4,
+            "sampling_rate": 1.0,
+            "partition": {"kind": "natural", "held_out": "own"},
+        },
+        1e-4,
+        ((10, 0.2), (10, 0.5), (10, 1.0), (30, 0.2)),
+        (0.1, 0.3, 1.0),
+        range(100, 104),
+        range(1, 11),
+        range(1, 11),
+        {"partition": {"kind": "natural", "held_out": 0.25}},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An entrant at an ε, with its rounds, its η, and its λ, 0 where it has none."""
+
+    entrant: str
+    epsilon: float
+    rounds: int
+    rate: float
+    weight: float = 0.0
+
+    def plan(self, tables: dict[str, Any], delta: float, seed: int) -> Plan:
+        """Return one run's plan."""
+        settings = {"learning_rate": self.rate}
+        if self.entrant != "fedavg":
+            settings["proximal"] = self.weight
+        return Plan.parse(
+            {
+                **tables,
+                "rounds": self.rounds,
+                "run": {"evaluate_every": 1000, "workers": 1},
+                "seed": seed,
+                "algorithm": "fedavg" if self.entrant == "fedavg" else "mr_mtl",
+                "settings": settings,
+                "privacy": {"epsilon": self.epsilon, "delta": delta, "clip": 1.0},
+            }
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.entrant} λ={self.weight:g} η={self.rate:g} T={self.rounds} ε={self.epsilon:g}"
+        )
 
 
 class Results:
-    """A JSON file of what was found, by key."""
+    """A study with a JSON file of what was found, by key."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self, name: str) -> None:
+        self._path, self._study = HERE / f"results-{name}.json", STUDIES[name]
+        text = self._path.read_text() if self._path.exists() else "{}"
+        self._found: dict[str, Any] = json.loads(text)
+        self._alones = SiteModels()
 
-    def keep(self, key: str, value: Any) -> None:
-        """Store one more result."""
-        self.found[key] = value
-        self._path.write_text(json.dumps(self.found, indent=1, sort_keys=True) + "\n")
+    def of(self, setting: Setting, seed: int, *, chosen: bool) -> dict[str, Any]:
+        """Return one run's figures. chosen: of what was chosen; else on records set aside."""
+        study = self._study
+        tables = study.tables if chosen else {**study.tables, **study.aside}
+        key = f"{setting} seed={seed}{'' if chosen else ' choice'}"
+        if key not in self._found:
+            with tempfile.TemporaryDirectory() as folder:
+                run = Path(folder) / "run"
+                found = simulate(setting.plan(tables, study.delta, seed), run).summary["fairness"]
+                figures: dict[str, Any] = {k: found[k] for k in ("mean", "worst_accuracy")}
+                if chosen and seed in study.with_sites:
+                    figures["sites"] = of_run(run, known=self._alones)["sites"]
+            self._found[key] = figures
+            self._path.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
+        return self._found[key]
+
+    def choice(self, entrant: str, epsilon: float) -> Setting:
+        """Return the setting of the best mean over sites, on records that are set aside."""
+        study = self._study
+        weights = study.weights if entrant == "mr_mtl" else (0.0,)
+        tried = dict[Setting, float]()
+        for way, weight in product(study.ways, weights):
+            one = Setting(entrant, epsilon, *way, weight)
+            if len(study.ways) * len(weights) == 1:
+                return one
+            each = [self.of(one, seed, chosen=False)["mean"] for seed in study.cuts]
+            tried[one] = statistics.fmean(each)
+        return max(tried, key=lambda one: tried[one])
 
 
-def one(
-    results: Results, name: str, entrant: str, weight: float, epsilon: float, seed: int,
-    alones: SiteModels | None = None,
-) -> Any:  # fmt: skip
-    """Return one run's figures; with `alones`, also what joining was worth at each site."""
-    key = f"{entrant} λ={weight:g} ε={epsilon:g} seed={seed}" + (
-        " sites" if alones is not None else ""
-    )
-    if key not in results.found:
-        plan, data = plan_of(name, entrant, weight, epsilon, seed), data_of(name)
-        with tempfile.TemporaryDirectory() as folder:
-            summary = simulate(plan, Path(folder) / "run", data=data).summary
-            figures: dict[str, Any] = {
-                "accuracy": summary["accuracy"],
-                "mean": summary["fairness"]["mean"],
-                "worst": summary["fairness"]["worst_accuracy"],
-            }
-            if alones is not None:
-                figures["sites"] = of_run(Path(folder) / "run", data, alones)["sites"]
-        results.keep(key, figures)
-    return results.found[key]
+def told(values: Sequence[float]) -> str:
+    """Return values' mean ± standard deviation, in percent."""
+    spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.1f}{spread}"
+
+
+def used(figures: dict[str, Any]) -> list[float]:
+    """Return what each site has in the end: tuned where its own validation says so."""
+    return [s["tuned"] if s["tune"] else s["federated"] for s in figures["sites"].values()]
 
 
 def main(name: str) -> None:
     """Compute what is missing and print the table."""
-    results, alones = Results(HERE / f"results-{name}.json"), SiteModels()
+    results, seeds = Results(name), STUDIES[name].seeds
     for epsilon in EPSILONS:
-        tried = {
-            w: one(results, name, "mr_mtl", w, epsilon, CHOOSING)["mean"] for w in WEIGHTS[name]
-        }
-        weight = max(tried, key=lambda w: tried[w])
-        for entrant, value in (("fedavg", 0.0), ("mr_mtl", weight), ("local", 0.0)):
-            found = one(results, name, entrant, value, epsilon, SHOWN, alones)
-            sites = found["sites"].values()
-            tuned = [s["tuned"] if s["tune"] else s["federated"] for s in sites]
-            local = [s["local"] for s in sites]
-            print(
-                f"ε = {epsilon:g} {entrant:7} λ = {value:<6g} mean {found['mean']:.4f} worst "
-                f"{found['worst']:.4f}; as advised {np.mean(tuned):.4f} {min(tuned):.4f}; alone, "
-                f"exact {np.mean(local):.4f} {min(local):.4f}",
-                flush=True,
-            )
+        means = dict[str, list[float]]()
+        for entrant in ENTRANTS:
+            setting = results.choice(entrant, epsilon)
+            found = [results.of(setting, seed, chosen=True) for seed in seeds]
+            means[entrant] = [each["mean"] for each in found]
+            cells = [told(means[entrant]), told([each["worst_accuracy"] for each in found])]
+            ends = [used(each) for each in found if "sites" in each]
+            if ends:
+                cells += [told([statistics.fmean(e) for e in ends]), told([min(e) for e in ends])]
+            print(f"| {setting} | {' | '.join(cells)} |", flush=True)
+        more = [a - b for a, b in zip(means["mr_mtl"], means["local"], strict=True)]
+        above = sum(each > 0 for each in more)
+        print(
+            f"  mr_mtl less local, mean over sites: {told(more)}; above in {above} of {len(more)}"
+        )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Client(Generic[Bench]):
         memory: Path,
         policy: Policy | None = None,
         device: torch.device = _CPU,
-        examine: Callable[[Task, Bench], Vectors] | None = None,
+        examine: Callable[[Task, State, Bench], Vectors] | None = None,
     ) -> None:
         self.name, self._size = name, size
         self._method = method
@@ -87,7 +87,8 @@ class Client(Generic[Bench]):
         try:
             if task.algorithm == EVALUATION and self._examine is not None:
                 # Its records are others than those that `memory` follows from.
-                return self._reply(task, Local(self._examine(task, bench)))
+                memory = self.remembered(task)
+                return self._reply(task, Local(self._examine(task, memory, bench)))
             self._check(task)
             memory = self._memory.for_task(task)
             oracle = self._oracle(task, memory, bench)
@@ -102,6 +103,10 @@ class Client(Generic[Bench]):
             return Refusal(task.run, task.round, self.name, "policy")
         self._memory.keep(task.round, _moved(_CPU, local.memory))
         return self._reply(task, local)
+
+    def remembered(self, task: Task) -> State:
+        """Return what the site remembers of the round that a task says was included last."""
+        return self._memory.after(task.included)
 
     def _reply(self, task: Task, local: Local) -> Reply:
         return Reply(

@@ -123,7 +123,6 @@ class Plan(BaseModel):
             vars(self).pop("method")
         self.compression.check_noise(self.why_unprotected)
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
-        self.evaluation.check_seen(self.secure_aggregation.threshold, self.records.released)
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         if method.controlled and self.budget.spare_rounds:
@@ -149,7 +148,6 @@ class Plan(BaseModel):
             self.privacy.clip_schedule != "constant",
             self.rounds,
             len(self.records.released),
-            self.evaluation.used,
         )
 
     @cached_property

@@ -18,7 +18,7 @@ left/round_seconds  seconds of a round beside its steps, as measured; left/step_
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from fedpact.messages import (
     encoded_length,
 )
 from fedpact.methods.folding import folded
+from fedpact.methods.released import CONSTANTS
 from fedpact.methods.short import START, ShortenedTask, unshortened
 from fedpact.params import all_finite
 from fedpact.plan import Plan
@@ -153,12 +154,13 @@ class Rounds:
         down = sum(task.wire_bytes for task in tasks.values())
         down, up = self.transport.traffic or (down, tally.bytes)
         number = at.round + 1
-        evaluated = self._evaluated(number, state)
+        included = {**at.included, **dict.fromkeys(tally.replied, number)}
+        evaluated = self._evaluated(number, state, included)
         down, up = down + evaluated.bytes_down, up + evaluated.bytes_up
         after = Checkpoint(
             state,
             number,
-            {**at.included, **dict.fromkeys(tally.replied, number)},
+            included,
             at.costs.after(down + up, steps, self._clock() - began),
         )
         record = RoundRecord(
@@ -178,7 +180,7 @@ class Rounds:
         """Return the last round's record with an evaluation, where a run that is over lacks one."""
         if self.status == "stopped" or not at.round or record.evaluation:
             return record
-        found = self._asked(at.round, at.state)
+        found = self._asked(at.round, at.state, at.included)
         return replace(
             record,
             evaluation=found.evaluation,
@@ -187,35 +189,46 @@ class Rounds:
             bytes_up=record.bytes_up + found.bytes_up,
         )
 
-    def _evaluated(self, number: int, state: State) -> RoundRecord:
+    def _evaluated(self, number: int, state: State, included: Mapping[str, int]) -> RoundRecord:
         due = self.plan.evaluation.is_due(number, self.plan.rounds)
         if due and all(map(all_finite, state.vectors.values())):
-            return self._asked(number, state)
+            return self._asked(number, state, included)
         return RoundRecord(number)
 
-    def _asked(self, number: int, state: State) -> RoundRecord:
+    def _asked(self, number: int, state: State, included: Mapping[str, int]) -> RoundRecord:
         """Ask the sites for what they release of their held-out records at a state."""
         if not self.sums:
             return RoundRecord(number)
-        task = Task(self.run, number, EVALUATION, {"w": state.vectors["w"]}, {})
-        sites, tally = self.transport.sites, _Tally()
+        tasks, tally = self._questions(number, state, included), _Tally()
         evaluation = dict[str, dict[str, list[float]]]()
         try:
-            for reply in tally.through(self.transport.exchange(dict.fromkeys(sites, task))):
+            for reply in tally.through(self.transport.exchange(tasks)):
                 evaluation[reply.site] = {c: v.tolist() for c, v in reply.vectors.items()}
         except FedpactError as error:
             if self.own:
                 raise
             # What was trained stays; a server that is started again asks again.
             _log.warning("round %d was not evaluated: %s", number, error)
-        missing = {site: "absent" for site in sites if site not in evaluation}
+        missing = {site: "absent" for site in tasks if site not in evaluation}
         return RoundRecord(
             number,
             evaluation=evaluation,
             unevaluated={**missing, **tally.refused},
-            bytes_down=len(sites) * task.wire_bytes,
+            bytes_down=sum(task.wire_bytes for task in tasks.values()),
             bytes_up=tally.bytes,
         )
+
+    def _questions(self, number: int, state: State, included: Mapping[str, int]) -> dict[str, Task]:
+        """Return what each site is asked of its held-out records.
+
+        Where sites have models of their own, each is told which of its replies that is made of.
+        """
+        vectors = {name: state.vectors[name] for name in ("w", CONSTANTS) if name in state.vectors}
+        own, distinct = self.plan.method.has_own_models, dict[int, Task]()
+        last = {s: included.get(s, -1) if own else -1 for s in self.transport.sites}
+        for each in set(last.values()):
+            distinct[each] = Task(self.run, number, EVALUATION, vectors, {}, each)
+        return {site: distinct[each] for site, each in last.items()}
 
     def _updated(self, state: State, replies: Iterator[Reply], tally: "_Tally") -> State:
         """Fold the replies; strangers' that bring the update down count as refusals."""
@@ -297,7 +310,7 @@ class Rounds:
         """Return at most how many bytes an evaluation of the last model takes."""
         if not self.sums:
             return 0
-        task = Task(self.run, at.round + 1, EVALUATION, {"w": at.state.vectors["w"]}, {})
+        task = next(iter(self._questions(at.round + 1, at.state, {}).values()))
         return len(self.transport.sites) * (task.wire_bytes + 8 * self.sums + 8 * _DIGITS)
 
 

@@ -80,7 +80,6 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["secure_aggregation.threshold=3", "sites=4"], "a server that is to see sums only"),
         (['partition.kind="natural"', 'partition.held_out="own"'], "own choice would both say"),
         (['evaluation.releases=["roc"]'], "10 classes"),
         (['evaluation.releases=["loss"]'], "needs the table of hits"),
@@ -90,9 +89,3 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
 def test_what_does_not_go_together_is_refused(more: list[str], told: str) -> None:
     with pytest.raises((PlanError, DataError), match=told):
         plans.plan(None, [*SMALL, *more])
-
-
-def test_columns_scaled_by_what_is_released_are_not_evaluated_yet() -> None:
-    columns = {"age": {"range": [0, 1], "scale": "released"}}
-    with pytest.raises(PlanError, match='scale = "released" for age: held-out records'):
-        Plan.parse({"evaluation": {"share": 0.2}, "records": {"columns": columns}})

@@ -61,10 +61,12 @@ def test_a_simulation_of_the_plan_releases_the_same_numbers(ran, tmp_path):
     released = [r.evaluation for r in simulated.records]
     lines = (ran.directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
     assert released == [json.loads(line)["evaluation"] for line in lines]
-    # Beside them, what they are without noise: what each site has found for its owner.
+    # Beside them, what they are without noise: what each site has found for its owner, and more.
     last = simulated.records[-1].held_out
     for site in NAMES:
-        assert own(ran.directory / "sites" / site)["rounds"]["3"] == last[site]
+        found = own(ran.directory / "sites" / site)["rounds"]["3"]
+        assert {**found, **last[site]} == found
+        assert found.keys() - last[site].keys() == {"false_positives"}
     names = [figure["exact"] for figure in simulated.summary["evaluation"]["figures"]]
     assert all(exact is not None for exact in names)
 
@@ -287,8 +289,8 @@ def test_init_says_what_to_declare(tmp_path, capsys):
     masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
     command.init(tmp_path / "e", None, masked, Choices())
     told = " ".join(capsys.readouterr().out.split())
-    assert "declare [evaluation]" not in told
-    assert "no evaluations: [evaluation] with secure_aggregation.threshold" in told
+    assert "declare [evaluation] share = 0.2" in told
+    assert "with releases = [] they release nothing" in told
 
 
 def test_a_promise_beside_a_run_names_it(ran):

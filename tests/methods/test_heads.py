@@ -228,7 +228,6 @@ def test_what_needs_one_model_is_refused_with_the_reason(name):
         ({"fairness": {"weight": 0.1}}, "a head of its own"),
         ({"control": {"kind": "ali", "iterations": 9}}, "at one model"),
         ({"server": {"average": "tail"}}, "average"),
-        ({"evaluation": {"share": 0.1}}, "evaluation"),
         (
             {
                 "privacy": {"trust": "sum", "honest": 3},

@@ -14,7 +14,7 @@ from fedpact.deploy import local, processes
 from fedpact.deploy.write import Choices
 from fedpact.deploy.write import write as write_deployment
 from fedpact.engines.flower import require_flower
-from fedpact.errors import FedpactError, PlanError
+from fedpact.errors import FedpactError
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
@@ -24,6 +24,10 @@ from fedpact.text import upper
 
 _POLL_SECONDS = 0.5
 _SHOWN = 5
+_OWNERS = (
+    "Each site holds records out, of which it releases nothing: `fedpact deploy status` in a "
+    "site's directory shows its owner what the model does on them"
+)
 
 
 def init(directory: Path, config: Path | None, overrides: Sequence[str], choices: Choices) -> None:
@@ -35,20 +39,12 @@ def init(directory: Path, config: Path | None, overrides: Sequence[str], choices
         f"{federation.address}. Read {directory / 'README.md'} next; `fedpact deploy up "
         f"{directory} --wait` tries it on this machine."
     )
-    if not plan.evaluation.used:
+    if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
         instead = "the public server/test.npz alone" if public else "nothing at all"
-        told = f"The model will be evaluated on {instead}. {_how_to_evaluate(plan)}."
+        more = _OWNERS if plan.evaluation.used else DECLARE
+        told = f"By the server the model will be evaluated on {instead}. {more}."
         _out().print(told, markup=False)
-
-
-def _how_to_evaluate(plan: Plan) -> str:
-    """Return what to declare, or why it does not go with this plan."""
-    try:
-        Plan.parse({**plan.model_dump(mode="json"), "evaluation": {"share": 0.2}})
-    except PlanError as error:
-        return f"With this plan sites release no evaluations: {str(error).rstrip('.')}"
-    return DECLARE
 
 
 def up(directory: Path, wait: bool) -> None:

@@ -59,7 +59,7 @@ class Evaluator:
             terms = self._scene.terms
             record = with_epsilon(record, terms, {name: self._charged(name) for name in terms})
         if not record.held_out and (record.evaluation or self._shown(record.round, last)):
-            record = replace(record, held_out=self._exact(at.state.vectors["w"]))
+            record = replace(record, held_out=self._exact(at))
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
         started = time.perf_counter()
@@ -69,10 +69,10 @@ class Evaluator:
         return record
 
     def _shown(self, round_number: int, last: bool) -> bool:
-        """Whether a plain run, of which nobody releases anything, has exact sums by itself."""
+        """Whether a run of which nobody releases anything has exact sums by itself."""
         plan = self._scene.plan
         due = plan.evaluation.used and (last or plan.evaluation.is_due(round_number, plan.rounds))
-        return due and not plan.private and round_number > 0
+        return due and plan.evaluation_terms is None and round_number > 0
 
     def _due(self, round_number: int) -> bool:
         every = self._scene.plan.run.evaluate_every
@@ -134,10 +134,14 @@ class Evaluator:
                 scores[site.name] = self._scored(site.x_held, site.y_held)
         return scores
 
-    def _exact(self, w: Tensor) -> SumsBySite:
+    def _exact(self, at: Checkpoint) -> SumsBySite:
         """The sums that sites released, without the noise, to be seen beside them."""
-        scene, kernel = self._scene, self._scene.bench().kernel
-        sums = {s.name: scene.held_out(s).totals(scene.form, kernel, w) for s in scene.sites}
+        scene, kernel, own = self._scene, self._scene.bench().kernel, self._own_models(at)
+        w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
+        sums = {
+            s.name: scene.held_out(s).totals(scene.shown, kernel, own.get(s.name, w), by)
+            for s in scene.sites
+        }
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
 
     def _scored(self, x: Tensor, y: Tensor) -> SiteScore:

@@ -95,7 +95,7 @@ def finish(
     found = _summary(plan, terms, sizes, records, status) | {
         "model_parameters": model.size,
         "evaluation": outcome(records, form, plan.evaluation_terms),
-        "held_out": None if plan.private else exact_outcome(records, form),
+        "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
     }
     folder.write_json("summary.json", found)
     return found

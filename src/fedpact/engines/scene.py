@@ -113,6 +113,11 @@ class Scene:
         )
 
     @property
+    def shown(self) -> SumsForm:
+        """What a simulation has exactly: what sites release, or all where they release nothing."""
+        return self.form if self.plan.evaluation_terms else self.form.whole
+
+    @property
     def releases(self) -> int:
         """How many numbers a site releases of its held-out records at a time; 0: none."""
         return sum(self.form.lengths.values()) if self.plan.evaluation_terms else 0
@@ -128,7 +133,8 @@ class Scene:
         x, y = site.x_held[used], site.y_held[used]
         raw = self.raw.x[torch.from_numpy(places)][used]
         group = torch.zeros_like(y) if groups is None else groups.of(raw)
-        return HeldOut(x, y, group, persons if plan.privacy.unit == "person" else None)
+        whose = persons if plan.privacy.unit == "person" else None
+        return HeldOut(x, y, group, whose, self.released)
 
     def split(self, site: str) -> str:
         """Return what a site's ledger knows by which records are held out."""

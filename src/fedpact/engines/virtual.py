@@ -14,7 +14,7 @@ from fedpact.evaluation.totals import HeldOut, SumsForm
 from fedpact.ledger.ledger import Ledger
 from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task, Vectors
-from fedpact.methods.released import ColumnRecords
+from fedpact.methods.released import ColumnRecords, examined
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
@@ -89,15 +89,16 @@ class VirtualSite:
             self._examine(ledger),
         )
 
-    def _examine(self, ledger: Ledger | None) -> Callable[[Task, Bench], Vectors] | None:
+    def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Bench], Vectors] | None:
         """Return what answers questions about held-out records; None where there are none."""
         held, form, once = self.held, self.form, self.plan.evaluation_terms
         if ledger is None or held is None or form is None or once is None:
             return None
 
-        def examine(task: Task, bench: Bench) -> Vectors:
+        def examine(task: Task, memory: State, bench: Bench) -> Vectors:
             draws = bench.draws(self.plan.seed, self.name, task.round)
-            sums = partial(held.totals, form, bench.private, task.vectors["w"])
+            w, by = examined(self.plan.method, task, memory)
+            sums = partial(held.totals, form, bench.private, w, by)
             return once.release(charge_of(ledger, task), sums, draws)
 
         return examine

@@ -6,12 +6,12 @@
     epsilon = 1.0              (ε, δ) of a record that is held out, of all evaluations together
     delta = 1e-5
     releases = ["hits", "loss", "roc"]
+                               []: nothing leaves a site, and each owner sees its own figures
     groups = "sex"             a column with declared categories: hits by group
 
 All of it is public, the same at every party, and part of the plan.
 """
 
-from collections.abc import Sequence
 from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,7 +21,8 @@ from fedpact.theory.accounting import Accountant, Budget
 
 DECLARE: Final = (
     "To have it evaluated at the sites, declare [evaluation] share = 0.2 (of each site's records, "
-    "which then are not trained on), epsilon and delta: sites release noisy counts of them"
+    "which then are not trained on), epsilon and delta: sites release noisy counts of them; with "
+    "releases = [] they release nothing, at no cost, and each site's owner alone sees its figures"
 )
 """What is said where nothing is evaluated."""
 
@@ -47,7 +48,7 @@ class EvaluationSettings(BaseModel):
     every: int = Field(default=0, ge=0)
     epsilon: float = Field(default=1.0, gt=0)
     delta: float = Field(default=1e-5, gt=0, lt=1)
-    releases: list[Release] = Field(default=["hits", "loss"], min_length=1)
+    releases: list[Release] = Field(default=["hits", "loss"])
     loss_bound: float = Field(default=5.0, gt=0)
     bins: int = Field(default=20, ge=2, le=1000)
     level: float = Field(default=0.95, gt=0, lt=1)
@@ -64,7 +65,7 @@ class EvaluationSettings(BaseModel):
             raise ValueError(f"releases = {self.releases}: expected each once")
         needing = {name: name in self.releases for name in ("loss", "false_positives")}
         for name, asked in {"groups": self.groups is not None, **needing}.items():
-            if asked and "hits" not in self.releases:
+            if asked and self.releases and "hits" not in self.releases:
                 raise ValueError(
                     f"{name} with releases = {self.releases}: it needs the table of hits, which "
                     'counts the records; add "hits", or leave it out'
@@ -76,6 +77,10 @@ class EvaluationSettings(BaseModel):
         """Whether records are held out."""
         return self.share > 0
 
+    def with_releases(self, releases: list[Release]) -> "EvaluationSettings":
+        """Return the same with other sums."""
+        return self.model_copy(update={"releases": releases})
+
     def times(self, rounds: int) -> int:
         """Return how many evaluations a run of so many rounds has."""
         return -(-rounds // self.every) if self.every else 1
@@ -85,29 +90,11 @@ class EvaluationSettings(BaseModel):
 
         None: nothing. Raises BudgetExhausted: no noise is enough for it.
         """
-        if not self.used:
+        if not self.used or not self.releases:
             return None
         times, bounds = self.times(rounds) + spare, dict.fromkeys(map(str, self.releases), 1.0)
         budget = Budget(self.epsilon, self.delta)
         return Once.within("evaluation", bounds, times, budget, accountant)
-
-    def check_seen(self, threshold: int, scaled: Sequence[str]) -> None:
-        """Raise ValueError where a server that is to see sums only would see each site's counts.
-
-        scaled: columns by released scales, which held-out records would have to be given as well.
-        """
-        if self.used and scaled:
-            raise ValueError(
-                f'[evaluation] with scale = "released" for {", ".join(scaled)}: held-out records '
-                "would have to be scaled by what the others released, which is not done yet; "
-                "declare their scale, or leave [evaluation] out"
-            )
-        if self.used and threshold:
-            raise ValueError(
-                f"[evaluation] with secure_aggregation.threshold = {threshold}: each site releases "
-                "noisy counts of its own, which a server that is to see sums only would see; leave "
-                "one of them out"
-            )
 
     def is_due(self, round_number: int, rounds: int) -> bool:
         """Whether the model is evaluated after this round."""

@@ -9,10 +9,26 @@ from fedpact.text import upper
 from fedpact.theory.accounting import epsilon
 from fedpact.theory.persons import epsilon_per_person
 
+HELD_ONLY = (
+    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
+    "released: what the model does on them is for the site's owner alone."
+)
+"""What a guarantee says where evaluation.releases is empty."""
 
-def described(once: Once, form: SumsForm, persons: bool, records: Sequence[int]) -> dict[str, Any]:
+
+def described(
+    once: Once,
+    form: SumsForm,
+    persons: bool,
+    records: Sequence[int],
+    *,
+    own_models: bool,
+    masked: bool,
+) -> dict[str, Any]:
     """Return what sites release of held-out records, and what it costs, as plain data.
 
+    own_models: whether each site looks at a model of its own. masked: whether the server sees sums
+    of the sites' training only.
     persons: whether persons decide who is held out. records: for how many of one person's ε is
     told; of none where it is of persons anyway.
     """
@@ -24,6 +40,8 @@ def described(once: Once, form: SumsForm, persons: bool, records: Sequence[int])
         "classes": list(form.classes),
         "unit": form.unit,
         "split_by": "person" if persons else "record",
+        "own_models": own_models,
+        "masked": masked,
         "sigma": once.sigma,
         "sigma_joint": once.event.sigma,
         "times": once.times,
@@ -44,6 +62,13 @@ def line(of: dict[str, Any]) -> str:
         f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
         "of the training's; the others bear the training's, and nothing of this one."
     )
+    if of["own_models"]:
+        told += " What is evaluated at a site is its own model."
+    if of["masked"]:
+        told += (
+            " Secure aggregation does not sum them: the server sees each site's noisy counts, and "
+            "their noise is the site's own."
+        )
     return f"{told} {of_person(of)}"
 
 

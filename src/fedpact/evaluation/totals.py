@@ -15,7 +15,7 @@ alike.
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -26,6 +26,7 @@ from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.batches import Kernel
+from fedpact.privacy.columns import scaled_by
 from fedpact.privacy.guarded import measured
 
 _FINE: Final = 2.0**20
@@ -53,6 +54,12 @@ class SumsForm:
             "false_positives": (len(self.groups), len(self.classes)),
         }
         return {channel: every[channel] for channel in self.settings.releases}
+
+    @property
+    def whole(self) -> "SumsForm":
+        """All that can be summed of so many classes: what an owner sees, as it costs nobody."""
+        last = "roc" if len(self.classes) == 2 else "false_positives"
+        return replace(self, settings=self.settings.with_releases(["hits", "loss", last]))
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -83,22 +90,29 @@ class HeldOut:
     """A site's held-out records: x [n, ...], y [n], group [n] as places in SumsForm.groups.
 
     persons: whose each is, int64 [n] from 0 without gaps; None where records count, not persons.
+    columns: the places in a record that are scaled by what sites release.
     """
 
     x: Tensor
     y: Tensor
     group: Tensor
     persons: Tensor | None = None
+    columns: tuple[int, ...] = ()
 
-    def totals(self, form: SumsForm, kernel: Kernel | PlainKernel, w: Tensor) -> dict[str, Tensor]:
+    def totals(
+        self, form: SumsForm, kernel: Kernel | PlainKernel, w: Tensor, by: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the exact sums at w [d], float64 and flat, by channel; the model is left at w.
+
+        by: what scales the columns (privacy.columns); None where they are as they should be.
 
         A record at which the model raises, or whose scores are not finite, is a miss, with score 0
         and the largest loss. Whatever it is depends on that record alone.
         """
         kernel.model.load(w.to(kernel.model.vector.device))
+        x = self.x if by is None else scaled_by(self.x, self.columns, by)
         with _evaluating(kernel.model.module):
-            losses = _losses(kernel, self.x, self.y, len(form.classes)).cpu()
+            losses = _losses(kernel, x, self.y, len(form.classes)).cpu()
         y, group, weights = self.y.cpu(), self.group.cpu(), self._weights()
         made: Mapping[str, Callable[[], Tensor]] = {
             "hits": lambda: _hits(losses, y, group, weights, form.shapes["hits"]),

@@ -62,10 +62,6 @@ REFUSED: Final[dict[str, dict[str, str]]] = {
         "optimiser would integrate the sites' drift a second time",
         "mr_mtl": "the sites' own models are held to their mean, which an optimiser's model is not",
     },
-    "evaluation": {
-        "mr_mtl": "it asks all sites about one model, the mean of theirs, which nobody uses; "
-        "`fedpact compare --joining` and `fedpact personalise` have each site's own figures",
-    },
     "secure_aggregation": {
         "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "
         "each site's vector, which no sum of vectors gives",
@@ -141,11 +137,9 @@ def combined(
     clips: bool,
     rounds: int,
     columns: int = 0,
-    evaluated: bool = False,
 ) -> Method:
     """Return the algorithm with everything around it. clips: whether the clip changes from round to
-    round. rounds: of the run. columns: that are scaled by what the sites release. evaluated:
-    whether sites release evaluations.
+    round. rounds: of the run. columns: that are scaled by what the sites release.
 
     Raises PlanError: they do not go together.
     """
@@ -173,11 +167,8 @@ def combined(
                 "a reply may go follows the round's own; use another kind, or a constant schedule"
             )
         method = Stepped(method, local, rounds)
-    if evaluated:
-        _check("evaluation", name)
     if local.head:
-        released = {"evaluation": evaluated, "average": server.average != "none"}
-        check_goes(name, {**chosen, **released})
+        check_goes(name, {**chosen, "average": server.average != "none"})
         method = Headed(method, local.head)
     if chosen["fairness"]:
         _check("fairness", name)

@@ -63,8 +63,6 @@ NEEDS_ONE_MODEL: Final[dict[str, str]] = {
 NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
     "fairness": _ONE_MODEL,
     "control": NEEDS_ONE_MODEL["ali_dpfl"],
-    "evaluation": "[evaluation] asks all sites about the server's w, whose head nobody trains; "
-    "`fedpact personalise` has each site's own figures",
     "average": "[server] average would be of a w whose head nobody trains",
 }
 """What else does not go with local.head, and why."""

@@ -150,5 +150,15 @@ class ColumnRecords:
         return self._scaled
 
 
+def examined(method: Method, task: Task, memory: State) -> tuple[Tensor, Tensor | None]:
+    """Return which model [d] a task has a site look at, and what scales the columns, if anything.
+
+    memory: what the site remembers; of it and the task's w its own model is made, where it has one.
+    """
+    w = task.vectors["w"]
+    own = method.own_model(w, memory)
+    return (w if own is None else own), task.vectors.get(CONSTANTS)
+
+
 def _without(task: Task) -> Task:
     return replace(task, vectors={k: v for k, v in task.vectors.items() if k != CONSTANTS})

@@ -86,10 +86,16 @@ def why_none(run: RunFolder, named: bool = True) -> str:
         last = run.last.unevaluated if named else {}
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
         return f"no site has answered an evaluation yet{f' ({codes})' if codes else ''}"
+    if run.plan.get("evaluation", {}).get("share"):
+        return (
+            "sites hold records out and release nothing of them (evaluation.releases = []): "
+            "`fedpact deploy status SITE_DIRECTORY` shows a site's owner its own figures"
+        )
     if run.head:
         return (
             "with local.head each site has a head of its own, and what is shared is no model that "
-            "answers anything; `fedpact personalise` shows a site's owner its own figures"
+            "answers anything; `fedpact personalise` shows a site's owner its own figures. "
+            f"{DECLARE}"
         )
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
 

@@ -26,7 +26,8 @@ from fedpact.evaluation.split import held_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut
 from fedpact.files import understood, write_whole
 from fedpact.ledger.ledger import Ledger, read_entries
-from fedpact.messages import EVALUATION, Task, Vectors
+from fedpact.messages import EVALUATION, FINAL, State, Task, Vectors
+from fedpact.methods.released import examined
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 
@@ -67,7 +68,7 @@ class Examiner:
         """Keep the held-out records: as they stand in the file, and as they are evaluated."""
         y = held.y
         group = y.new_zeros(len(y)) if self._groups is None else self._groups.of(raw)
-        self._held = HeldOut(held.x, y, group.to(y.device), held.persons)
+        self._held = HeldOut(held.x, y, group.to(y.device), held.persons, held.columns)
 
     def reserve(self, ledger: Ledger, run: str) -> None:
         """Promise the run's evaluations, if it has any."""
@@ -75,7 +76,7 @@ class Examiner:
             split = split_of(self._key, self._plan.evaluation.share, persons=self._of_persons)
             promise.reserve(ledger, run, self.once, split, self._plan.privacy.unit)
 
-    def examine(self, ledger: Ledger, task: Task, bench: Bench) -> Vectors:
+    def examine(self, ledger: Ledger, task: Task, memory: State, bench: Bench) -> Vectors:
         """Return what the site releases in answer to a question, charged first."""
         held, once = self._held, self.once
         if held is None or once is None:
@@ -83,24 +84,27 @@ class Examiner:
         draws: Draws = self._secure
         if self._test:
             draws = SeededDraws(self._plan.seed, self._name, task.round)
+        w, by = examined(self._plan.method, task, memory)
         return once.release(
             promise.charge_of(ledger, task),
-            lambda: held.totals(self.form, bench.private, task.vectors["w"]),
+            lambda: held.totals(self.form, bench.private, w, by),
             draws,
         )
 
-    def note(self, task: Task, bench: Bench) -> None:
+    def note(self, task: Task, memory: State, bench: Bench) -> None:
         """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
-        if self._held is None:
+        if self._held is None or task.round == 0:
             return
         try:
-            after = task.round if task.algorithm == EVALUATION else task.round - 1
-            sums = self._held.totals(self.form, bench.private, task.vectors["w"])
+            ended = task.algorithm in (EVALUATION, FINAL)
+            after = task.round if ended else task.round - 1
+            form = self.form.whole
+            w, by = examined(self._plan.method, task, memory)
+            sums = self._held.totals(form, bench.private, w, by)
             known = own_figures(self._figures.parent) or {"rounds": {}}
             of_run = known["rounds"] if known.get("run") == task.run else {}
             of_run[str(after)] = {channel: total.tolist() for channel, total in sums.items()}
-            settings = self._plan.evaluation.model_dump(mode="json")
-            form = self.form
+            settings = form.settings.model_dump(mode="json")
             named = {"classes": form.classes, "groups": form.groups, "unit": form.unit}
             found = {"run": task.run, "settings": settings, **named, "rounds": of_run}
             write_whole(self._figures, json.dumps(found).encode() + b"\n")

@@ -27,8 +27,7 @@ class Questions:
         self._first = 0 if plan.method.opens_run else 1
         model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
         # Of questions that train nothing; None: the plan has no such question.
-        self._others = {EVALUATION: {"w": (w.shape, w.dtype)} if plan.evaluation_terms else None}
-        self._others[FINAL] = model
+        self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}
         self._told: dict[int, Vectors] = {0: told.vectors}
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
@@ -79,7 +78,7 @@ class Questions:
             return "it asks for an evaluation: expected none, as the plan has none"
         for name, value, least, most in (
             ("round", task.round, self._first, self._rounds),
-            ("included", task.included, -1, task.round - (task.algorithm != FINAL)),
+            ("included", task.included, -1, task.round - (task.algorithm not in self._others)),
             ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
         ):
             if not least <= value <= most:

@@ -138,13 +138,14 @@ class Site:
         A refusal's code depends on public quantities only: "run", "ledger", "policy", "task" (one
         that is not of the plan's form), "model" (one that tells changes to a model that this site
         does not have, and is to be told in full), "stale", "budget".
-        Under secure aggregation every task that comes by itself is against the policy.
+        Under secure aggregation every task that comes by itself is against the policy, but for an
+        evaluation, whose noise is the site's own; and an evaluation inside of a step is.
         Raises FedpactError: the site has stopped, or there is no room on its disk.
         """
         objection = self._objection(task, seen)
         if not objection and task.algorithm == FINAL:
             return self._taken_over(task)
-        if objection or self._masker is not None:
+        if objection or (self._masker is not None and task.algorithm != EVALUATION):
             return self._refusal(task, objection or "policy")
         return self._trained(task)
 
@@ -156,7 +157,12 @@ class Site:
         objection = self._objection(step, seen)
         if objection or self._masker is None:
             return self._refusal(step, objection or "policy")
-        return to_bytes(self._masker.answer(step, lambda task: _answer(self._trained(task))))
+        return to_bytes(self._masker.answer(step, self._to_be_masked))
+
+    def _to_be_masked(self, task: Task) -> Reply | Refusal:
+        if task.algorithm == EVALUATION:
+            return Refusal(task.run, task.round, self.name, "policy")
+        return _answer(self._trained(task))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
         """Return the code with which any such question is refused, "" for none."""
@@ -178,7 +184,10 @@ class Site:
         return ""
 
     def _taken_over(self, task: Task) -> bytes:
-        """Keep the run's final model; nothing is charged, and nothing asked of a record."""
+        """Keep the run's final model; nothing is charged, and nothing told of a record.
+
+        What it does on the records that are held out is kept for the owner.
+        """
         wrong = self._questions.fault(task)
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
@@ -186,6 +195,7 @@ class Site:
         budget = self._terms.budget
         spent = {"epsilon": {self.name: self.epsilon()}, "delta": {self.name: budget.delta}}
         FinalModel(self._directory, self.name, self.federation, self.plan).keep(task, spent)
+        self._examiner.note(task, self._client.remembered(task), self._bench)
         head, length = self.ledger.head, self.ledger.length
         return to_bytes(
             Reply(task.run, task.round, self.name, self._terms.size, {}, {}, head, length)
@@ -205,7 +215,8 @@ class Site:
             return stored
         if last.is_newer_than(task):
             return self._refusal(task, "stale")
-        if self._terms.honest and self.ledger.is_charged(self.run, task.round, task.attempt):
+        shared = self._terms.honest and task.algorithm != EVALUATION
+        if shared and self.ledger.is_charged(self.run, task.round, task.attempt):
             # Two sums of one attempt would differ by this site's shares alone.
             return self._refusal(task, "attempt")
         pending = self._directory / "pending-memory.safetensors"
@@ -227,7 +238,7 @@ class Site:
         block = to_bytes(answer)
         if isinstance(answer, Reply):
             self._last_of(task).keep(task, block)
-            self._examiner.note(task, self._bench)
+            self._examiner.note(task, self._client.remembered(task), self._bench)
             self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
 

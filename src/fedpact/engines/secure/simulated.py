@@ -72,6 +72,10 @@ class _Hall:
             raise InputError(f"round {task.round}: no site has replied yet")
         return self._layout
 
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """See exchange.Carrier."""
+        return self._inner.exchange(tasks)
+
     def within_reach(self, number: int) -> dict[str, str]:
         """See exchange.Carrier."""
         del number
