@@ -80,7 +80,7 @@ STUDIES = {
         (0.1, 0.3, 1.0),
         range(100, 104),
         range(1, 11),
-        range(1, 11),
+        range(1, 4),
         {"partition": {"kind": "natural", "held_out": 0.25}},
     ),
 }

@@ -111,7 +111,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "covers": [
             *side.covers,
             *_own_models(plan),
-            *_of_held(plan, of_held),
+            *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
             *_secure_lines(plan, sites),
         ],
         "does_not_cover": [*side.does_not_cover, *of_person, *_unprotected_weights(plan)],
@@ -153,24 +153,9 @@ def released_of_held(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any
 
     persons: whether sites know whose each record is.
     """
-    once = plan.evaluation_terms
-    return once and evaluations.described(
-        once,
-        form,
-        persons,
-        plan.privacy.told_records,
-        own_models=plan.method.has_own_models,
-        masked=bool(plan.secure_aggregation.threshold),
-    )
-
-
-def _of_held(plan: Plan, of_held: dict[str, Any] | None) -> list[str]:
-    """Return what is said of held-out records in a private run."""
-    if of_held is not None:
-        return [evaluations.line(of_held)]
-    held = plan.private and plan.evaluation.used
-    share, unit = plan.evaluation.share, plan.privacy.unit
-    return [evaluations.HELD_ONLY.format(share=share, unit=unit)] if held else []
+    once, few = plan.evaluation_terms, plan.privacy.told_records
+    masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
+    return once and evaluations.described(once, form, persons, few, own_models=own, masked=masked)
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
 from fedpact.privacy.once import Once
 from fedpact.text import upper
 from fedpact.theory.accounting import epsilon
 from fedpact.theory.persons import epsilon_per_person
 
-HELD_ONLY = (
+_HELD_ONLY = (
     "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
     "released: what the model does on them is for the site's owner alone."
 )
-"""What a guarantee says where evaluation.releases is empty."""
 
 
 def described(
@@ -49,6 +49,16 @@ def described(
         "epsilon_reserved": epsilon(once.history, delta, once.accountant),
         "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
     }
+
+
+def lines(
+    of: dict[str, Any] | None, settings: EvaluationSettings, unit: str, *, private: bool
+) -> list[str]:
+    """Return what a guarantee says of held-out records. of: what `described` returns, or None."""
+    if of is not None:
+        return [line(of)]
+    held = private and settings.used
+    return [_HELD_ONLY.format(share=settings.share, unit=unit)] if held else []
 
 
 def line(of: dict[str, Any]) -> str:
