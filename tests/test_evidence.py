@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from experiments.evidence import ali, fedfdp, measure, page
 from experiments.evidence.__main__ import missing
 from experiments.evidence.cells import Book
@@ -107,6 +108,19 @@ def test_where_rounds_suffice_alis_run_is_that_of_one_step():
     for column in ali.COLUMNS:
         own = ali.adaptive("cifar10", "cnn", 0.5, column)
         assert (own == ali.fixed("cifar10", "cnn", 0.5, 1)) == (column.rounds >= column.iterations)
+
+
+def test_of_one_step_a_round_three_baselines_are_fedavg(tmp_path):
+    small = ["data=digits", "model=logistic", "rounds=3", "sites=3", "partition.beta=10.0"]
+    models = {}
+    for method in ("fedavg", "scaffold", "fedprox"):
+        base = HERE.parent / "evidence" / "fedfdp.toml"
+        plan = fedpact.Plan.read(base, [*small, f"algorithm={method}"])
+        done = fedpact.run(plan, tmp_path / method)
+        models[method] = torch.cat([p.detach().flatten() for p in done.model.parameters()])
+    for method in ("scaffold", "fedprox"):
+        assert method in fedfdp.SAME
+        torch.testing.assert_close(models[method], models["fedavg"], rtol=0, atol=1e-5)
 
 
 def _small() -> Run:

@@ -56,6 +56,6 @@ def run(row: Row) -> Run:
     batches = sites * row.local_steps * row.batch * (2 if reduced else 1)
     cost = row.rounds * (batches + (records if reduced else 0.0))
     name = f"{row.method} {'logistic' if convex else 'cnn'}"
-    kind = "logistic" if convex else "cnn"
+    kind = "stacked" if convex else "cnn"
     cost *= 1 if convex else 2.5  # the padded network's gradient
     return Run("fedproxvr", name, _BASE, overrides(settings), (row.rounds,), cost, kind)

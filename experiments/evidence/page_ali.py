@@ -155,10 +155,10 @@ def _explained(book: Book, data: str) -> str:
         return "not run."
     best = max(known, key=lambda name: known[name])
     gap = _printed(data) - known[best]
-    tried = ", ".join(known)
+    tried = f"(tried: {', '.join(known)})"
     if gap > 2 * CLEAR:
-        return f"of {tried} the nearest is {best}, {gap:.1f} points under the printed number."
-    return f"{best} comes within {abs(gap):.1f} points of the printed number (of {tried})."
+        return f"{best} comes nearest, {gap:.1f} points under the printed number {tried}."
+    return f"{best} comes within {abs(gap):.1f} points of the printed number {tried}."
 
 
 def _best(book: Book) -> str:
