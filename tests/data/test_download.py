@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedpact.cli.commands.data import app
 from fedpact.data import files
-from fedpact.data.datasets import load
+from fedpact.data.datasets import NAMES, load
 from fedpact.data.download import download
 from fedpact.data.files import Source
 from fedpact.errors import DataError
@@ -148,6 +148,7 @@ def test_list_prints_one_document(mnist_dir):
     document = json.loads(result.stdout)
     present = {row["name"]: row["present"] for row in document["data_sets"]}
     assert document["directory"] == str(mnist_dir.parent)
+    assert all(row["what"] for row in document["data_sets"])
     assert present == {
         "digits": True,
         "synthetic(ALPHA,BETA)": True,
@@ -156,10 +157,21 @@ def test_list_prints_one_document(mnist_dir):
         "fashion_mnist": False,
         "cifar10": False,
         "heart_disease": False,
+        "heart_disease_flamby": False,
         "adult": False,
         "shakespeare": False,
     }
     assert "fashion_mnist" in run("list").stdout
+
+
+def test_list_has_own_files_of_the_directory_and_every_name_that_can_be_read(mnist_dir):
+    own = mnist_dir.parent / "ward" / "patients.csv"
+    own.parent.mkdir()
+    own.write_text("age,ill\n1,0\n")
+    (mnist_dir / "notes.csv").write_text("of mnist\n")
+    told = [row["name"] for row in json.loads(run("list", "--json").stdout)["data_sets"]]
+    assert set(NAMES) <= set(told)
+    assert [name for name in told if name.endswith(".csv")] == [str(own)]
 
 
 def test_verify_finds_the_damaged_file(mnist_dir):

@@ -1,35 +1,70 @@
 """fedpact data: list, verify and download the public data sets."""
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from fedpact.data import files
+from fedpact.data.datasets import NAMES
 from fedpact.data.download import download as fetch
 from fedpact.data.synthetic import FORMS
+from fedpact.data.tables import SUFFIXES
 from fedpact.errors import DataError
+
+_MADE: Final = "made, not read"
+_ABOUT: Final = {
+    "digits": ("CC BY 4.0, from UCI, with the package", "1,797 handwritten digits, 8 x 8"),
+    "mnist": ("mnist", "70,000 handwritten digits, 28 x 28"),
+    "fashion_mnist": ("fashion_mnist", "70,000 clothes in 10 classes, 28 x 28"),
+    "cifar10": ("cifar10", "60,000 photographs in 10 classes, 32 x 32, colour"),
+    "heart_disease": ("heart_disease", "920 patients of 4 hospitals"),
+    "heart_disease_flamby": ("heart_disease", "740 of them, as FLamby cuts them"),
+    "adult": ("adult", "48,842 answers of a census: is an income above 50,000?"),
+    "shakespeare": ("shakespeare", "the next character, by speaking role"),
+    "synthetic(ALPHA,BETA)": (
+        _MADE,
+        "100 devices, unlike by ALPHA and BETA; 60 numbers, 10 classes",
+    ),
+    "synthetic_iid": (_MADE, "100 devices, all alike"),
+}
+"""Name -> the public data set whose files it is made of, or its licence; what it is."""
 
 
 def list_(as_json: bool) -> None:
-    """Show the public data sets, and which of them the data directory holds."""
-    rows: list[dict[str, Any]] = [
-        {"name": "digits", "present": True, "licence": "CC BY 4.0, from UCI, with the package"},
-        *({"name": form, "present": True, "licence": "made, not read"} for form in FORMS),
-    ]
-    for source in files.SOURCES.values():
-        present = all(files.locate(source, file) for file in source.files)
-        rows.append({"name": source.name, "present": present, "licence": source.licence})
+    """Show what `data = ` may name: public data sets, made ones, own files of the directory."""
+    rows: list[dict[str, Any]] = []
+    for name in (*NAMES, *FORMS):
+        of, what = _ABOUT[name]
+        source = files.SOURCES.get(of)
+        present = source is None or all(files.locate(source, file) for file in source.files)
+        licence = of if source is None else source.licence
+        rows.append({"name": name, "what": what, "present": present, "licence": licence})
+    for path in _own_files(files.data_dir()):
+        what = "a file of your own, by its path"
+        rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
     if as_json:
         _print_json({"directory": str(files.data_dir()), "data_sets": rows})
         return
     table = Table(title=f"data directory {files.data_dir()}")
-    for column in ("data set", "present", "licence"):
+    table.add_column("data =", no_wrap=True)
+    for column in ("what", "present", "licence"):
         table.add_column(column)
     for row in rows:
-        table.add_row(row["name"], "yes" if row["present"] else "no", row["licence"])
+        present = "yes" if row["present"] else "no"
+        table.add_row(f'"{row["name"]}"', row["what"], present, row["licence"])
     Console().print(table)
+    if missing := [row["name"] for row in rows if not row["present"]]:
+        print(f"what is not there: `fedpact data download {_ABOUT[missing[0]][0]}`")
+
+
+def _own_files(directory: Path) -> list[Path]:
+    """The tables and arrays in the data directory that belong to none of the public data sets."""
+    found = (path for suffix in SUFFIXES for path in directory.glob(f"**/*{suffix}"))
+    public = [directory / name for name in files.SOURCES]
+    return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
 
 
 def verify(names: list[str], as_json: bool) -> None:
