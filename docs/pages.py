@@ -152,8 +152,8 @@ def _table(table: tables.KeyTable, title: str, about: str | None = None) -> Iter
 
 def _commands() -> Iterator[str]:
     yield "# Commands\n\n"
-    yield "`fedpact COMMAND --help` says the same. Every command takes `--json`, and then prints "
-    yield "one JSON document and nothing else.\n\n"
+    yield "`fedpact COMMAND --help` says the same. With `--json` a command prints one JSON "
+    yield "document and nothing else.\n\n"
     for name in commands.names():
         yield from _command(commands.load(name), f"fedpact {name}")
 
@@ -166,6 +166,8 @@ def _command(command: click.Command, name: str) -> Iterator[str]:
         return
     yield f"## {name} {{ #{name.replace(' ', '-')} }}\n\n"
     yield from _prose_of(inspect.cleandoc(command.help or ""))
+    if shown := commands.examples(name.removeprefix("fedpact ")):
+        yield "```sh\n" + "\n".join(shown) + "\n```\n\n"
     yield "| | default | |\n| --- | --- | --- |\n"
     for given in command.params:
         told: Any = given

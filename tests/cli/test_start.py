@@ -2,13 +2,16 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
 
 from fedpact.cli import commands
 from fedpact.errors import FedpactError
+from fedpact.reference.keys import check_keys
 
 # Each takes longer to import than an answer may take.
 HEAVY = {
@@ -91,6 +94,35 @@ def test_a_command_says_what_it_does_and_an_incomplete_file_is_an_error(monkeypa
         (tmp_path / f"{name}.py").write_text(content)
         with pytest.raises(FedpactError, match=f"'{name}' with a docstring"):
             commands.load(name)
+
+
+def each(command, name: str) -> list[tuple[str, click.Command]]:
+    inner = getattr(command, "commands", {})
+    found = [pair for last, one in inner.items() for pair in each(one, f"{name} {last}")]
+    return found if inner else [(name, command)]
+
+
+COMMANDS = dict(pair for name in commands.names() for pair in each(commands.load(name), name))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_each_argument_is_and_ends_with_examples_that_can_be_typed(name):
+    command = COMMANDS[name]
+    assert all(getattr(given, "help", None) for given in command.params), name
+    assert commands.examples(name)
+    for line in commands.examples(name):
+        assert line in command.epilog
+        words = [word for word in shlex.split(line) if "FEDPACT_DATA=" not in word]
+        assert words[: 1 + len(name.split())] == ["fedpact", *name.split()]
+        context = command.make_context(name, words[1 + len(name.split()) :])
+        given = context.params.get("overrides") or []
+        check_keys(None, [one for one in given if not one.startswith("settings.")])
+
+
+def test_help_shows_them():
+    _, out, _, _ = call("run", "--help")
+    assert "A .toml or .json configuration" in out
+    assert "fedpact run --set algorithm=scaffold --set rounds=20" in out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

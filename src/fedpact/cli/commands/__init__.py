@@ -7,9 +7,13 @@ nothing but typer and `fedpact.cli.options`; what does the work is imported when
 
 import importlib
 import pkgutil
+from typing import cast
 
 import typer
 from click import Command
+from typer.core import TyperArgument
+from typer.models import ArgumentInfo
+from typer.utils import get_params_from_function
 
 from fedpact.errors import FedpactError
 
@@ -21,6 +25,61 @@ _BESIDE = {
     "watch": "report",
 }
 """Commands that stand in another one's file."""
+
+_EXAMPLES = {
+    "account": (
+        "fedpact account --q 0.015 --sigma 1.1 --steps 317",
+        "fedpact account --epsilon 2 --q 0.05 --steps 200",
+        "fedpact account --q 0.05 --sigma 2.8 --steps 200 --tuned 10",
+    ),
+    "algorithms": ("fedpact algorithms", "fedpact algorithms fedprox"),
+    "audit": ("fedpact audit", "fedpact audit study.toml --method one-run"),
+    "compare": (
+        "fedpact compare study.toml --algorithms fedavg,fedprox --set settings.local_steps=3",
+        "fedpact compare a.toml b.toml --seeds 5 --out runs/both",
+        "fedpact compare study.toml --sweep privacy.epsilon=0.5,1,2,4",
+    ),
+    "data list": ("fedpact data list",),
+    "data verify": ("fedpact data verify", "fedpact data verify mnist"),
+    "data download": ("FEDPACT_DATA=data fedpact data download mnist fashion_mnist",),
+    "deploy init": ("fedpact deploy init fed study.toml --host fed.example.org",),
+    "deploy up": ("fedpact deploy up fed --wait",),
+    "deploy status": ("fedpact deploy status fed",),
+    "deploy down": ("fedpact deploy down fed",),
+    "deploy readmit": ("fedpact deploy readmit fed/server site-03",),
+    "deploy server": ("fedpact deploy server fed/server",),
+    "deploy site": ("fedpact deploy site fed/site-00",),
+    "deploy model": ("fedpact deploy model fed/site-00 --model model.safetensors",),
+    "evaluate": ("fedpact evaluate runs/first held_out.csv",),
+    "export": (
+        "fedpact export runs/first --as model-card --set about.name=Digits",
+        "fedpact export runs/first --as registry --out entry.json",
+    ),
+    "init": ("fedpact init study.toml", "fedpact init --set algorithm=scaffold"),
+    "ledger show": ("fedpact ledger show runs/first",),
+    "ledger verify": ("fedpact ledger verify runs/first",),
+    "ledger export": ("fedpact ledger export fed/site-00 --out receipt.json",),
+    "personalise": ("fedpact personalise fed/site-00 --model model.safetensors",),
+    "plan": ("fedpact plan study.toml", "fedpact plan study.toml --optimise --passes 20"),
+    "predict": ("fedpact predict runs/first new.csv --out answers.csv",),
+    "recommend": (
+        "fedpact recommend fashion_mnist --epsilon 2",
+        "fedpact recommend patients.csv --label ill --epsilon 1 --sites 4 --out study.toml",
+    ),
+    "report": ("fedpact report runs/first",),
+    "resume": ("fedpact resume runs/first",),
+    "run": (
+        "fedpact run",
+        "fedpact run study.toml --set privacy.epsilon=1 --out runs/one",
+        "fedpact run --set algorithm=scaffold --set rounds=20",
+    ),
+    "settings": ("fedpact settings privacy", "fedpact settings privacy.epsilon"),
+    "tradeoffs": ("fedpact tradeoffs --preset paper --out curves.svg",),
+    "tune fedfdp": ("fedpact tune fedfdp runs/first",),
+    "tune fedproxvr": ("fedpact tune fedproxvr --gamma 0.01 --L 1 --lam 0.5 --sigma2 0.1",),
+    "watch": ("fedpact watch runs/first", "fedpact watch fed/site-00 --once"),
+}
+"""What --help shows at its end, by command."""
 
 
 def names() -> list[str]:
@@ -49,4 +108,25 @@ def load(name: str) -> Command:
         app.command(name)(function)
     command = typer.main.get_command(app)
     command.name = name
+    _explain(command, name)
     return command
+
+
+def examples(name: str) -> tuple[str, ...]:
+    """Return how a command may be called, "data list" for one in a group; none where it is new."""
+    return _EXAMPLES.get(name, ())
+
+
+def _explain(command: Command, name: str) -> None:
+    """Give a command its examples, and its arguments their help, which click 8.5 would drop."""
+    inner = dict[str, Command](getattr(command, "commands", {}))
+    for last, one in inner.items():
+        _explain(one, f"{name} {last}")
+    if inner or command.callback is None:
+        return
+    if shown := examples(name):
+        command.epilog = "\n\n".join(("Examples:", *shown))
+    told = get_params_from_function(command.callback)
+    for given in command.params:
+        if (about := told.get(given.name or "")) and isinstance(about.default, ArgumentInfo):
+            cast(TyperArgument, given).help = about.default.help
