@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fedpact.files import write_whole
+from fedpact.messages import Refusal, Reply, Step
 
 _log = logging.getLogger("fedpact.site")
 _FILE: Final = "progress.json"
@@ -39,6 +40,13 @@ class Progress:
             return Progress(**json.loads((directory / _FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
             return Progress()
+
+    @staticmethod
+    def count(directory: Path, run: str, answer: object, seconds: float) -> None:
+        """Note a message that a site has answered with; what is none counts for nothing."""
+        if isinstance(answer, Reply | Refusal | Step):
+            code = answer.code if isinstance(answer, Refusal) else ""
+            Progress.read(directory).after(run, answer.round, seconds, code).keep(directory)
 
     def after(self, run: str, number: int, seconds: float, code: str) -> "Progress":
         """Return it with one more answer. code: of a refusal, "" for none."""

@@ -267,11 +267,7 @@ class Site:
 
     def note(self, block: bytes, seconds: float) -> None:
         """Count an answer that took so long, for the site's owner (parties.progress)."""
-        message = from_bytes(block, self.most_vectors)
-        if isinstance(message, Reply | Refusal | Step):
-            code = message.code if isinstance(message, Refusal) else ""
-            before = Progress.read(self._directory)
-            before.after(self.run, message.round, seconds, code).keep(self._directory)
+        Progress.count(self._directory, self.run, from_bytes(block, self.most_vectors), seconds)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
@@ -296,9 +292,8 @@ class Site:
 
     def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
         test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
-        charge = Charge(
-            self.ledger, self.run, task.round, task.digest + memory.digest, task.attempt
-        )
+        asked = task.digest + memory.digest
+        charge = Charge(self.ledger, self.run, task.round, asked, task.attempt)
         left = partial(charge.steps_left, self._terms)
         draws, terms = test or self._secure, self._terms.at(task.round)
         return PrivateOracle(self._records(task), bench.private, terms, draws, charge, left)
