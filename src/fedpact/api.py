@@ -8,9 +8,10 @@ from typing import Any
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
+from fedpact.engines.extended import as_it_is, extended, put_back, put_on
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Result, simulate
-from fedpact.errors import PlanError
+from fedpact.errors import FedpactError, PlanError
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
 from fedpact.own.named import handed_name, is_handed, name_of
@@ -113,6 +114,37 @@ def load(folder: Path | str, model: Any = None) -> Result:
     lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
     records = [RoundRecord.from_json(line) for line in lines]
     return Result(place, records, found.read_json("summary.json"), served.model, model)
+
+
+def extend(
+    folder: Path | str,
+    rounds: int,
+    *,
+    epsilon: float | None = None,
+    data: Dataset | None = None,
+    engine: str = "local",
+    on_round: OnRound = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Carry out so many more rounds of a simulated run that has ended, in its folder.
+
+    Each site reserves them anew, beside what it had reserved: both ε and both δ count together.
+    epsilon: of the new reservation, None for the plan's. data: instead of the plan's. on_round,
+    stop: as of `run`. Raises InputError: it cannot be extended. PrivacyError: a site's policy does
+    not allow it; the run is then as it was.
+    """
+    place = Folder(Path(folder))
+    plan = extended(place, rounds, epsilon)
+    kept = as_it_is(place)
+    put_on(place, plan)
+    try:
+        result = simulate(plan, place.path, data=data, engine=engine, on_round=on_round, stop=stop)
+    except FedpactError:
+        if place.restore()[0].round == plan.after:
+            put_back(place, kept)
+        raise
+    write_report(place.path)
+    return result
 
 
 def default_folder(plan: Plan) -> Path:

@@ -23,7 +23,7 @@ from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.ledger.about import About
 from fedpact.methods import Method
-from fedpact.methods.combine import check_mode, combined
+from fedpact.methods.combine import check_extended, check_mode, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.effective import in_effect, with_iterations
@@ -57,6 +57,7 @@ class Plan(BaseModel):
     model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, lstm, transformer, or one of your own as
     package.module:factory, factory(shape, classes) -> nn.Module.
     algorithm: its name; `fedpact algorithms` lists them.
+    after: how many of the rounds were done under earlier reservations; `fedpact extend` writes it.
     rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.
     seed: what a simulation draws from, so that it can be repeated bit for bit.
     sampling_rate: q, each record's chance to be in a batch; 0.5 where batch_size is left out too.
@@ -73,6 +74,7 @@ class Plan(BaseModel):
     model: Named = "logistic"
     algorithm: str = "fedavg"
     rounds: int = Field(default=30, ge=1)
+    after: int = Field(default=0, ge=0)
     sites: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
@@ -106,6 +108,8 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
+        if self.after >= self.rounds:
+            raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
         if self.logistic != LogisticSettings() and self.model != "logistic":
             raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
         mode = self.privacy.mode
@@ -125,6 +129,8 @@ class Plan(BaseModel):
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
+        if self.after:
+            self.check_extended()
         if method.controlled and self.budget.spare_rounds:
             raise ValueError(
                 f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
@@ -173,6 +179,16 @@ class Plan(BaseModel):
         """
         return FeatureStage(self.features, self.seed, at, form or self.records.shared())
 
+    def check_extended(self) -> None:
+        """Raise PlanError where no reservation for more rounds can follow this plan's."""
+        check_extended(
+            self.method,
+            evaluated=self.evaluation.used,
+            released=bool(self.records.released),
+            noisy=self.noisy_sizes,
+            honest=self.privacy.honest,
+        )
+
     @property
     def private(self) -> bool:
         """Whether all that leaves the sites is protected; `unprotected` parts make it false."""
@@ -197,9 +213,10 @@ class Plan(BaseModel):
     def steps(self) -> int:
         """The most joint events (or plain batches) of a site's run: τ times the rounds.
 
-        Of a controlled τ, its iterations where they are given.
+        Of a run that was extended, of the last reservation's rounds. Of a controlled τ, its
+        iterations where they are given.
         """
-        return self.method.iterations or self.rounds * self.method.steps()
+        return self.method.iterations or (self.rounds - self.after) * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
@@ -256,7 +273,7 @@ class Plan(BaseModel):
             channels=self.method.channels,
             steps=self.steps + spare * self.method.steps(),
             opening=self.method.opening,
-            openings=self.rounds + spare if self.method.opening else 0,
+            openings=self.rounds - self.after + spare if self.method.opening else 0,
             budget=self.privacy.budget(name, names),
             accountant=self.privacy.accountant,
             mechanism=mode,

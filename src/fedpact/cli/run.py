@@ -1,8 +1,9 @@
-"""`fedpact run` and `fedpact resume`: carry out a plan and show it as it goes."""
+"""`fedpact run`, `resume` and `extend`: carry out a plan and show it as it goes."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedpact.api import default_folder
+from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import StopOnInterrupt, show
+from fedpact.engines.extended import extended
 from fedpact.engines.simulation import Result
 from fedpact.errors import DataError
 from fedpact.folder import Folder
@@ -41,12 +44,42 @@ def resume(folder: Path, engine: str, as_json: bool) -> None:
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
+def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_json: bool) -> None:
+    """Carry out `fedpact extend` on a simulated run, or on the files of a deployment's parties."""
+    if (folder / "rounds.jsonl").exists():
+        plan = extended(Folder(folder), rounds, epsilon)
+        carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
+        _shown(plan, carry, as_json)
+        return
+    from fedpact.deploy.extend import extend as extend_parties
+
+    plan, name = extend_parties(folder, rounds, epsilon)
+    told = {"run": name, "rounds": plan.rounds, "after": plan.after}
+    out = Console(highlight=False, soft_wrap=True)
+    show(
+        told,
+        as_json,
+        lambda: out.print(
+            f"{folder}: run {name} goes on from round {plan.after} to {plan.rounds}, under a new "
+            "reservation. Every party needs the same plan.json and federation.toml, and every "
+            "site's owner allows it in policy.toml (epsilon_ever, delta_ever); start them again",
+            markup=False,
+        ),
+    )
+
+
 def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
+    _shown(plan, partial(carry_out, plan, folder, engine=engine), as_json)
+
+
+def _shown(plan: Plan, carry: Callable[..., Result], as_json: bool) -> None:
+    """Carry a run out as it is shown. carry: takes on_round and stop, as `fedpact.run` does."""
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     with _Live(plan, console) as live:
-        result = carry_out(plan, folder, engine=engine, on_round=live, stop=asked)
+        result = carry(on_round=live, stop=asked)
+    folder = result.folder
     show(
         {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
         as_json,

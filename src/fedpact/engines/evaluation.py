@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedpact.engines.extended import with_epsilon
 from fedpact.engines.process import threads
 from fedpact.engines.scene import Scene
-from fedpact.engines.statement import with_epsilon
 from fedpact.folder import Checkpoint
 from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore, State
@@ -35,7 +35,8 @@ class Evaluator:
     """See round.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds.
 
     charged: site -> the events that the run has been charged there so far. remembered: of a site
-    and the round whose reply was included last, -1 for none, what the site remembers.
+    and the round whose reply was included last, -1 for none, what the site remembers. earlier: ε
+    that sites have spent under earlier reservations of the run.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Evaluator:
         scene: Scene,
         charged: Callable[[str], History],
         remembered: Callable[[str, int], State],
+        earlier: Mapping[str, float],
     ) -> None:
         self._scene, self._charged, self._remembered = scene, charged, remembered
+        self._earlier = earlier
         self._device = torch.device(scene.plan.run.device)
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
@@ -57,7 +60,8 @@ class Evaluator:
         """Return the record with what was measured of `at`; `last` measures whatever is missing."""
         if self._scene.plan.private:
             terms = self._scene.terms
-            record = with_epsilon(record, terms, {name: self._charged(name) for name in terms})
+            spent = {name: self._charged(name) for name in terms}
+            record = with_epsilon(record, terms, spent, self._earlier)
         if not record.held_out and (record.evaluation or self._shown(record.round, last)):
             record = replace(record, held_out=self._exact(at))
         if record.accuracy is not None or not (last or self._due(at.round)):

@@ -1,6 +1,6 @@
 """Whether a folder's run can go on: what it is of, whether its ledgers tell all, and its draws."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpact.draws.seeded import DRAWS
@@ -36,10 +36,13 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     return (folder.path / "state.safetensors").exists()
 
 
-def check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
-    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
+def check_complete(at: Checkpoint, runs: Sequence[str], ledgers: dict[str, Ledger]) -> None:
+    """Raise LedgerError: a ledger ends before the round that its site was last included in.
+
+    runs: the names of the run's reservations.
+    """
     for name, ledger in ledgers.items():
-        included, charged = at.included.get(name, -1), ledger.last_round(run)
+        included, charged = at.included.get(name, -1), max(map(ledger.last_round, runs))
         if charged < included:
             raise LedgerError(
                 f"ledger {ledger.path} has no charge after round {charged}, and its site took part "

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from fedpact.engines.extended import Earlier, check_begun
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import write_whole
@@ -55,8 +56,11 @@ def start(
     begins with. Raises DataError: a damaged folder. Raises what `opened` raises.
     """
     if (folder.path / "state.safetensors").exists():
-        return folder.restore()
+        at, records = folder.restore()
+        check_begun(plan, at)
+        return at, records
     at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
+    check_begun(plan, at)
     at, record = opened(at, RoundRecord(round=0))
     record = evaluate(at, record)
     # A start that was cut off before its state was written may have left its record.
@@ -97,6 +101,8 @@ def finish(
         "evaluation": outcome(records, form, plan.evaluation_terms),
         "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
     }
+    earlier = Earlier.read(folder)
+    found["delta"] = {n: delta + earlier.delta(n) for n, delta in found["delta"].items()}
     folder.write_json("summary.json", found)
     return found
 

@@ -23,6 +23,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.draws.seeded import DRAWS
 from fedpact.engines.evaluation import Evaluator
+from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
@@ -38,7 +39,7 @@ from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
-from fedpact.messages import RoundRecord, SiteScore
+from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -132,7 +133,9 @@ def simulate(
     _check_engine(engine, plan)
     keep_freed_memory()
     folder = Folder(out)
-    known = is_known(folder, plan)
+    known, earlier = is_known(folder, plan), Earlier.read(folder)
+    if plan.after and not known:
+        check_begun(plan, Checkpoint(State(), 0, {}))
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known:
         if told := scene.columns_used:
@@ -146,6 +149,9 @@ def simulate(
         if not known:
             # It states the released sizes, so it is written after they were charged.
             folder.write_json("privacy.json", of_simulation(scene))
+        elif earlier.runs and not (folder.path / "summary.json").exists():
+            said = earlier.over(of_simulation(scene), run, plan)
+            folder.write_json("privacy.json", said)
         workshop = replace(scene.workshop, device=plan.run.device)
         if engine == "ray":
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
@@ -156,7 +162,10 @@ def simulate(
             transport = secured(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
         evaluator = Evaluator(
-            scene, charged, lambda site, included: remembered(memories[site], included)
+            scene,
+            charged,
+            lambda site, included: remembered(memories[site], included),
+            earlier.spent,
         )
         rounds = Rounds(plan, run, transport, evaluator, stop, own=True, sums=scene.releases)
         if not known:
@@ -164,7 +173,7 @@ def simulate(
         at, records = start(folder, plan, scene.module, evaluator, rounds.opened)
         if known:
             # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
-            check_complete(at, run, ledgers)
+            check_complete(at, (*earlier.runs, run), ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
         for record in records:

@@ -1,7 +1,7 @@
 """What a run says of its privacy, before it begins: the content of privacy.json."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fedpact.engines.scene import Scene
@@ -9,13 +9,12 @@ from fedpact.engines.secure.circle import colluding
 from fedpact.evaluation import told as evaluations
 from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.reservations import FIXED, WHY
-from fedpact.messages import RoundRecord
 from fedpact.methods import heads
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
-from fedpact.theory.accounting import History, bound_by, epsilon
+from fedpact.theory.accounting import bound_by, epsilon
 from fedpact.theory.neighbours import neighbourhoods
 
 _COVERS = [
@@ -316,21 +315,6 @@ def _columns(terms: Terms) -> dict[str, Any] | None:
         return None
     alone = epsilon({of.event: 1}, terms.delta, terms.accountant)
     return {"sigma": of.event.sigma, "count": of.times, "epsilon": alone}
-
-
-def with_epsilon(
-    record: RoundRecord, terms: Mapping[str, Terms], spent: Mapping[str, History]
-) -> RoundRecord:
-    """Return a round's record with each site's ε so far, from the events that it was charged."""
-    return replace(
-        record,
-        epsilon={name: terms[name].epsilon_after(events) for name, events in spent.items()},
-        epsilon_alone={
-            name: terms[name].epsilon_alone_after(events)
-            for name, events in spent.items()
-            if terms[name].honest
-        },
-    )
 
 
 def _opening(terms: Terms) -> dict[str, Any] | None:

@@ -244,3 +244,25 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
             f"algorithm = {algorithm!r} with these settings weights each record in its own clip, "
             f"and under privacy.mode = {mode!r} records have none: use privacy.mode = 'per_sample'"
         )
+
+
+def check_extended(
+    method: Method, *, evaluated: bool, released: bool, noisy: bool, honest: int
+) -> None:
+    """Raise PlanError for a run that no second reservation can follow.
+
+    evaluated: it has [evaluation]. released: its columns are scaled by what sites released. noisy:
+    sizes are released. honest: of how many sites the noise is shared, 0 for none.
+    """
+    for why, found in (
+        ("a τ that follows what is left of its budgets, which are used up", method.controlled),
+        ("[evaluation]: what held-out records cost is reserved once", evaluated),
+        ("columns scaled by what was released before the first round", released),
+        ('privacy.sizes = "noisy": sizes are released and charged once', noisy),
+        ('privacy.trust = "sum": shares of noise are of one reservation', honest),
+    ):
+        if found:
+            raise PlanError(
+                f"no rounds can be added to a run with {why}; begin a new run, with "
+                'initial = "FOLDER OF THIS ONE"'
+            )

@@ -20,6 +20,7 @@ from fedpact.errors import FedpactError
 _BESIDE = {
     "algorithms": "settings",
     "evaluate": "predict",
+    "extend": "run",
     "init": "settings",
     "resume": "run",
     "watch": "report",

@@ -1,4 +1,4 @@
-"""`fedpact run` and `fedpact resume`."""
+"""`fedpact run`, `fedpact resume` and `fedpact extend`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,3 +34,20 @@ def resume(
     from fedpact.cli import run as command
 
     command.resume(folder, engine, as_json)
+
+
+def extend(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, a deployment, or one party's directory.")
+    ],
+    rounds: Annotated[int, typer.Option(min=1, help="How many more.")],
+    epsilon: Annotated[
+        float | None, typer.Option(help="The new reservation's ε; left out, the plan's.")
+    ] = None,
+    engine: Engine = "local",
+    as_json: AsJson = False,
+) -> None:
+    """Add rounds to a run that has ended: a new reservation at every site, both ε together."""
+    from fedpact.cli import run as command
+
+    command.extend(run, rounds, epsilon, engine, as_json)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedpact.data import datasets
+from fedpact.engines.extended import Earlier, with_epsilon
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.engines.parties.handover import hand_over
@@ -24,7 +25,7 @@ from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.served import GivenForm
-from fedpact.engines.statement import Side, released_columns, statement, with_epsilon
+from fedpact.engines.statement import Side, released_columns, statement
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
 from fedpact.evaluation.totals import SumsForm
@@ -179,10 +180,11 @@ class Coordinator:
                 )
             return
         folder.write_json("environment.json", environment_of(self.federation.run, "flwr"))
-        folder.write_json("privacy.json", self._statement())
+        folder.write_json("privacy.json", self.statement())
         folder.write_json("plan.json", self.plan.document())
 
-    def _statement(self) -> dict[str, Any]:
+    def statement(self) -> dict[str, Any]:
+        """Return the content of privacy.json."""
         test = self.federation.seeds == "test"
         side = Side(
             randomness="seeded test: protects nobody" if test else "secure, at each site",
@@ -193,6 +195,7 @@ class Coordinator:
             persons=self.federation.person is not None,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)
+        said = Earlier.read(self.folder).over(said, self.federation.run, self.plan)
         return said | {"epsilon_by_round": _EPSILON}
 
 
@@ -202,6 +205,7 @@ class _Evaluator:
     def __init__(self, coordinator: Coordinator) -> None:
         self._terms, self._steps = coordinator.terms, 0
         self._model = FlatModel(coordinator.module())
+        self._after, self._earlier = coordinator.plan.after, Earlier.read(coordinator.folder).spent
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         # With heads of the sites' own what is shared is no model that answers anything.
         self._test = None if coordinator.plan.local.head else _test_set(coordinator)
@@ -212,15 +216,16 @@ class _Evaluator:
 
     def go_on(self, records: list[RoundRecord]) -> None:
         """Count on from the rounds that are committed."""
-        self._steps = sum(record.steps for record in records)
+        self._steps = sum(record.steps for record in records if record.round > self._after)
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._steps += record.steps
         # Each new attempt is charged as a round is; τ is fixed where there are any.
         extra = Attempts(self._attempts).extra
-        steps, rounds = self._steps + extra * self._each, record.round + extra
+        steps = self._steps + extra * self._each
+        rounds = record.round - self._after + extra
         spent = {name: _history(terms, steps, rounds) for name, terms in self._terms.items()}
-        record = with_epsilon(record, self._terms, spent)
+        record = with_epsilon(record, self._terms, spent, self._earlier)
         if self._test is None:
             return record
         x, y = self._test

@@ -1,0 +1,81 @@
+"""More rounds on a deployed run that has ended: what each party's files then say.
+
+The new plan and the new run's name follow from a party's own files and what it is asked for, so
+every party may do it by itself: their `plan.json` and `federation.toml` are equal again. A site's
+policy is its owner's, and is left as it is: where it allows no second run, the site refuses.
+"""
+
+import json
+from pathlib import Path
+
+from fedpact.deploy.local import parties
+from fedpact.deploy.texts import federation as as_toml
+from fedpact.engines.extended import as_it_is, extended, next_name, put_back, put_on, with_rounds
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.federation import Federation, read_plan
+from fedpact.errors import FedpactError, PlanError
+from fedpact.files import write_whole
+from fedpact.folder import Folder
+from fedpact.plan import Plan
+
+
+def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, str]:
+    """Extend the parties that lie in a directory, or the one; return plan and name of the run.
+
+    budget: the new reservation's ε at every site, None for the plan's.
+    Raises InputError of some kind: it cannot be extended; then nothing is changed.
+    """
+    places = parties(directory)
+    found = {place: _planned(place, rounds, budget) for place in places.values()}
+    plan = next(iter(found.values()))
+    odd = [str(place) for place, one in found.items() if one != plan]
+    if odd:
+        raise PlanError(f"{', '.join(odd)} have other plans than the rest: put plan.json back")
+    name = ""
+    for place in found:
+        name = _write(place, plan)
+    return plan, name
+
+
+def _planned(place: Path, rounds: int, budget: float | None) -> Plan:
+    plan = read_plan(place / "plan.json")
+    folder = Folder(place / "run")
+    if not (place / "server.key").exists():
+        return with_rounds(plan, plan.rounds, rounds, budget)
+    found = extended(folder, rounds, budget)
+    if found.after != plan.rounds:
+        raise PlanError(
+            f"the run ended after {found.after} of {plan.rounds} rounds: a deployment is extended "
+            "when all rounds are done; begin a new one, with initial = the model that it has"
+        )
+    return found
+
+
+def _write(place: Path, plan: Plan) -> str:
+    path = place / "federation.toml"
+    federation = Federation.read(path)
+    renamed = federation.model_copy(update={"run": next_name(federation.run)})
+    server = (place / "server.key").exists()
+    folder = Folder(place / "run")
+    kept = as_it_is(folder) if server else {}
+    try:
+        if server:
+            put_on(folder, plan)
+        Folder(place).write_json("plan.json", plan.document())
+        path.write_text(as_toml(renamed), encoding="utf-8")
+        if server:
+            _restate(place)
+    except FedpactError:
+        if server:
+            put_back(folder, kept)
+        raise
+    return renamed.run
+
+
+def _restate(place: Path) -> None:
+    """Write the server's statement of the whole run; new attempts are counted from here."""
+    coordinator = Coordinator.of(place)
+    coordinator.folder.write_json("privacy.json", coordinator.statement())
+    if coordinator.attempts.exists():
+        number, attempt, _ = json.loads(coordinator.attempts.read_bytes())
+        write_whole(coordinator.attempts, json.dumps([number, attempt, 0]).encode())

@@ -1,0 +1,203 @@
+"""More rounds on a run that has ended: a reservation of its own, after those that the run had.
+
+earlier.json, in the run's folder, holds what was promised and spent before: whoever extends a run
+has seen what it released, so its reservations add up by basic composition, ε and δ both, and no
+event of the first can be used for the second. The rounds go on in number, so no draw comes again.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from fedpact.engines.statement import per_person
+from fedpact.errors import DataError, PlanError
+from fedpact.files import write_whole
+from fedpact.folder import Checkpoint, Folder
+from fedpact.messages import RoundRecord
+from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
+from fedpact.text import upper
+from fedpact.theory.accounting import History
+
+FILE: Final = "earlier.json"
+_CHANGED: Final = (FILE, "plan.json", "environment.json", "privacy.json", "summary.json")
+_ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a run had before its last reservation. runs: their names in ledgers, in order.
+
+    sites: of each site what its statement says of all of them together. spent: ε of each.
+    told: what was said of each reservation, in words.
+    """
+
+    runs: tuple[str, ...] = ()
+    sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    spent: Mapping[str, float] = field(default_factory=dict[str, float])
+    told: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(folder: Folder) -> "Earlier":
+        """Return what a run's folder holds of it. Raises DataError: damaged."""
+        if not (folder.path / FILE).exists():
+            return Earlier()
+        raw = folder.read_json(FILE)
+        try:
+            return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], tuple(raw["told"]))
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"{folder.path / FILE} has no {error}: put it back from a backup; without it "
+                "nobody knows what the run had spent before it was extended"
+            ) from None
+
+    def delta(self, site: str) -> float:
+        """Return the sum of the δ of a site's earlier reservations."""
+        return float(self.sites.get(site, {}).get("delta", 0.0))
+
+    def over(self, said: dict[str, Any], run: str, plan: Plan) -> dict[str, Any]:
+        """Return a statement of the last reservation as one of the whole run."""
+        if not self.runs:
+            return said
+        sites = {name: _sum(each, self.sites[name]) for name, each in said["sites"].items()}
+        told = [*self.told, _told(run, plan.after, plan.rounds, said["sites"])]
+        line = (
+            f"The run was extended: {'; '.join(told)}. Each is a reservation of its own in every "
+            "site's ledger, made after what came before was seen; together they cost the sums of "
+            "their ε and of their δ, which is what is stated here."
+        )
+        words = per_person(sites, plan.privacy.unit, None) if sites else said["per_person"]
+        covers = [*said["covers"], line] if sites else said["covers"]
+        return {**said, "sites": sites, "per_person": words, "covers": covers, "reservations": told}
+
+
+def with_epsilon(
+    record: RoundRecord,
+    terms: Mapping[str, Terms],
+    spent: Mapping[str, History],
+    earlier: Mapping[str, float],
+) -> RoundRecord:
+    """Return a round's record with each site's ε so far, from the events that it was charged.
+
+    earlier: ε of reservations before this one, where the run was extended.
+    """
+    now = {name: terms[name].epsilon_after(events) for name, events in spent.items()}
+    return replace(
+        record,
+        epsilon={name: each + earlier.get(name, 0.0) for name, each in now.items()},
+        epsilon_alone={
+            name: terms[name].epsilon_alone_after(events)
+            for name, events in spent.items()
+            if terms[name].honest
+        },
+    )
+
+
+def check_begun(plan: Plan, at: Checkpoint) -> None:
+    """Raise PlanError: the plan's first rounds are another reservation's, and were never done."""
+    if at.round < plan.after:
+        raise PlanError(
+            f"after is {plan.after}, and {at.round} rounds are done: `fedpact extend` writes it "
+            "for a run that has ended; leave it out of a new one"
+        )
+
+
+def extended(folder: Folder, rounds: int, budget: float | None) -> Plan:
+    """Return the plan of a run that has ended, with so many more rounds under a new reservation.
+
+    budget: the new reservation's ε at every site; None: that of the run's plan.
+    Raises PlanError: it has not ended, or cannot be extended. DataError: it is no run.
+    """
+    raw = folder.read_json("plan.json")
+    at, _ = folder.restore()
+    status = _status(folder)
+    if status in ("not ended", "stopped", "diverged") or not at.round:
+        raise PlanError(
+            f"run {folder.path} is {status}, after {at.round} rounds: expected one that has ended, "
+            "as `fedpact resume` ends it; a run that diverged is begun anew"
+        )
+    return with_rounds(Plan.parse(raw), at.round, rounds, budget)
+
+
+def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Plan:
+    """Return a plan of which `done` rounds are over, with more. Raises as `extended` does."""
+    plan.check_extended()
+    whole = plan.document()
+    changed = {**whole, "rounds": done + rounds, "after": done}
+    if budget is not None:
+        if plan.privacy.per_site or not plan.private:
+            raise PlanError(
+                f"--epsilon {budget:g} with privacy.per_site or a plain run: the new reservation "
+                "has the budgets of the plan; leave --epsilon out"
+            )
+        changed["privacy"] = {**whole["privacy"], "epsilon": budget, "sigma": None}
+    return Plan.parse(changed)
+
+
+def next_name(run: str) -> str:
+    """Return what a run's next reservation is called in ledgers: NAME, NAME+1, NAME+2."""
+    base, number = re.fullmatch(r"(.*?)(?:_more(\d+))?", run, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return f"{base}_more{int(number or 0) + 1}"
+
+
+def put_on(folder: Folder, plan: Plan) -> str:
+    """Write into a run's folder that it goes on with an extended plan; return its new name.
+
+    What it has promised and spent so far becomes earlier.json. Its statement is to be written anew.
+    """
+    before, environment = Earlier.read(folder), folder.read_json("environment.json")
+    said, summary = folder.read_json("privacy.json"), folder.read_json("summary.json")
+    run, old = environment["run"], Plan.parse(folder.read_json("plan.json"))
+    own = _told(run, old.after, plan.after, _without(said["sites"], before))
+    earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], (*before.told, own))
+    name = next_name(run)
+    folder.write_json(FILE, asdict(earlier))
+    folder.write_json("environment.json", {**environment, "run": name})
+    folder.write_json("plan.json", plan.document())
+    (folder.path / "summary.json").unlink()
+    return name
+
+
+def as_it_is(folder: Folder) -> dict[str, bytes]:
+    """Return the files that `put_on` changes, by name."""
+    paths = [folder.path / name for name in _CHANGED]
+    return {path.name: path.read_bytes() for path in paths if path.exists()}
+
+
+def put_back(folder: Folder, kept: Mapping[str, bytes]) -> None:
+    """Undo `put_on` before anything was trained. kept: what `as_it_is` returned."""
+    if FILE not in kept:
+        (folder.path / FILE).unlink()
+    for name, block in kept.items():
+        write_whole(folder.path / name, block, private=False)
+
+
+def _status(folder: Folder) -> str:
+    path = folder.path / "summary.json"
+    return str(folder.read_json(path.name)["status"]) if path.exists() else "not ended"
+
+
+def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A site's figures over both: ε and δ add, also those of a person with several records."""
+    found = {**one, **{key: one[key] + other[key] for key in _ADDED}}
+    of, before = one["epsilon_per_person"] or {}, other["epsilon_per_person"] or {}
+    return {**found, "epsilon_per_person": {k: of[k] + before[k] for k in of if k in before}}
+
+
+def _without(sites: Mapping[str, Any], before: Earlier) -> dict[str, Any]:
+    """What a statement says of the last reservation alone."""
+    return {
+        name: {**each, **{key: each[key] - before.sites[name][key] for key in ("epsilon", "delta")}}
+        if name in before.sites
+        else each
+        for name, each in sites.items()
+    }
+
+
+def _told(run: str, after: int, last: int, sites: Mapping[str, Mapping[str, Any]]) -> str:
+    told = f"rounds {after + 1} to {last} as {run}"
+    if not sites:
+        return told
+    most = max(each["epsilon"] for each in sites.values())
+    return f"{told}, ε <= {upper(most)} at δ = {upper(max(e['delta'] for e in sites.values()))}"
