@@ -54,8 +54,8 @@ class FinalModel:
         federation = Federation.read(directory / "federation.toml")
         return FinalModel(directory, name, federation, read_plan(directory / "plan.json"))
 
-    def keep(self, task: Task, spent: Mapping[str, Any]) -> None:
-        """Write down what the server hands over. spent: of this site's ledger, for the summary."""
+    def keep(self, task: Task, epsilon: float, delta: float) -> None:
+        """Write down what the server hands over. epsilon: spent by the run here, at delta."""
         module = self._module()
         flat = FlatModel(module)
         memory = remembered(self.directory / "memory.safetensors", task.included)
@@ -63,6 +63,7 @@ class FinalModel:
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else named_columns(self.plan.records.released, by)
+        spent = {"epsilon": {self.name: epsilon}, "delta": {self.name: delta}}
         self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
 
     def bring(self, source: Path | None) -> Path:

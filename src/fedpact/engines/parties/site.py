@@ -192,14 +192,11 @@ class Site:
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        budget = self._terms.budget
-        spent = {"epsilon": {self.name: self.epsilon()}, "delta": {self.name: budget.delta}}
-        FinalModel(self._directory, self.name, self.federation, self.plan).keep(task, spent)
+        final = FinalModel(self._directory, self.name, self.federation, self.plan)
+        final.keep(task, self.epsilon(), self._terms.budget.delta)
         self._examiner.note(task, self._client.remembered(task), self._bench)
-        head, length = self.ledger.head, self.ledger.length
-        return to_bytes(
-            Reply(task.run, task.round, self.name, self._terms.size, {}, {}, head, length)
-        )
+        about = task.run, task.round, self.name, self._terms.size
+        return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
