@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,14 @@ def test_looks_are_those_of_one_uninterrupted_run(tmp_path):
     # A run that was made is not made again: the same folder gives the same.
     *_, again = measure.carry_out(run, 5, tmp_path / "cut")
     assert again["looks"] == found["looks"]
+
+
+def test_a_run_whose_iterations_are_used_up_has_its_last_look(tmp_path):
+    small, own = _small(), ("algorithm=ali_dpfl", "rounds=9", "settings.iterations=2")
+    run = replace(small, settings=(*small.settings, *own), looks=(9,))
+    (found,) = measure.carry_out(run, 0, tmp_path / "run")
+    assert found["steps"] == [1, 1]
+    assert found["looks"]["9"] == found["looks"]["2"]
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):

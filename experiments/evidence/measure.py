@@ -24,6 +24,8 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
     for asked in run.looks:
         records = _until(plan, out, asked).records
         looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
+        if records[-1].round < asked:  # its iterations were used up
+            looks[str(asked)] = _seen(records[-1])
         steps = [r.steps for r in records[1:]] if plan.method.controlled else []
         yield {
             "looks": looks,
