@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("privacy", "data", "models", "metrics"),
     ("personal",),  # a model tuned inside its site, and whether joining pays
     # What stands in place of each record; what is held out, and released of it.
-    ("features", "evaluation"),
+    ("features", "evaluation", "tasks"),
     ("local", "control", "fairness"),  # what several algorithms share
     ("algorithms",),
     ("methods",),  # an algorithm with its settings, and what goes around any of them

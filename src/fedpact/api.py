@@ -87,7 +87,8 @@ def with_own(
     if isinstance(data, str | Path) and test is None:
         own["data"] = str(data)
     elif data is not None:
-        records = dataset_of(data, plan.records, plan.label, plan.site, plan.person, test)
+        columns = plan.label, plan.site, plan.person
+        records = dataset_of(data, plan.records, *columns, test, plan.task.target)
         name = handed_name(records.name, digest_of(records))
         known = is_handed(plan.data)
         if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:

@@ -4,6 +4,7 @@ A loss must not mix records, so none of them takes a mean over the batch.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -46,6 +47,53 @@ def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 def _each_entropy(logits: Tensor, y: Tensor) -> Tensor:
     known, y = known_classes(y, logits.shape[-1])
     return torch.where(known, F.cross_entropy(logits, y, reduction="none"), math.nan)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """cross_entropy times the weight of the record's class. weights: of the K classes."""
+
+    weights: tuple[float, ...]
+
+    def __call__(self, outputs: Tensor, y: Tensor, /) -> Tensor:
+        """See Loss. outputs [B, K], y [B]."""
+        # Term by term, which keeps records apart; a weight of another class's is never read.
+        weight = sum(w * (y == k) for k, w in enumerate(self.weights))
+        return weight * cross_entropy(outputs, y)
+
+
+def pixel_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
+    """-log softmax(outputs)[y], the mean over a record's pixels. outputs [B, K, ...], y [B, ...].
+
+    >>> import torch
+    >>> pixel_entropy(torch.zeros(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.int64)).exp()
+    tensor([2.0000])
+    """
+    known, y = known_classes(y, outputs.shape[1])
+    each = torch.where(known, F.cross_entropy(outputs, y, reduction="none"), math.nan)
+    return each.flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class LabelEntropy:
+    """The mean over K labels of each one's cross entropy: each is there or not, by itself.
+
+    weights: of a label that is there, K of them, or () for 1 each; one that is not weighs 1.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    def __call__(self, outputs: Tensor, y: Tensor, /) -> Tensor:
+        """See Loss. outputs: logits [B, K], y [B, K] of 0 and 1.
+
+        >>> import torch
+        >>> LabelEntropy()(torch.zeros(1, 3), torch.ones(1, 3)).exp()
+        tensor([2.])
+        """
+        there = F.softplus(-outputs) * y
+        if self.weights:
+            there = there * outputs.new_tensor(self.weights)
+        return (there + F.softplus(outputs) * (1 - y)).mean(1)
 
 
 def squared_error(outputs: Tensor, y: Tensor, /) -> Tensor:

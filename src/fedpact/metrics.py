@@ -56,7 +56,7 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
     """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
 
     Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
-    right positions; a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
+    right positions (pixels, of [n, K, ...]; labels, of y [n, K] of 0 and 1); a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
     Sums are float64, so batches only change rounding inside the model. A diverged model has a
     non-finite loss, which is returned as it is. Training modes and weights are left as found.
     Raises InputError: no records, or x and y of different lengths. ModelError: the model writes
@@ -99,7 +99,14 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _right(outputs: Tensor, y: Tensor) -> float:
-    if outputs.shape[:-1] != y.shape or outputs.shape[-1] < 2:
+    if y.is_floating_point() and outputs.shape == y.shape and y.dim() == 2:
+        # Several labels: the share of those that are right.
+        right = ((outputs > 0) == (y > 0.5)) & ~outputs.isnan()
+        return float(right.double().mean(1).sum())
+    if outputs.dim() > 2 and outputs.shape[2:] == y.shape[1:]:
+        # A class for each pixel: scores stand behind the record's place.
+        outputs = outputs.movedim(1, -1)
+    if y.is_floating_point() or outputs.shape[:-1] != y.shape or outputs.shape[-1] < 2:
         return math.nan
     # NaN is the largest number to argmax: a broken model would be right about class 0.
     right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
@@ -197,11 +204,15 @@ def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
 
 
 def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
-    """Return the sites' names from the lowest accuracy to the highest, NaN first, then by name."""
+    """Return the sites' names from the lowest accuracy to the highest, NaN first, then by name.
+
+    Where none has an accuracy, from the largest loss to the smallest.
+    """
+    without = all(math.isnan(score.accuracy) for score in scores.values())
 
     def rank(name: str) -> tuple[float, str]:
-        accuracy = scores[name].accuracy
-        return (-math.inf if math.isnan(accuracy) else accuracy, name)
+        best = -scores[name].loss if without else scores[name].accuracy
+        return (-math.inf if math.isnan(best) else best, name)
 
     return sorted(scores, key=rank)
 

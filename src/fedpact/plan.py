@@ -40,6 +40,7 @@ from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
+from fedpact.tasks.settings import TaskSettings
 from fedpact.theory.accounting import round_rate_up
 
 _RATE = 0.5  # q where neither it nor a batch size is given
@@ -84,6 +85,7 @@ class Plan(BaseModel):
     initial: InitialSettings = InitialSettings()
     features: FeatureSettings = FeatureSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    task: TaskSettings = TaskSettings()
     partition: PartitionSettings = PartitionSettings()
     logistic: LogisticSettings = LogisticSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -107,6 +109,8 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.evaluation.used:
+            self.task.check_plain("[evaluation]")
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         if self.after >= self.rounds:
             raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
@@ -177,7 +181,12 @@ class Plan(BaseModel):
         at: where a relative path of weights begins. form: of a party's records, by default the
         plan's.
         """
-        return FeatureStage(self.features, self.seed, at, form or self.records.shared())
+        return FeatureStage(self.features, self.seed, at, form or self.form)
+
+    @property
+    def form(self) -> RecordForm:
+        """What a record and its label may be, as all parties know it."""
+        return self.records.shared(self.task.target)
 
     def check_extended(self) -> None:
         """Raise PlanError where no reservation for more rounds can follow this plan's."""

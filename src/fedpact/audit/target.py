@@ -64,6 +64,7 @@ class Target:
                 f"{scene.plan.why_unprotected}: it claims no ε that an audit could contradict"
             )
         check_as_declared(scene.plan.method)
+        scene.plan.task.check_plain("an audit")
         sites = {s.name: s for s in scene.sites}
         name = next(iter(sites)) if site is None else site
         if name not in sites:

@@ -117,6 +117,7 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
     """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
     for name, plan in plans.items():
         check_as_declared(plan.method)
+        plan.task.check_plain("what joining was worth")
         if is_handed(plan.data):
             raise PlanError(
                 f"{name}: joining with data {plan.data}: what joining is worth is asked of data "

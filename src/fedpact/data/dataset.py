@@ -17,7 +17,9 @@ from fedpact.errors import DataError
 class Dataset:
     """Records with labels, and where there is one a public test set.
 
-    x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1.
+    x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1;
+    or numbers of -1..1, float32 [n]; 0 or 1 of each label, float32 [n, classes]; or the classes of
+    pixels, int64 [n, ...].
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site: for each training record the name of its site, where the data come from several.
     person: for each training record whose it is, where that is known.
@@ -71,6 +73,13 @@ class Dataset:
                 )
 
     @property
+    def kind(self) -> str:
+        """What its labels are, as form.Target has it."""
+        if self.y.is_floating_point():
+            return "number" if self.y.ndim == 1 else "several"
+        return "class" if self.y.ndim == 1 else "pixels"
+
+    @property
     def numbers(self) -> Tensor:
         """Each training record's number in its file, int64 [n]."""
         return torch.arange(len(self.y)) if self.rows is None else self.rows
@@ -94,14 +103,14 @@ class Dataset:
     def _check_pair(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
         for name, tensor, dtypes in (
             (x_name, x, (torch.float32, torch.int64)),
-            (y_name, y, (torch.int64,)),
+            (y_name, y, (torch.int64, torch.float32)),
         ):
             if tensor.dtype not in dtypes:
                 raise DataError(
                     f"data set {self.name}: {name} has type {tensor.dtype}: expected "
                     f"{' or '.join(map(str, dtypes))}; data.from_arrays converts any two arrays"
                 )
-        if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or x.numel() == 0:
+        if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or x.numel() == 0:
             raise DataError(
                 f"data set {self.name}: {x_name} has shape {tuple(x.shape)} and {y_name} "
                 f"{tuple(y.shape)}: expected [n, ...] and [n] with equal n >= 1 and at least one "
@@ -123,6 +132,14 @@ class Dataset:
         )
 
     def _check_labels(self, name: str, y: Tensor) -> None:
+        if y.is_floating_point():
+            good = bool(((y >= -1) & (y <= 1)).all()) and y.shape[1:] in ((), (len(self.classes),))
+            if not good:
+                raise DataError(
+                    f"data set {self.name}: {name} has shape {tuple(y.shape)} for "
+                    f"{len(self.classes)} labels: expected numbers from -1 to 1, [n] or [n, labels]"
+                )
+            return
         bad = ~((y >= 0) & (y < len(self.classes)))
         if bool(bad.any()):
             raise DataError(

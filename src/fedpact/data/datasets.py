@@ -17,6 +17,7 @@ from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import RecordForm
 from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
+from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
 from fedpact.data.own import class_numbers, is_missing, numbers_of_table, persons_of, text_of
@@ -169,8 +170,9 @@ def from_arrays(
         for end, (a, b) in zip(ends, pairs, strict=True)
     ]
     for end, (xs, ys) in zip(ends, given, strict=True):
-        check_shapes(name, end, xs, ys)
-    names = _class_names([ys for _, ys in given]) if classes is None else tuple(map(str, classes))
+        check_shapes(name, end, xs, ys, kind=form.target.kind)
+    labels = [ys for _, ys in given]
+    names = _class_names(labels, form) if classes is None else tuple(map(str, classes))
     values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
     parts = [
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
@@ -222,11 +224,18 @@ def _from_table(
     sieve = Sieve(name, table.count, 1)
     x = numbers_of_table(table, form, "int64" if form.vocabulary else "float32", sieve)
     labels = [text_of(label) for label in table.columns[table.label]]
-    if classes is None:
+    if form.target.kind not in ("class", "number"):
+        raise DataError(
+            f"data set {name}: labels of kind {form.target.kind!r} in a column: expected arrays "
+            "(x, y), as .npz or in Python"
+        )
+    if form.target.kind == "number":
+        classes = (table.label,)
+    elif classes is None:
         used = sieve.good.tolist()
         classes = _sorted_names([v for v, good in zip(labels, used, strict=True) if good])
     names = tuple(map(str, classes))
-    y = class_numbers(labels, names, form.labels or "names", table.label, sieve)
+    y = targets_of(labels, names, form, table.label, sieve, how="names")
     sites = None
     if table.site is not None:
         sites = np.array([text_of(value) for value in table.columns[table.site]], str)
@@ -276,7 +285,11 @@ def _dataset(
     )
 
 
-def _class_names(labels: list[np.ndarray]) -> tuple[str, ...]:
+def _class_names(labels: list[np.ndarray], form: RecordForm) -> tuple[str, ...]:
+    if form.target.kind == "number":
+        return ("value",)
+    if form.target.kind == "several":
+        return tuple(map(str, range(labels[0].shape[1])))
     if labels[0].dtype.kind == "U":
         return _sorted_names([str(v) for part in labels for v in part.tolist()])
     found = np.concatenate([part[np.isfinite(part)] for part in labels])

@@ -164,6 +164,20 @@ class Column(ValueRange):
         return float((self.names or []).index(value)) if isinstance(value, str) else value
 
 
+class Target(BaseModel):
+    """What a record's label is: a class, a number, several labels, or a class for each pixel.
+
+    kind: "class"; "number", of which low and high are the least and the most, what is beyond
+    becomes the nearer one, and -1..1 is trained on in its place; "several", 0 or 1 for each of the
+    labels; "pixels", the number of a class at each place.
+    """
+
+    model_config = _FROZEN
+    kind: Literal["class", "number", "several", "pixels"] = "class"
+    low: float = -1.0
+    high: float = 1.0
+
+
 class RecordForm(ValueRange):
     """What a record may hold, declared before anybody looks at one. See the module.
 
@@ -173,13 +187,14 @@ class RecordForm(ValueRange):
     is names; it has to be given where a class's name is the number of another. Tables have names.
     features: of a table the columns that a record is made of, in this order. drop: the columns that
     it is not made of, in place of features; without either it is made of all that are no label,
-    site, person or index of pandas'.
+    site, person or index of pandas'. target: what a label is, as the plan's [task] says it.
     """
 
     vocabulary: int | None = Field(default=None, ge=1)
     labels: Literal["numbers", "names"] | None = None
     features: list[str] | None = Field(default=None, min_length=1)
     drop: list[str] = Field(default_factory=list[str])
+    target: Target = Target()
     columns: dict[str, Column] = Field(default_factory=dict[str, Column])
 
     @model_validator(mode="after")
@@ -219,6 +234,8 @@ class RecordForm(ValueRange):
         place = {name: str(i) for i, name in enumerate(features)}
         columns = {place.get(name, name): c.as_numbers() for name, c in self.columns.items()}
         told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
+        # In an array stands what was made of a number.
+        told["target"] = Target(kind=self.target.kind)
         return self.model_copy(update=told)
 
 
@@ -230,6 +247,13 @@ class PlanRecords(RecordForm):
 
     classes: list[str] | None = Field(default=None, min_length=1)
 
-    def shared(self) -> RecordForm:
+    @model_validator(mode="after")
+    def _target_is_the_tasks(self) -> Self:
+        if self.target != Target():
+            raise ValueError("records.target: a plan says what its labels are in [task]")
+        return self
+
+    def shared(self, target: Target | None = None) -> RecordForm:
         """Return it without the classes, as federation.toml has it, which names them itself."""
-        return RecordForm(**self.model_dump(exclude={"classes"}))
+        found = RecordForm(**self.model_dump(exclude={"classes"}))
+        return found if target is None else found.model_copy(update={"target": target})

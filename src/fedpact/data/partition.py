@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -132,6 +132,9 @@ class Partition:
             ) from error
 
 
+_BY_LABEL: Final = ("dirichlet", "labels", "shards")
+
+
 def make_partition(
     dataset: Dataset,
     settings: PartitionSettings,
@@ -172,7 +175,7 @@ def make_partition(
                 f"{len(groups) // least} sites"
             )
         width = max(2, len(str(sites - 1)))
-        firsts = dataset.y.numpy()[free][groups.firsts]
+        firsts = _strata(dataset, settings)[free][groups.firsts]
         parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
         records = {f"site-{i:0{width}}": free[part] for i, part in enumerate(parts)}
     for name, part in records.items():
@@ -205,6 +208,19 @@ def make_partition(
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
+
+
+def _strata(dataset: Dataset, settings: PartitionSettings) -> np.ndarray:
+    """Return the labels that a split goes by, [n]; zeros where they are no classes."""
+    if dataset.kind == "class":
+        return dataset.y.numpy()
+    if settings.kind in _BY_LABEL or settings.labels_per_site is not None:
+        raise DataError(
+            f"partition.kind = {settings.kind!r} spreads records by their class, and the labels of "
+            f"data set {dataset.name} are none: use iid, natural, or power_law without "
+            "labels_per_site"
+        )
+    return np.zeros(len(dataset.y), np.int64)
 
 
 def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[str, np.ndarray]:
@@ -259,5 +275,13 @@ def _take(dataset: Dataset, indices: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def _label_counts(dataset: Dataset, train: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Count, at each site, the records of each class, or with such a label or pixel."""
     y, classes = dataset.y.numpy(), len(dataset.classes)
-    return np.stack([np.bincount(y[i], minlength=classes) for i in train.values()])
+    if dataset.kind == "class":
+        return np.stack([np.bincount(y[i], minlength=classes) for i in train.values()])
+    if dataset.kind == "number":
+        return np.array([[len(i)] for i in train.values()])
+    if dataset.kind == "pixels":
+        flat = y.reshape(len(y), -1)
+        y = np.stack([(flat == k).any(1) for k in range(classes)], 1)
+    return np.stack([y[i].astype(np.int64).sum(0) for i in train.values()])

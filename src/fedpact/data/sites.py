@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fedpact.data.form import RecordForm
 from fedpact.data.given import Given, Sifted, array_of, check_shapes, sifted_arrays
-from fedpact.data.own import ambiguous, class_numbers, numbers_of_table, persons_of
+from fedpact.data.given.targets import targets_of
+from fedpact.data.own import ambiguous, numbers_of_table, persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import SUFFIXES, read_npz, read_table
 from fedpact.errors import DataError
@@ -47,7 +48,7 @@ def load_site(
         sieve = Sieve(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
-        y = class_numbers(labels, classes, form.labels or "names", table.label, sieve)
+        y = targets_of(labels, classes, form, table.label, sieve, how="names")
         whose = None if person is None else persons_of(table.columns[person], sieve, person)
         found = Given(x, y, sieve, table.features, whose)
     else:
@@ -80,7 +81,7 @@ def _site_arrays(
         )
     arrays = read_npz(path)
     x, y = (array_of(str(path), what, arrays[what]) for what in ("x", "y"))
-    check_shapes(str(path), "", x, y, least=0)
+    check_shapes(str(path), "", x, y, least=0, kind=form.target.kind)
     _check_form(path, x.shape[1:], shape)
     found = sifted_arrays(str(path), (x, y), classes, form, values)
     if person is None:

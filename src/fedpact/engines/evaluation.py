@@ -17,7 +17,6 @@ from fedpact.engines.extended import with_epsilon
 from fedpact.engines.process import threads
 from fedpact.engines.scene import Scene
 from fedpact.folder import Checkpoint
-from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
@@ -49,6 +48,7 @@ class Evaluator:
         self._scene, self._charged, self._remembered = scene, charged, remembered
         self._earlier = earlier
         self._device = torch.device(scene.plan.run.device)
+        self._loss = scene.workshop.loss
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
         self._threads = torch.get_num_threads()
@@ -152,7 +152,7 @@ class Evaluator:
         if self._by is not None:
             x = scaled_by(x, self._scene.released, self._by)
         x, y = x.to(self._device), y.to(self._device)
-        return evaluate(self._model.module, cross_entropy, x, y)
+        return evaluate(self._model.module, self._loss, x, y)
 
 
 def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:

@@ -51,6 +51,7 @@ def of_run(
     plan = Plan.parse(folder.read_json("plan.json"))
     _check(folder)
     check_as_declared(plan.method)
+    plan.task.check_plain("what joining was worth")
     partition = Partition.load(folder.partition)
     scene = Scene.of(plan, data, partition)
     if not any(len(site.y_held) for site in scene.sites):

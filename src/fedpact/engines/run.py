@@ -3,6 +3,7 @@
 A simulation and a deployment's server differ in where the sites are; what they leave is one form.
 """
 
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from fedpact.folder import Checkpoint, Folder, named_columns
 from fedpact.messages import RoundRecord
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
-from fedpact.metrics import METRICS, fairness
+from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
@@ -116,17 +117,19 @@ def _summary(
 ) -> dict[str, Any]:
     """The last round, and totals over all of them."""
     last = records[-1]
-    worst = min(last.scores, key=lambda name: last.scores[name].accuracy, default=None)
+    worst = ranking(last.scores)[0] if last.scores else None
+    # Of numbers there is no accuracy, and how evenly it is spread.
+    counted = last.accuracy is None or not math.isnan(last.accuracy)
     return {
         "status": status,
         "private": plan.private,
         "rounds": last.round,
-        "accuracy": last.accuracy,
+        "accuracy": last.accuracy if counted else None,
         "loss": last.loss,
         "average": dict(last.average) or None,
         **{name: last.metrics.get(name) for name in METRICS},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
-        "fairness": fairness(last.scores) if last.scores else None,
+        "fairness": fairness(last.scores) if last.scores and counted else None,
         "iterations": sum(record.steps for record in records),
         "records_read": _read(plan, sizes, records),
         "seconds": sum(record.seconds for record in records),

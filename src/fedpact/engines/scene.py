@@ -56,7 +56,8 @@ class Scene:
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        raw = _loaded(plan) if data is None else refitted(data, plan.records)
+        raw = _loaded(plan) if data is None else refitted(data, plan.records, plan.form)
+        plan.task.check_data(raw)
         if raw.x.ndim == 2 and (data is not None or _is_table(plan.data)):
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
             advise(raw.name, plan.records, names, raw.x)
@@ -189,14 +190,14 @@ def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
 def _loaded(plan: Plan) -> Dataset:
     if not _is_table(plan.data):
         named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
-        return refitted(named, plan.records)
+        return refitted(named, plan.records, plan.form)
     return datasets.load(
         plan.data,
         plan.label,
         plan.site,
         person=plan.person,
         classes=plan.records.classes,
-        form=plan.records.shared(),
+        form=plan.form,
     )
 
 

@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedpact.data.given import array_of
-from fedpact.data.own import class_numbers, numbers_of_array, numbers_of_table
+from fedpact.data.given.targets import targets_of, unscaled
+from fedpact.data.own import numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Cells, Table, read_columns, read_npz
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder, folder_of_run
-from fedpact.losses import cross_entropy
+from fedpact.losses import Loss
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
 from fedpact.own.named import name_of
@@ -68,8 +69,10 @@ class GivenForm:
 class Predictions:
     """What a model says of records, one a row, in their order.
 
-    labels: the likeliest class's name [n], "" where the record is not used. probabilities [n, K],
-    NaN there. used: bool [n]. classes: the names, in the order of the columns.
+    labels: the likeliest class's name [n], "" where the record is not used; of several labels those
+    that are likelier than not, with blanks between; of pixels an array of names for each record; of
+    a number its value, in its units, NaN where not used. probabilities [n, K, ...], NaN there; of a
+    number [n, 0]. used: bool [n]. classes: the names, in the order of the columns.
     """
 
     labels: np.ndarray
@@ -146,14 +149,31 @@ class Served:
     def predict(self, records: Any) -> Predictions:
         """Return what the model says of records; see `staged` for what they may be."""
         x, used = self.staged(records)
-        found = np.full((len(used), len(self.form.classes)), np.nan)
+        target, classes = self.plan.task.target, self.form.classes
         with torch.no_grad():
-            parts = [self.model(part).double().softmax(-1) for part in x.split(_BATCH) if len(part)]
-        if parts:
-            found[used] = torch.cat(parts).numpy()
-        names = np.array([*self.form.classes, ""], str)
-        best = np.where(used, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
-        return Predictions(names[best], found, used, self.form.classes)
+            # Of no record at all, too: it tells the outputs' form.
+            parts = (
+                [self.model(x.new_zeros(0, *x.shape[1:])).double()]
+                if not len(x)
+                else [self.model(part).double() for part in x.split(_BATCH)]
+            )
+        outputs = torch.cat(parts)
+        if target.kind == "number":
+            values = np.full(len(used), np.nan)
+            values[used] = unscaled(outputs.reshape(-1).numpy(), target)
+            return Predictions(values, np.empty((len(used), 0)), used, classes)
+        found = np.full((len(used), *outputs.shape[1:]), np.nan)
+        several = target.kind == "several"
+        found[used] = (outputs.sigmoid() if several else outputs.softmax(1)).numpy()
+        if several:
+            labels = [
+                " ".join(c for c, p in zip(classes, row, strict=True) if p > 0.5) for row in found
+            ]
+            return Predictions(np.array(labels, str), found, used, classes)
+        names = np.array([*classes, ""], str)
+        at = used.reshape(-1, *(1 for _ in found.shape[2:]))
+        best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
+        return Predictions(names[best], found, used, classes)
 
     def evaluate(self, records: Any, labels: Any = None) -> SiteScore:
         """Return accuracy, mean loss and number of records that are used.
@@ -169,12 +189,13 @@ class Served:
             raise DataError(f"there are {len(given)} labels for {len(used)} records: give one each")
         how = self.plan.records.labels or ("names" if self._is_table(records) else None)
         cells = given if self._is_table(records) else array_of("labels", "y", given)
-        y = class_numbers(cells, self.form.classes, how, column, sieve)
+        form = self.plan.form.model_copy(update={"labels": how})
+        y = targets_of(cells, self.form.classes, form, column, sieve)
         sieve.warn(values=True)
         both = used & sieve.good
         if not both.any():
             raise DataError("no record with a label is used: there is nothing to evaluate")
-        return evaluate(self.model, cross_entropy, x[sieve.good[used]], torch.from_numpy(y[both]))
+        return evaluate(self.model, self._loss, x[sieve.good[used]], torch.from_numpy(y[both]))
 
     def export(self, path: Path) -> None:
         """Write the model alone for use without fedpact: .pt as TorchScript, .onnx as ONNX.
@@ -201,6 +222,10 @@ class Served:
                 torch.jit.save(torch.jit.trace(self.model, batch), str(path))
         else:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
+
+    @property
+    def _loss(self) -> Loss:
+        return self.plan.task.per_record(len(self.form.classes))
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -12,7 +12,6 @@ from fedpact.engines.inprocess import Bench
 from fedpact.evaluation.promise import charge_of
 from fedpact.evaluation.totals import HeldOut, SumsForm
 from fedpact.ledger.ledger import Ledger
-from fedpact.losses import cross_entropy
 from fedpact.messages import State, Task, Vectors
 from fedpact.methods.released import ColumnRecords, examined
 from fedpact.persample.kernel import PlainKernel
@@ -72,7 +71,7 @@ class VirtualSite:
                 rates = plan.rate(self.name, size), opening.rate if opening else 1.0
                 return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
             charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
-            exact = None if private else PlainKernel(bench.private.model, cross_entropy)
+            exact = None if private else PlainKernel(bench.private.model, bench.private.loss)
             left = partial(charge.steps_left, terms)
             own = terms.at(task.round)
             return PrivateOracle(records, bench.private, own, draws, charge, left, exact)

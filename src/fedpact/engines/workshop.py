@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedpact.draws.seeded import stream
 from fedpact.engines.inprocess import Bench, OneByOne, Seats
 from fedpact.errors import FedpactError, ModelError, PlanError
-from fedpact.losses import cross_entropy
+from fedpact.losses import Loss
 from fedpact.methods.heads import check_head
 from fedpact.models.build import build
 from fedpact.models.initial import fill
@@ -24,6 +24,7 @@ from fedpact.persample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.tasks.losses import check_loss
 
 if TYPE_CHECKING:
     from fedpact.engines.stacked import Ask
@@ -58,11 +59,17 @@ class Workshop:
         weights that it is to begin with are not this model's.
         """
         plan = self.plan
-        module = build(plan.model, self.example, self.classes, plan.seed, plan.logistic)
+        kind = plan.task.target.kind
+        module = build(plan.model, self.example, self.classes, plan.seed, plan.logistic, kind)
         check_head(module, plan.local.head)
         if self.start is not None:
             fill(module, self.start)
         return module
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The plan's loss of a record."""
+        return self.plan.task.per_record(self.classes)
 
     def bench(self, *, check: bool = False) -> Bench:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
@@ -72,9 +79,11 @@ class Workshop:
         """
         model = self._model()
         mode = self.plan.privacy.mode
+        if check and self.plan.task.loss is not None:
+            check_loss(self.plan.task.loss, self.loss, model.module, *self.made_up())
         if mode == "none":
-            return Bench(PlainKernel(model, cross_entropy))
-        kernel = mechanism_of(mode).kernel(model, cross_entropy)
+            return Bench(PlainKernel(model, self.loss))
+        kernel = mechanism_of(mode).kernel(model, self.loss)
         if check:
             self._verify(kernel)
         return Bench(kernel)
@@ -102,7 +111,7 @@ class Workshop:
         if seats == 1:
             return OneByOne(self.bench())
         stacked = _stacked(seats)
-        stack = stacked.Stack.of(self._model(), cross_entropy)
+        stack = stacked.Stack.of(self._model(), self.loss)
         if stack is None:
             raise PlanError(
                 f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
@@ -118,13 +127,13 @@ class Workshop:
         model = self._model()
         mode = self.plan.privacy.mode
         draws = partial(stacked.SeatDraws, ask)
-        plain = stacked.PlainSeat(model, cross_entropy, ask)
+        plain = stacked.PlainSeat(model, self.loss, ask)
         if mode == "none":
             return Bench(plain, draws)
         kind = mechanism_of(mode).kernel
         if issubclass(kind, PerSampleKernel):
-            return Bench(stacked.Seat(model, cross_entropy, ask), draws)
-        return Bench(kind(model, cross_entropy, plain), draws)
+            return Bench(stacked.Seat(model, self.loss, ask), draws)
+        return Bench(kind(model, self.loss, plain), draws)
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""
@@ -139,7 +148,19 @@ class Workshop:
             x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
-        return x, torch.randint(self.classes, (4,), generator=generator)
+        return x, self._labels(x, generator)
+
+    def _labels(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        kind = self.plan.task.target.kind
+        if kind == "number":
+            return torch.rand(len(x), generator=generator) * 2 - 1
+        if kind == "several":
+            return torch.randint(2, (len(x), self.classes), generator=generator).float()
+        shape = (len(x),)
+        if kind == "pixels":
+            with torch.no_grad():
+                shape = (len(x), *self.module()(x).shape[2:])
+        return torch.randint(self.classes, shape, generator=generator)
 
 
 def _stacked(seats: int) -> ModuleType:

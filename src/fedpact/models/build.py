@@ -24,13 +24,16 @@ def build(
     classes: int,
     seed: int,
     settings: papers.LogisticSettings | None = None,
+    kind: str = "class",
 ) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
     name: of a function of models.papers or models.text; or "package.module:factory", where
     factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes]; a
     class or function that needs no argument is called without; or what was handed in (own.named).
-    example: one record [*shape], for its shape and type only. settings: of "logistic" alone.
+    example: one record [*shape], for its shape and type only. settings: of "logistic" alone. kind:
+    what is learnt, as form.Target has it: of "pixels" a model answers [B, classes, ...], of a
+    "number" [B, 1] or [B].
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
     factory: Callable[..., Any]
@@ -55,7 +58,7 @@ def build(
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
-    _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes)
+    _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes, kind)
     _refuse_chance(name, module)
     return module
 
@@ -88,7 +91,7 @@ def _refuse_chance(name: str, module: nn.Module) -> None:
             )
 
 
-def _try(name: str, module: nn.Module, x: Tensor, classes: int) -> None:
+def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     training = module.training
     module.eval()
     try:
@@ -103,6 +106,10 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int) -> None:
     finally:
         module.train(training)
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if kind == "number" and shape == (2,):
+        return
+    if kind == "pixels" and len(shape) > 2 and shape[:2] == (2, classes):
+        return
     if shape != (2, classes):
         raise ModelError(
             f"model {name!r} answers a batch of 2 with {shape}: the labels have {classes} classes, "

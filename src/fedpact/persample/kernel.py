@@ -50,7 +50,7 @@ class PerSampleKernel:
     """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
         check_precision(model)
         self._mixers = Mixers(model.module)
         self._mixers.check()
@@ -158,7 +158,7 @@ class PerSampleKernel:
         rows: list[Tensor] = []
         with _requiring_grad(self._trainable) as parameters:
             for j in range(len(x)):
-                loss = self._loss(self.model.module(x[j : j + 1]), y[j : j + 1])
+                loss = self.loss(self.model.module(x[j : j + 1]), y[j : j + 1])
                 rows.append(_flat(_gradients(loss.sum(), parameters)))
         return torch.stack(rows)
 
@@ -231,14 +231,14 @@ class PlainKernel:
     """
 
     def __init__(self, model: FlatModel, loss: Loss) -> None:
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return _losses(self.model, self._loss, x, y)
+        return _losses(self.model, self.loss, x, y)
 
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """Σ_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
@@ -249,7 +249,7 @@ class PlainKernel:
             return torch.zeros_like(self.model.vector)
         self._mixers.check()
         with _requiring_grad(self._trainable) as parameters:
-            losses = one_each(self._loss(self.model.module(x.detach()), y), len(x))
+            losses = one_each(self.loss(self.model.module(x.detach()), y), len(x))
             w = weights_of(weights, losses.detach()).clamp_min(0)
             return _flat(_gradients((w * losses).sum(), parameters))
 

@@ -31,7 +31,7 @@ class BatchClippedKernel:
 
     def __init__(self, model: FlatModel, loss: Loss, plain: PlainKernel | None = None) -> None:
         check_precision(model)
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
         self._plain = plain or PlainKernel(model, loss)
         # A batch's mean may mix records; the loss channels release each record's own.
         self._apart = PerSampleKernel(model, loss)

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedpact.data.form import RecordForm
-from fedpact.data.own import class_numbers, numbers_of_array
+from fedpact.data.given.targets import targets_of
+from fedpact.data.own import numbers_of_array
 from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
 
@@ -60,7 +61,7 @@ def sifted_arrays(
     """Hold arrays x, y against a form. values: "float32" or "int64". Raises DataError."""
     sieve = Sieve(name, len(pair[1]), 0)
     x = numbers_of_array(pair[0], form, values, sieve)
-    return Given(x, class_numbers(pair[1], classes, form.labels, "y", sieve), sieve)
+    return Given(x, targets_of(pair[1], classes, form, "y", sieve), sieve)
 
 
 def array_of(name: str, what: str, values: Any) -> np.ndarray:
@@ -79,9 +80,22 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
     return array
 
 
-def check_shapes(name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1) -> None:
-    """Raise DataError unless x is [n, ...] and y [n], with n >= least."""
-    if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
+_AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
+
+
+def check_shapes(
+    name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
+) -> None:
+    """Raise DataError unless x is [n, ...] and y of a target's form, n >= least of both."""
+    axes = _AXES[kind]
+    if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
+        raise DataError(
+            f"data set {name}: y{end} has type {y.dtype} and shape {y.shape}: expected numbers, "
+            f"{'[n]' if kind == 'number' else '[n, labels]' if axes else '[n, height, width]'}, as "
+            "the plan's task says"
+        )
+    plain = kind != "class" or y.ndim == 1
+    if x.ndim < 2 or not plain or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
         raise DataError(
             f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "
             f"and [n] with equal n >= {least} and at least one feature; a single feature is a "

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, from_frame, with_columns
-from fedpact.data.form import PlanRecords
+from fedpact.data.form import PlanRecords, RecordForm, Target
 from fedpact.errors import DataError
 
 _KINDS: Final = (
@@ -38,10 +38,11 @@ def dataset_of(
     site: str | None = None,
     person: str | None = None,
     test: Any = None,
+    target: Target | None = None,
 ) -> Dataset:
     """Return what was handed in as a data set. test: a public test set in the same form.
 
-    records, label, site, person: as a plan declares them. Raises DataError: it is nothing of what
+    target: what a label is. records, label, site, person: as a plan declares them. Raises DataError: it is nothing of what
     the module names, or does not fit.
     """
     if isinstance(data, Dataset) and test is None:
@@ -49,24 +50,25 @@ def dataset_of(
     if isinstance(data, Mapping) and hasattr(data.get("train"), "column_names"):
         parts = cast(Mapping[str, Any], data)
         test = parts.get("test") if test is None else test
-        return dataset_of(parts["train"], records, label, site, person, test)
-    columns = _columns_of(data)
+        return dataset_of(parts["train"], records, label, site, person, test, target)
+    columns, form = _columns_of(data), records.shared(target)
     if columns is None:
         if label or site or person:
             raise DataError(
                 f"label = {label!r}, site = {site!r}, person = {person!r} with {_called(data)}: "
                 "only a table has columns to name; leave them out"
             )
-        return _of_pairs(data, test, records)
-    found = _of_table(columns, _titles(data, label), label, site, person, records)
+        return _of_pairs(data, test, records, form)
+    found = _of_table(columns, _titles(data, label), label, site, person, records.classes, form)
     if test is None:
         return found
     others = _columns_of(test)
     if others is None:
         raise DataError(f"test is {_called(test)} beside {_called(data)}: expected another table")
-    same = {"classes": list(found.classes), "features": list(found.features) or records.features}
-    own = records.model_copy(update={**same, "drop": []})
-    beside = _of_table(others, _titles(test, label), label, None, None, own)
+    named = list(found.features) or form.features
+    own = form.model_copy(update={"features": named, "drop": []})
+    classes = list(found.classes)
+    beside = _of_table(others, _titles(test, label), label, None, None, classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 
@@ -81,8 +83,11 @@ def digest_of(data: Dataset) -> str:
     return found.hexdigest()
 
 
-def refitted(data: Dataset, records: PlanRecords) -> Dataset:
-    """Return a data set held against what a plan declares; itself where that is nothing."""
+def refitted(data: Dataset, records: PlanRecords, form: RecordForm) -> Dataset:
+    """Return a data set held against what a plan declares; itself where that is nothing.
+
+    form: the records' own, with what the plan says of labels.
+    """
     data = with_columns(data, records)
     if records == PlanRecords(features=records.features, drop=records.drop):
         return data
@@ -92,7 +97,7 @@ def refitted(data: Dataset, records: PlanRecords) -> Dataset:
             f"declares {', '.join(records.classes)}; leave one out, or make them agree"
         )
     test = None if data.x_test is None else (data.x_test, data.y_test)
-    form = records.shared().in_arrays(data.features)
+    form = form.in_arrays(data.features)
     found = from_arrays(
         *(data.x, data.y),
         name=data.name,
@@ -112,39 +117,44 @@ def _of_table(
     label: str | None,
     site: str | None,
     person: str | None,
-    records: PlanRecords,
+    classes: list[str] | None,
+    form: RecordForm,
 ) -> Dataset:
     """Return a table as a data set; where its one feature is an array a cell, as arrays.
 
     titles: the names of the classes that the label's column numbers, None: it holds names.
     """
-    form, classes = records.shared(), records.classes
     if label is not None and titles:
         # Numbers of classes that have names.
         columns[label] = [titles[v] if v in range(len(titles)) else None for v in columns[label]]
         classes = classes or titles
-    wanted = records.features or [
-        name for name in columns if name not in {label, site, person, *records.drop}
+    wanted = form.features or [
+        name for name in columns if name not in {label, site, person, *form.drop}
     ]
     if label in columns and len(wanted) == 1 and _holds_arrays(columns.get(wanted[0])):
         return from_arrays(
             _together([_array(cell) for cell in columns[wanted[0]]], wanted[0]),
-            [str(value) for value in columns[label]],
+            _labels(columns[label], form),
             name="table",
             classes=classes,
             site=None if site is None else columns[site],
             person=None if person is None else columns[person],
-            form=form.in_arrays(()).model_copy(update={"labels": "names"}),
+            form=form.model_copy(update={"labels": "names"}),
         )
     return from_frame(
         _Columns(columns), label, site, person=person, name="table", classes=classes, form=form
     )
 
 
-def _of_pairs(data: Any, test: Any, records: PlanRecords) -> Dataset:
+def _labels(cells: Sequence[Any], form: RecordForm) -> Any:
+    if form.target.kind in ("several", "pixels"):
+        return _together([np.asarray(cell) for cell in cells], "label")
+    return cells if form.target.kind == "number" else [str(value) for value in cells]
+
+
+def _of_pairs(data: Any, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
     x, y, titles = _pair(data)
     beside = None if test is None else _pair(test)[:2]
-    form = records.shared()
     if titles and form.labels is None:
         form = form.model_copy(update={"labels": "numbers"})
     return from_arrays(x, y, classes=records.classes or titles, test=beside, form=form)

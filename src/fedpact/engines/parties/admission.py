@@ -27,7 +27,6 @@ from fedpact.engines.parties.standing import Standing
 from fedpact.engines.secure.ring import Form
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
-from fedpact.losses import cross_entropy
 from fedpact.messages import EVALUATION, FINAL, Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
@@ -67,7 +66,7 @@ def expected_form(
     if task.algorithm == EVALUATION:
         return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
     x, y = workshop.made_up()
-    kernel = PlainKernel(FlatModel(workshop.module()), cross_entropy)
+    kernel = PlainKernel(FlatModel(workshop.module()), workshop.loss)
     records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
     oracle = PlainOracle(records, kernel, 1.0, float(len(y)), SeededDraws(0))
     local = workshop.plan.method.local(task, oracle, State())

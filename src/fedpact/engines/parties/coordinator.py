@@ -31,7 +31,6 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.totals import SumsForm
 from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
-from fedpact.losses import cross_entropy
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
@@ -206,6 +205,7 @@ class _Evaluator:
         self._terms, self._steps = coordinator.terms, 0
         self._model = FlatModel(coordinator.module())
         self._after, self._earlier = coordinator.plan.after, Earlier.read(coordinator.folder).spent
+        self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         # With heads of the sites' own what is shared is no model that answers anything.
         self._test = None if coordinator.plan.local.head else _test_set(coordinator)
@@ -241,7 +241,7 @@ class _Evaluator:
 
     def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
         self._model.load(w)
-        return evaluate(self._model.module, cross_entropy, x, y)
+        return evaluate(self._model.module, self._loss, x, y)
 
 
 def _history(terms: Terms, steps: int, rounds: int) -> History:

@@ -168,6 +168,11 @@ class Federation(BaseModel):
                 "expected the same declarations in both; write them again with `fedpact deploy "
                 "init`"
             )
+        if plan.task.kind != "classification":
+            raise PlanError(
+                f"plan.json has task.kind = {plan.task.kind!r}: a deployment learns classes; "
+                "simulate the others, or put classes in their place"
+            )
         if plan.privacy.unit == "person" and self.person is None:
             raise PlanError(
                 'plan.json has privacy.unit = "person", and federation.toml no person: name the '

@@ -48,6 +48,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     federation = Federation.read(directory / "federation.toml")
     plan = read_plan(directory / "plan.json")
     check_as_declared(plan.method)
+    plan.task.check_plain("what joining was worth")
     handed = directory / RUN / "model.safetensors"
     # What a site with a model of its own was handed is that, and no longer everybody's.
     if model is None and handed.is_file() and not plan.method.has_own_models:

@@ -1,0 +1,121 @@
+"""The [task] table of a plan: what a record's label is, and what of it is learnt.
+
+    [task]
+    kind = "classification"    or "multi_label", "regression", "segmentation"
+    range = [0, 300]           of regression: the least and the most that a label can be
+    class_weights = [1, 5]     of each class: its records' losses are multiplied by it
+    loss = "package.module:name"
+
+All of it is public and declared. A loss is of one record, by what the kernel clips: weights and
+losses of one's own change nothing about how far a record can move what is released.
+"""
+
+from typing import Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedpact.data.dataset import Dataset
+from fedpact.data.form import Target
+from fedpact.errors import PlanError
+from fedpact.losses import LabelEntropy, Loss, Weighted, cross_entropy, pixel_entropy, squared_error
+from fedpact.own.named import Named, own_factory
+
+Kind = Literal["classification", "multi_label", "regression", "segmentation"]
+
+_TARGETS: Final[dict[Kind, Any]] = {
+    "classification": "class",
+    "multi_label": "several",
+    "regression": "number",
+    "segmentation": "pixels",
+}
+_FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
+
+
+class TaskSettings(BaseModel):
+    """What is learnt of a record's label, and by which loss.
+
+    kind: "classification"; "multi_label", arrays of 0 and 1 for each of several labels;
+    "regression", a number; "segmentation", a class for each pixel of an image, whose loss is the
+    mean over its pixels. range: of regression, the least and the most that a label can be; labels
+    beyond become the nearer one, and the model learns -1..1 in their place. class_weights: what
+    the loss of a record of each class is multiplied by, in the order of the classes; of multi_label
+    that of a label that is there. loss: one of your own in place of the kind's, as
+    package.module:name, loss(outputs, labels) -> one number a record.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    kind: Kind = "classification"
+    range: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    class_weights: list[float] | None = Field(default=None, min_length=1)
+    loss: Named | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.kind == "regression") != (self.range is not None) or (
+            self.range is not None and not self.range[0] < self.range[1]
+        ):
+            raise ValueError(
+                f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], low "
+                "< high, of regression, the least and the most that a label can be by public "
+                "knowledge, and of nothing else"
+            )
+        weights = self.class_weights
+        if weights is not None:
+            if self.kind not in ("classification", "multi_label") or self.loss is not None:
+                raise ValueError(
+                    f"class_weights with kind = {self.kind!r} and loss = {self.loss!r}: they weigh "
+                    "the loss of classification and multi_label; leave them out"
+                )
+            if not all(w > 0 for w in weights):
+                raise ValueError(f"class_weights = {weights}: expected a number > 0 of each class")
+        return self
+
+    @property
+    def target(self) -> Target:
+        """What a record's label is."""
+        low, high = self.range or (-1.0, 1.0)
+        return Target(kind=_TARGETS[self.kind], low=low, high=high)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is the cross entropy of classes."""
+        return self.kind == "classification" and self.class_weights is None and self.loss is None
+
+    def per_record(self, classes: int) -> Loss:
+        """Return the loss of a record. Raises PlanError: weights of other classes. ModelError."""
+        if self.loss is not None:
+            return own_factory(self.loss, "task.loss", (), _FORM)
+        weights = tuple(self.class_weights or ())
+        if weights and len(weights) != classes:
+            raise PlanError(
+                f"task.class_weights has {len(weights)} weights for {classes} classes: give one of "
+                "each, in the order of the classes"
+            )
+        if self.kind == "multi_label":
+            return LabelEntropy(weights)
+        if self.kind == "regression":
+            return squared_error
+        if self.kind == "segmentation":
+            return pixel_entropy
+        return Weighted(weights) if weights else cross_entropy
+
+    def check_data(self, data: Dataset) -> None:
+        """Raise PlanError: a data set's labels are of another kind."""
+        if data.kind != self.target.kind:
+            found = next(kind for kind, target in _TARGETS.items() if target == data.kind)
+            raise PlanError(
+                f"task.kind = {self.kind!r}, and the labels of data set {data.name} are those of "
+                f"{found}: set task.kind to that, or hand in labels of the other kind"
+            )
+
+    def check_plain(self, what: str) -> None:
+        """Raise PlanError: what asks for classes and their cross entropy is asked of another task.
+
+        what: it, as the subject of a sentence.
+        """
+        if not self.plain:
+            raise PlanError(
+                f"{what} does not go with [task] kind = {self.kind!r}, class_weights = "
+                f"{self.class_weights}, loss = {self.loss!r}: it rests on the cross entropy of "
+                "classes; leave it out, or the table [task]"
+            )
