@@ -50,7 +50,7 @@ def _each_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedEntropy:
     """cross_entropy times the weight of the record's class. weights: of the K classes."""
 
     weights: tuple[float, ...]
@@ -106,3 +106,9 @@ def squared_error(outputs: Tensor, y: Tensor, /) -> Tensor:
     # Reshaped, never broadcast: outputs [B, 1] against y [B] would pair every record with every y.
     difference = outputs - y.reshape(outputs.shape)
     return 0.5 * (difference * difference).reshape(outputs.shape[0], -1).sum(1)
+
+
+def is_ours(loss: Loss) -> bool:
+    """Whether a loss is one of these, each of which keeps records apart and is of outputs alone."""
+    ours = (cross_entropy, squared_error, pixel_entropy)
+    return loss in ours or isinstance(loss, WeightedEntropy | LabelEntropy)

@@ -52,11 +52,19 @@ class Fairness(TypedDict):
     worst_accuracy: float
 
 
-def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 128) -> SiteScore:
+def evaluate(
+    module: nn.Module,
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    batch: int = 128,
+    kept: list[tuple[Tensor, Tensor]] | None = None,
+) -> SiteScore:
     """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
 
     Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
-    right positions (pixels, of [n, K, ...]; labels, of y [n, K] of 0 and 1); a record whose scores hold NaN is wrong. For other outputs accuracy is NaN.
+    right positions, or pixels (of [n, K, ...]), or labels (of y [n, K] of 0 and 1); a record whose
+    scores hold NaN is wrong. For other outputs accuracy is NaN. kept: outputs and labels are added.
     Sums are float64, so batches only change rounding inside the model. A diverged model has a
     non-finite loss, which is returned as it is. Training modes and weights are left as found.
     Raises InputError: no records, or x and y of different lengths. ModelError: the model writes
@@ -75,6 +83,8 @@ def evaluate(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int = 1
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
             total += float(loss(outputs, ys).double().sum())
             right += _right(outputs, ys)
+            if kept is not None:
+                kept.append((outputs.cpu(), ys.cpu()))
     check_unwritten(module, x, version)
     return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
 
@@ -247,9 +257,14 @@ _TAKEN: Final = frozenset(
 )
 
 
+def names_in_use() -> frozenset[str]:
+    """Return the names under which rounds, summary and comparison have numbers already."""
+    return _TAKEN | {field.name for field in fields(RoundRecord)} | set(METRICS)
+
+
 def check_names(metrics: Mapping[str, Metric]) -> None:
     """Raise FedpactError: a metric's name is no identifier, or stands for something else."""
-    taken = _TAKEN | {field.name for field in fields(RoundRecord)}
+    taken = names_in_use() - set(METRICS)
     if odd := [name for name in metrics if name in taken or not name.isidentifier()]:
         raise FedpactError(
             f"metrics are named {', '.join(odd)}: expected identifiers that rounds, summary and "

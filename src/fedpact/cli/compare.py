@@ -17,7 +17,6 @@ from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.comparison.sweep import read_sweeps, swept
-from fedpact.metrics import METRICS
 from fedpact.report.comparison import (
     counted_lines,
     document,
@@ -31,11 +30,10 @@ from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort
 from fedpact.report.outcomes import Comparison
+from fedpact.tasks.measures import shown
 from fedpact.text import percent
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
-_METRICS = tuple(metric.label for metric in METRICS.values())
-_HEADINGS = ("accuracy", *_METRICS, "worst site", "ε", "rounds", "bytes", "seconds")
 
 
 def compare(
@@ -141,7 +139,8 @@ def _print(comparison: Comparison) -> None:
     table = Table(title=Text(f"comparison {comparison.folder}"), title_justify="left")
     table.add_column("")
     table.add_column("seeds", justify="right")
-    for heading in _HEADINGS:
+    metrics = [shown(name).label for name in comparison.measured]
+    for heading in ("accuracy", *metrics, "worst site", "ε", "rounds", "bytes", "seconds"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):
@@ -151,7 +150,7 @@ def _print(comparison: Comparison) -> None:
     out.print(_effort(comparison))
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = ("accuracy (on held-out records)",) if comparison.pooled else ()
-    simulator = ", ".join((*pooled, *_METRICS))
+    simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
     sentence = inequality(comparison)

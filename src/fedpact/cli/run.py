@@ -1,5 +1,6 @@
 """`fedpact run`, `resume` and `extend`: carry out a plan and show it as it goes."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
+from fedpact.tasks.measures import shown
 from fedpact.text import guarded, size, upper, written
 
 
@@ -115,7 +117,7 @@ class _Live:
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
             self._accuracy = f"{record.accuracy:.2%}"
-        self._metrics |= {METRICS[name].label: f"{v:.3g}" for name, v in record.metrics.items()}
+        self._metrics |= {shown(name).label: f"{v:.3g}" for name, v in record.metrics.items()}
         self._sent += record.bytes_up + record.bytes_down
         metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
         line = f"accuracy {self._accuracy}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
@@ -167,12 +169,16 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         out.print(
             f"average    {summary['average']['accuracy']:.2%} ({plan.server.average} average)"
         )
-    for name, metric in METRICS.items():
-        if summary[name] is not None:
-            out.print(f"{metric.label:<10} {written(metric.form, summary[name])}")
+    for name, value in result.records[-1].metrics.items():
+        out.print(f"{shown(name).label:<10} {written(shown(name).form, value)}")
     if summary["worst_site"] is not None:
         worst = summary["worst_site"]
-        out.print(f"worst site {worst['site']} at {worst['accuracy']:.2%} (simulator only)")
+        its = (
+            f"loss {worst['loss']:.4g}"
+            if math.isnan(worst["accuracy"])
+            else f"{worst['accuracy']:.2%}"
+        )
+        out.print(f"worst site {worst['site']} at {its} (simulator only)")
     if plan.private:
         out.print(
             f"privacy    ε <= {_spent(summary)} at δ = "

@@ -74,7 +74,7 @@ class Dataset:
 
     @property
     def kind(self) -> str:
-        """What its labels are, as form.Target has it."""
+        """What its labels are, as form.LabelForm has it."""
         if self.y.is_floating_point():
             return "number" if self.y.ndim == 1 else "several"
         return "class" if self.y.ndim == 1 else "pixels"

@@ -164,7 +164,7 @@ class Column(ValueRange):
         return float((self.names or []).index(value)) if isinstance(value, str) else value
 
 
-class Target(BaseModel):
+class LabelForm(BaseModel):
     """What a record's label is: a class, a number, several labels, or a class for each pixel.
 
     kind: "class"; "number", of which low and high are the least and the most, what is beyond
@@ -194,7 +194,7 @@ class RecordForm(ValueRange):
     labels: Literal["numbers", "names"] | None = None
     features: list[str] | None = Field(default=None, min_length=1)
     drop: list[str] = Field(default_factory=list[str])
-    target: Target = Target()
+    target: LabelForm = LabelForm()
     columns: dict[str, Column] = Field(default_factory=dict[str, Column])
 
     @model_validator(mode="after")
@@ -235,7 +235,7 @@ class RecordForm(ValueRange):
         columns = {place.get(name, name): c.as_numbers() for name, c in self.columns.items()}
         told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
         # In an array stands what was made of a number.
-        told["target"] = Target(kind=self.target.kind)
+        told["target"] = LabelForm(kind=self.target.kind)
         return self.model_copy(update=told)
 
 
@@ -249,11 +249,11 @@ class PlanRecords(RecordForm):
 
     @model_validator(mode="after")
     def _target_is_the_tasks(self) -> Self:
-        if self.target != Target():
+        if self.target != LabelForm():
             raise ValueError("records.target: a plan says what its labels are in [task]")
         return self
 
-    def shared(self, target: Target | None = None) -> RecordForm:
+    def shared(self, target: LabelForm | None = None) -> RecordForm:
         """Return it without the classes, as federation.toml has it, which names them itself."""
         found = RecordForm(**self.model_dump(exclude={"classes"}))
         return found if target is None else found.model_copy(update={"target": target})

@@ -49,6 +49,7 @@ class Evaluator:
         self._earlier = earlier
         self._device = torch.device(scene.plan.run.device)
         self._loss = scene.workshop.loss
+        self._measures = scene.plan.task.measures(len(scene.dataset.classes))
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
         self._threads = torch.get_num_threads()
@@ -100,23 +101,33 @@ class Evaluator:
 
     def _of(self, common: Tensor, own: Mapping[str, Tensor], record: RoundRecord) -> RoundRecord:
         """Return the record with what was measured of a model [d], at sites of their own if any."""
-        data, scores = self._scene.dataset, self._at_sites(common, own)
+        kept = list[tuple[Tensor, Tensor]]()
+        data, scores = self._scene.dataset, self._at_sites(common, own, kept)
         self._model.load(common)
         if own and self._scene.plan.local.head:
             # The head of `common` is the one that everybody began with: no model to look at.
             whole = _pooled(scores)
         elif data.x_test is not None and data.y_test is not None:
-            whole = self._scored(data.x_test, data.y_test)
+            kept.clear()
+            whole = self._scored(data.x_test, data.y_test, kept)
         else:
-            whole = _pooled(self._at_sites(common, {}) if own else scores)
+            if own:
+                kept.clear()
+            whole = _pooled(self._at_sites(common, {}, kept) if own else scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
         return replace(
             record,
             accuracy=whole.accuracy if whole else None,
             loss=whole.loss if whole else None,
-            metrics=of_sites(scores, sizes),
+            metrics={**of_sites(scores, sizes), **self._measured_of(kept)},
             scores=scores,
         )
+
+    def _measured_of(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        if not self._measures or not kept:
+            return {}
+        outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        return {name: of(outputs, y) for name, of in self._measures.items()}
 
     def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
         """Return the sites' own models; empty where everybody has the server's."""
@@ -129,13 +140,18 @@ class Evaluator:
             found[site.name] = own
         return found
 
-    def _at_sites(self, common: Tensor, own: Mapping[str, Tensor]) -> dict[str, SiteScore]:
-        """Return each site's score on its held-out records, of its own model or the common one."""
+    def _at_sites(
+        self, common: Tensor, own: Mapping[str, Tensor], kept: list[tuple[Tensor, Tensor]]
+    ) -> dict[str, SiteScore]:
+        """Return each site's score on its held-out records, of its own model or the common one.
+
+        kept: outputs and labels are added.
+        """
         scores = dict[str, SiteScore]()
         for site in self._scene.sites:
             if len(site.y_held):
                 self._model.load(own.get(site.name, common))
-                scores[site.name] = self._scored(site.x_held, site.y_held)
+                scores[site.name] = self._scored(site.x_held, site.y_held, kept)
         return scores
 
     def _exact(self, at: Checkpoint) -> SumsBySite:
@@ -148,11 +164,12 @@ class Evaluator:
         }
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
 
-    def _scored(self, x: Tensor, y: Tensor) -> SiteScore:
+    def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
         if self._by is not None:
             x = scaled_by(x, self._scene.released, self._by)
         x, y = x.to(self._device), y.to(self._device)
-        return evaluate(self._model.module, self._loss, x, y)
+        wanted = kept if self._measures else None
+        return evaluate(self._model.module, self._loss, x, y, kept=wanted)
 
 
 def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:

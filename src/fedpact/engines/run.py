@@ -127,7 +127,7 @@ def _summary(
         "accuracy": last.accuracy if counted else None,
         "loss": last.loss,
         "average": dict(last.average) or None,
-        **{name: last.metrics.get(name) for name in METRICS},
+        **{name: last.metrics.get(name) for name in [*METRICS, *last.metrics]},
         "worst_site": worst and {"site": worst, **asdict(last.scores[worst])},
         "fairness": fairness(last.scores) if last.scores and counted else None,
         "iterations": sum(record.steps for record in records),

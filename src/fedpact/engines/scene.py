@@ -108,9 +108,12 @@ class Scene:
         names, classes = self.raw.features, self.raw.classes
         if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
             return ""
+        task = self.plan.task
+        of = f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else _some(classes)
+        kind = "" if task.range else "of classes "
         return (
-            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, of classes "
-            f"{_some(classes)}; {len(self.raw.y):,} records"
+            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
+            f"{len(self.raw.y):,} records"
         )
 
     @property

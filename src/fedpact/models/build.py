@@ -32,7 +32,7 @@ def build(
     factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes]; a
     class or function that needs no argument is called without; or what was handed in (own.named).
     example: one record [*shape], for its shape and type only. settings: of "logistic" alone. kind:
-    what is learnt, as form.Target has it: of "pixels" a model answers [B, classes, ...], of a
+    what is learnt, as form.LabelForm has it: of "pixels" a model answers [B, classes, ...], of a
     "number" [B, 1] or [B].
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """

@@ -19,14 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedpact.losses import (
-    LabelEntropy,
-    Loss,
-    Weighted,
-    cross_entropy,
-    known_classes,
-    squared_error,
-)
+from fedpact.losses import Loss, cross_entropy, known_classes
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer
@@ -36,14 +29,6 @@ from fedpact.persample.share import Share
 _aten = cast(Any, torch.ops.aten)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-KNOWN = (cross_entropy, squared_error)
-_KINDS = (Weighted, LabelEntropy)
-
-
-def is_known(loss: Loss) -> bool:
-    """Whether a loss is one of ours, each of which keeps records apart."""
-    return loss in KNOWN or isinstance(loss, _KINDS)
 
 
 """Losses that give each record its own."""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-from fedpact.losses import Loss
+from fedpact.losses import Loss, is_ours
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.places import Mixed
 from fedpact.persample.apart.trace import Untraceable
-from fedpact.persample.chain import Chain, is_known
+from fedpact.persample.chain import Chain
 from fedpact.persample.dense import Dense, SiteSum
 from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
@@ -72,7 +72,7 @@ class Passes:
         _keep_memory()
         self._model, self._loss = model, loss
         # A chain does not look at the loss; any other is traced with the model.
-        self.chain = Chain.of(model) if is_known(loss) else None
+        self.chain = Chain.of(model) if is_ours(loss) else None
         # A GPU gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._ways: dict[object, _Way] = {}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from operator import methodcaller
@@ -13,7 +13,6 @@ from urllib.parse import quote
 from jinja2 import Environment, StrictUndefined
 
 from fedpact.files import write_whole
-from fedpact.metrics import METRICS
 from fedpact.report import evaluations
 from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
@@ -23,6 +22,7 @@ from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_fold
 from fedpact.report.overlay import on_the_way, sweeps
 from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
+from fedpact.tasks.measures import shown
 from fedpact.text import duration, number, percent, size, upper, written
 
 SHARED = (
@@ -58,7 +58,7 @@ def rows(comparison: Comparison) -> list[Row]:
             name=entry.name,
             seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
             accuracy=_percent(entry.spread(lambda o: o.accuracy)),
-            metrics=tuple(_metric(entry, name) for name in METRICS),
+            metrics=tuple(_metric(entry, name) for name in comparison.measured),
             worst=_percent(entry.spread(lambda o: o.worst)),
             epsilon=_epsilon(entry),
             rounds=_number(entry.spread(lambda o: o.rounds)),
@@ -105,6 +105,7 @@ def guarantees(comparison: Comparison) -> list[str]:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """Return everything as plain data: per run, and mean and standard deviation per entry."""
+    told = _MEASURES | {name: methodcaller("metric", name) for name in comparison.measured}
     return {
         "equal": not comparison.inequalities,
         "differs_in": comparison.inequalities,
@@ -114,12 +115,14 @@ def document(comparison: Comparison) -> dict[str, Any]:
             entry.name: {
                 "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
                 "private": entry.private,
-                **{name: _pair(entry.spread(of)) for name, of in _MEASURES.items()},
+                **{name: _pair(entry.spread(of)) for name, of in told.items()},
                 **effort_document(entry),
                 "epsilon": entry.epsilon,
                 "epsilon_alone": entry.epsilon_alone,
                 "delta": entry.delta,
-                "runs": {str(outcome.seed): _run_document(outcome) for outcome in entry.outcomes},
+                "runs": {
+                    str(outcome.seed): _run_document(outcome, told) for outcome in entry.outcomes
+                },
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
                 "evaluation": evaluations.means(_runs(entry)) or None,
@@ -208,7 +211,7 @@ def render(comparison: Comparison) -> str:
         shared=SHARED if comparison.left_apart else "",
         differences=comparison.differences,
         names=names,
-        metrics=[metric.label for metric in METRICS.values()],
+        metrics=[shown(name).label for name in comparison.measured],
         rows=rows(comparison),
         effort=effort(comparison),
         effort_headings=EFFORT,
@@ -234,7 +237,6 @@ def render(comparison: Comparison) -> str:
 _MEASURES: dict[str, Measure] = {
     "accuracy": lambda o: o.accuracy,
     "loss": lambda o: o.loss,
-    **{name: methodcaller("metric", name) for name in METRICS},
     "worst_accuracy": lambda o: o.worst,
     "worst_tenth": lambda o: o.fairness and o.fairness["worst_tenth"],
     "accuracy_variance": lambda o: o.fairness and o.fairness["variance"],
@@ -245,12 +247,12 @@ _MEASURES: dict[str, Measure] = {
 }
 
 
-def _run_document(outcome: Outcome) -> dict[str, Any]:
+def _run_document(outcome: Outcome, told: Mapping[str, Measure]) -> dict[str, Any]:
     run = outcome.run
     return {
         "folder": str(run.path),
         "status": run.status,
-        **{name: of(outcome) for name, of in _MEASURES.items()},
+        **{name: of(outcome) for name, of in told.items()},
         "fairness": outcome.fairness,
         "epsilon": outcome.epsilon,
         "epsilon_alone": outcome.epsilon_alone,
@@ -290,7 +292,7 @@ def _percent(spread: Spread | None) -> str:
 
 def _metric(entry: Entry, name: str) -> str:
     spread = entry.spread(methodcaller("metric", name))
-    return _percent(spread) if METRICS[name].form == "percent" else _number(spread)
+    return _percent(spread) if shown(name).form == "percent" else _number(spread)
 
 
 def _number(spread: Spread | None) -> str:
@@ -333,7 +335,7 @@ def _fair_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    found = []
+    found, names = [], comparison.measured
     for entry in comparison.entries:
         by_seed = {outcome.seed: outcome for outcome in entry.outcomes}
         for seed in sorted({*by_seed, *entry.missing}):
@@ -342,7 +344,7 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
             row: dict[str, Any] = {
                 "name": entry.name,
                 "seed": seed,
-                "cells": ("–",) * (3 + len(METRICS)),
+                "cells": ("–",) * (3 + len(names)),
             }
             row["why"] = entry.missing.get(seed, "")
             row["href"] = quote((folder / "report.html").as_posix()) if outcome else None
@@ -350,7 +352,7 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 row["why"] = outcome.run.status
                 row["cells"] = (
                     percent(outcome.accuracy),
-                    *(written(m.form, outcome.metric(name)) for name, m in METRICS.items()),
+                    *(written(shown(name).form, outcome.metric(name)) for name in names),
                     percent(outcome.worst),
                     _spent(outcome),
                 )

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from fedpact.metrics import METRICS, ranking
+from fedpact.metrics import ranking
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
@@ -29,6 +29,7 @@ from fedpact.report.drawing import (
     thin,
 )
 from fedpact.report.reading import LabelTable, RunFolder
+from fedpact.tasks.measures import shown
 from fedpact.text import percent
 
 
@@ -72,7 +73,7 @@ def accuracy(run: RunFolder) -> Drawing | None:
 
 def metric(run: RunFolder, name: str) -> Drawing | None:
     """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
-    about = METRICS[name]
+    about = shown(name)
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
     points = thin([(at, value) for at, value in known if math.isfinite(value)])
     if not points:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import DataError
-from fedpact.metrics import Fairness, fairness
+from fedpact.metrics import METRICS, Fairness, fairness
 from fedpact.report import evaluations
 from fedpact.report.counted import Trying
 from fedpact.report.equality import Difference, Document, differences
@@ -46,14 +46,16 @@ class Outcome:
         return self.run.evaluated[-1].loss if self.run.evaluated else None
 
     def metric(self, name: str) -> float | None:
-        """Return a metric (metrics.METRICS) of the last model; None if unknown."""
+        """Return a metric (tasks.measures.shown) of the last model; None if unknown."""
         records = reversed(self.run.records)
         return next((r.metrics[name] for r in records if name in r.metrics), None)
 
     @cached_property
     def fairness(self) -> Fairness | None:
         """How the last model's accuracy is spread over the sites; None without held-out records."""
-        return fairness(self.run.scores) if self.run.scores else None
+        scores = self.run.scores
+        counted = not all(math.isnan(score.accuracy) for score in scores.values())
+        return fairness(scores) if scores and counted else None
 
     @property
     def worst(self) -> float | None:
@@ -246,6 +248,12 @@ class Comparison:
     def outcomes(self) -> list[tuple[Entry, Outcome]]:
         """All runs that have ended."""
         return [(entry, outcome) for entry in self.entries for outcome in entry.outcomes]
+
+    @property
+    def measured(self) -> list[str]:
+        """The metrics of the table: those of any run, METRICS first."""
+        found = (name for _, outcome in self.outcomes for name in outcome.run.measured)
+        return list(dict.fromkeys([*METRICS, *found]))
 
     @property
     def pooled(self) -> bool:

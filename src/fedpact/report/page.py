@@ -16,6 +16,7 @@ from fedpact.report import budgets, evaluations, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.report.repeat import repeat
+from fedpact.tasks.measures import shown
 from fedpact.text import duration, lower, number, percent, size, upper, written
 from fedpact.theory.accounting import ACCOUNTANTS
 
@@ -75,7 +76,7 @@ def render(run: RunFolder) -> str:
         cards=headline(run),
         drawings={
             "accuracy": figures.accuracy(run),
-            "metrics": [d for name in METRICS if (d := figures.metric(run, name))],
+            "metrics": [d for name in run.measured if (d := figures.metric(run, name))],
             "sites": figures.site_accuracy(run),
             "labels": figures.labels(run),
             "epsilon": budgets.epsilon(run),
@@ -131,14 +132,18 @@ def headline(run: RunFolder) -> list[Card]:
 
 def _learning_cards(run: RunFolder) -> list[Card]:
     cards = []
+    pooled = bool(run.privacy.get("accuracy_pooled"))
     if run.evaluated:
         last = run.evaluated[-1]
         loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
-        pooled = bool(run.privacy.get("accuracy_pooled"))
         if pooled:
             loss += ", on the sites' own held-out records: "
             loss += "its head is each site's own" if run.head else "there is no public test set"
-        cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
+        if math.isnan(last.accuracy or 0.0) and math.isfinite(last.loss or 0.0):
+            # A number is not right or wrong.
+            cards.append(Card("mean loss", number(last.loss), loss, simulator_only=pooled))
+        else:
+            cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
         if last.average:
             kind = run.plan["server"]["average"]
             note = f"the {kind} average of the rounds' models; mean loss "
@@ -149,13 +154,14 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         cards.append(Card("accuracy, released", *found))
     elif not run.evaluated:
         cards.append(Card("accuracy", "not evaluated", evaluations.why_none(run)))
-    for name, metric in METRICS.items():
+    for name in run.measured:
+        metric = shown(name)
         known = [record for record in run.records if name in record.metrics]
         if known:
             value = written(metric.form, known[-1].metrics[name])
             note = f"{metric.note}; after round {known[-1].round}"
-            cards.append(Card(metric.label, value, note, simulator_only=True))
-    if run.scores:
+            cards.append(Card(metric.label, value, note, simulator_only=pooled or name in METRICS))
+    if run.scores and run.counted:
         worst = fairness(run.scores)
         note = f"{worst['worst_site']}; the worst 10 % have {percent(worst['worst_tenth'])}"
         value = percent(worst["worst_accuracy"])
@@ -227,7 +233,7 @@ def _facts(run: RunFolder) -> list[str]:
 
 
 def _fair(run: RunFolder) -> dict[str, str] | None:
-    if not run.scores:
+    if not run.scores or not run.counted:
         return None
     found = fairness(run.scores)
     return {
@@ -250,7 +256,8 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
         score, privacy = run.scores.get(name), run.site_privacy.get(name)
         scores = ("–",) * 3
         if score:
-            scores = (percent(score.accuracy), number(score.loss), number(score.records))
+            right = percent(score.accuracy) if run.counted else "–"
+            scores = (right, number(score.loss), number(score.records))
         shared = bool(run.private and run.privacy.get("honest"))
         terms = ("–",) * (9 + shared)
         if privacy:

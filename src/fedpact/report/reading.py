@@ -113,6 +113,16 @@ class RunFolder:
         return self.summary.get("held_out")
 
     @property
+    def measured(self) -> list[str]:
+        """The metrics and measures that some round has, by name."""
+        return list(dict.fromkeys(name for record in self.records for name in record.metrics))
+
+    @property
+    def counted(self) -> bool:
+        """Whether any site has an accuracy: of labels that are numbers none has."""
+        return not all(math.isnan(score.accuracy) for score in self.scores.values())
+
+    @property
     def scores(self) -> Mapping[str, SiteScore]:
         """Each site's score the last time that sites were evaluated; maybe none."""
         return next((record.scores for record in reversed(self.records) if record.scores), {})

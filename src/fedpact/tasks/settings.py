@@ -5,20 +5,31 @@
     range = [0, 300]           of regression: the least and the most that a label can be
     class_weights = [1, 5]     of each class: its records' losses are multiplied by it
     loss = "package.module:name"
+    metrics = ["auc", "f1"]
 
 All of it is public and declared. A loss is of one record, by what the kernel clips: weights and
 losses of one's own change nothing about how far a record can move what is released.
 """
 
+from collections.abc import Callable
 from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.form import Target
+from fedpact.data.form import LabelForm
 from fedpact.errors import PlanError
-from fedpact.losses import LabelEntropy, Loss, Weighted, cross_entropy, pixel_entropy, squared_error
+from fedpact.losses import (
+    LabelEntropy,
+    Loss,
+    WeightedEntropy,
+    cross_entropy,
+    pixel_entropy,
+    squared_error,
+)
 from fedpact.own.named import Named, own_factory
+from fedpact.tasks.measures import measures_of
 
 Kind = Literal["classification", "multi_label", "regression", "segmentation"]
 
@@ -40,7 +51,9 @@ class TaskSettings(BaseModel):
     beyond become the nearer one, and the model learns -1..1 in their place. class_weights: what
     the loss of a record of each class is multiplied by, in the order of the classes; of multi_label
     that of a label that is there. loss: one of your own in place of the kind's, as
-    package.module:name, loss(outputs, labels) -> one number a record.
+    package.module:name, loss(outputs, labels) -> one number a record. metrics: what is measured
+    beside accuracy and loss: auc, f1, ece, r2, or package.module:name, metric(outputs, labels) -> a
+    number; left out, those of them that go with the kind, of more than two classes none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -48,6 +61,7 @@ class TaskSettings(BaseModel):
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
     class_weights: list[float] | None = Field(default=None, min_length=1)
     loss: Named | None = None
+    metrics: list[Named] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -55,8 +69,8 @@ class TaskSettings(BaseModel):
             self.range is not None and not self.range[0] < self.range[1]
         ):
             raise ValueError(
-                f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], low "
-                "< high, of regression, the least and the most that a label can be by public "
+                f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], "
+                "low < high, of regression, the least and the most that a label can be by public "
                 "knowledge, and of nothing else"
             )
         weights = self.class_weights
@@ -71,10 +85,10 @@ class TaskSettings(BaseModel):
         return self
 
     @property
-    def target(self) -> Target:
+    def target(self) -> LabelForm:
         """What a record's label is."""
         low, high = self.range or (-1.0, 1.0)
-        return Target(kind=_TARGETS[self.kind], low=low, high=high)
+        return LabelForm(kind=_TARGETS[self.kind], low=low, high=high)
 
     @property
     def plain(self) -> bool:
@@ -97,7 +111,11 @@ class TaskSettings(BaseModel):
             return squared_error
         if self.kind == "segmentation":
             return pixel_entropy
-        return Weighted(weights) if weights else cross_entropy
+        return WeightedEntropy(weights) if weights else cross_entropy
+
+    def measures(self, classes: int) -> dict[str, Callable[[Tensor, Tensor], float]]:
+        """Return what is measured of outputs and labels [n, ...], by name. Raises ModelError."""
+        return measures_of(self.target.kind, self.metrics, classes)
 
     def check_data(self, data: Dataset) -> None:
         """Raise PlanError: a data set's labels are of another kind."""

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, from_frame, with_columns
-from fedpact.data.form import PlanRecords, RecordForm, Target
+from fedpact.data.form import LabelForm, PlanRecords, RecordForm
 from fedpact.errors import DataError
 
 _KINDS: Final = (
@@ -38,12 +38,12 @@ def dataset_of(
     site: str | None = None,
     person: str | None = None,
     test: Any = None,
-    target: Target | None = None,
+    target: LabelForm | None = None,
 ) -> Dataset:
     """Return what was handed in as a data set. test: a public test set in the same form.
 
-    target: what a label is. records, label, site, person: as a plan declares them. Raises DataError: it is nothing of what
-    the module names, or does not fit.
+    target: what a label is. records, label, site, person: as a plan declares them.
+    Raises DataError: it is nothing of what the module names, or does not fit.
     """
     if isinstance(data, Dataset) and test is None:
         return data

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpact.data.form import RecordForm, Target
+from fedpact.data.form import LabelForm, RecordForm
 from fedpact.data.own import class_numbers, is_blank
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Cells
@@ -47,12 +47,14 @@ def targets_of(
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
 
-def unscaled(values: Any, target: Target) -> Any:
+def unscaled(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2
 
 
-def _numbers(labels: Cells | np.ndarray, target: Target, column: str, sieve: Sieve) -> np.ndarray:
+def _numbers(
+    labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: Sieve
+) -> np.ndarray:
     found = np.zeros(len(labels))
     for row, label in enumerate(labels):
         try:

@@ -1,0 +1,210 @@
+"""What is measured of a model beside accuracy and loss, from its outputs and the labels.
+
+Of the public test set; without one, of the sites' held-out records together, which is for a
+simulator's eyes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from fedpact.errors import ModelError
+from fedpact.metrics import METRICS, Metric, names_in_use
+from fedpact.own.named import own_factory
+
+_BINS: Final = 15
+_FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a model's outputs. kinds: what labels it is of, as form.LabelForm has them.
+
+    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN where it is not defined. label, form,
+    note, about: as of metrics.Metric.
+    """
+
+    label: str
+    of: Callable[[Tensor, Tensor], float]
+    kinds: tuple[str, ...]
+    form: Literal["number", "percent"]
+    note: str
+    about: str
+
+
+def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities and labels of each class or label, [n, K] both; pixels count as records.
+
+    Of two classes the second one's alone.
+    """
+    if y.is_floating_point():
+        return outputs.double().sigmoid(), y.double()
+    if outputs.dim() > 2:
+        outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+    p = outputs.double().softmax(-1)
+    each = (y[:, None] == torch.arange(p.shape[1])).double()
+    return (p[:, 1:], each[:, 1:]) if p.shape[1] == 2 else (p, each)
+
+
+def area(outputs: Tensor, y: Tensor) -> float:
+    """Return the area under the ROC curve; of several classes or labels the mean over those met.
+
+    By ranks (Mann and Whitney), where scores that are equal count half.
+    """
+    found = [_area(p, t) for p, t in zip(*(v.T for v in _columns(outputs, y)), strict=True)]
+    known = [value for value in found if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _area(score: Tensor, there: Tensor) -> float:
+    positive, count = float(there.sum()), len(there)
+    if positive in (0, count) or score.isnan().any():
+        return math.nan
+    _, place, many = torch.unique(score, return_inverse=True, return_counts=True)
+    ranks = (many.cumsum(0) - (many - 1) / 2).double()[place]
+    below = float((ranks * there).sum()) - positive * (positive + 1) / 2
+    return below / (positive * (count - positive))
+
+
+def f1(outputs: Tensor, y: Tensor) -> float:
+    """Return 2 TP / (2 TP + FP + FN): of the second of two classes, else the mean over all met."""
+    p, there = _columns(outputs, y)
+    if y.is_floating_point() or p.shape[1] == 1:
+        said = (p > 0.5).double()
+    else:
+        said = (p.argmax(1)[:, None] == torch.arange(p.shape[1])).double()
+    both, either = 2 * (said * there).sum(0), (said + there).sum(0)
+    met = either > 0
+    return float((both[met] / either[met]).mean()) if met.any() else math.nan
+
+
+def calibration_error(outputs: Tensor, y: Tensor) -> float:
+    """Return Σ |accuracy - confidence| of 15 equal bins of confidence, by their shares of records.
+
+    The expected calibration error (Guo et al., ICML 2017); of several labels each counts as a
+    record, with the probability of what is said of it.
+    """
+    if y.is_floating_point():
+        p, there = _columns(outputs, y)
+        confidence, right = (
+            torch.maximum(p, 1 - p).flatten(),
+            ((p > 0.5) == (there > 0.5)).flatten(),
+        )
+    else:
+        if outputs.dim() > 2:
+            outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+        confidence, said = outputs.double().softmax(-1).max(-1)
+        right = said == y
+    if confidence.isnan().any():
+        return math.nan
+    place = (confidence * _BINS).long().clamp(0, _BINS - 1)
+    gap = torch.zeros(_BINS, dtype=torch.float64).index_add(0, place, right.double() - confidence)
+    return float(gap.abs().sum()) / len(confidence)
+
+
+def explained(outputs: Tensor, y: Tensor) -> float:
+    """Return R² = 1 - Σ (y - ŷ)² / Σ (y - mean y)²; NaN where all labels are equal."""
+    y = y.double()
+    around = float(((y - y.mean()) ** 2).sum())
+    missed = float(((outputs.double().reshape(y.shape) - y) ** 2).sum())
+    return 1 - missed / around if around > 0 else math.nan
+
+
+_OF_CLASSES: Final = ("class", "several", "pixels")
+
+MEASURES: Final[Mapping[str, Measure]] = {
+    "auc": Measure(
+        "ROC area",
+        area,
+        ("class", "several"),
+        "number",
+        "1 ranks all records rightly, 0.5 is chance",
+        "The area under the ROC curve: how often a record of a class has a higher score for it "
+        "than one of another. Of more than two classes or labels it is the mean over them.",
+    ),
+    "f1": Measure(
+        "F1",
+        f1,
+        _OF_CLASSES,
+        "number",
+        "precision and recall together; 1 is best",
+        "F1 = 2 TP / (2 TP + FP + FN) of the second of two classes; of more classes, labels or "
+        "pixels' classes (there it is the Dice score) the mean over them.",
+    ),
+    "ece": Measure(
+        "calibration error",
+        calibration_error,
+        _OF_CLASSES,
+        "number",
+        "how far confidence is from accuracy; 0 is best",
+        "The expected calibration error over 15 bins of confidence: how far, on average, the "
+        "probability that the model gives its answer is from how often it is right.",
+    ),
+    "r2": Measure(
+        "R²",
+        explained,
+        ("number",),
+        "number",
+        "share of the labels' variance that is explained",
+        "R² = 1 − Σ (y − ŷ)² / Σ (y − mean y)²: 1 is exact, 0 as good as the mean.",
+    ),
+}
+"""Name -> measure. By this entry alone it can stand in task.metrics, and wherever METRICS are."""
+
+
+def measures_of(
+    kind: str, named: list[str] | None, classes: int
+) -> dict[str, Callable[[Tensor, Tensor], float]]:
+    """Return what is measured, by name: what is named, or what goes with the kind.
+
+    Of more than two classes nothing is measured that is not named.
+    Raises ModelError: a name that is none, one of another kind, or that is taken.
+    """
+    if named is None:
+        few = kind != "class" or classes == 2
+        named = [name for name, one in MEASURES.items() if kind in one.kinds and few]
+    return {short(name): _measure(name, kind) for name in named}
+
+
+def short(name: str) -> str:
+    """Return what a metric is called where it is shown: the last part of package.module:name."""
+    return name.rpartition(":")[2].partition("@")[0]
+
+
+def shown(name: str) -> Metric | Measure:
+    """Return how a metric or measure of this name is shown."""
+    known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
+    own = Measure(name, explained, (), "number", "of one's own", "A metric of one's own.")
+    return known.get(name, own)
+
+
+def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
+    known = MEASURES.get(name)
+    if known is not None:
+        if kind not in known.kinds:
+            raise ModelError(
+                f"task.metrics has {name!r}, which is not of such labels; leave it out"
+            )
+        return known.of
+    called = short(name)
+    if not called.isidentifier() or called in names_in_use() or called in MEASURES:
+        raise ModelError(
+            f"task.metrics has {name!r}: {called!r} stands for another number of a round, or is no "
+            "identifier; call the function otherwise"
+        )
+    own = own_factory(name, "task.metrics", list(MEASURES), _FORM)
+
+    def measured(outputs: Tensor, y: Tensor) -> float:
+        try:
+            return float(own(outputs, y))
+        except Exception as error:
+            raise ModelError(
+                f"task.metrics: {name!r} failed on outputs {tuple(outputs.shape)} and labels "
+                f"{tuple(y.shape)}: {type(error).__name__}: {error}; expected {_FORM}"
+            ) from error
+
+    return measured

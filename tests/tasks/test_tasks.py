@@ -1,0 +1,216 @@
+"""What is learnt, and by which loss: each task through the kernel, the oracle and a whole run."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedpact
+from fedpact.data.form import LabelForm, PlanRecords
+from fedpact.data.given.handed import dataset_of
+from fedpact.errors import DataError, ModelError, PlanError
+from fedpact.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 4)).astype(np.float32)
+PRESSURE = 100 + 20 * X[:, 0] - 10 * X[:, 1]
+FRAME = pd.DataFrame(X, columns=list("abcd")).assign(bp=PRESSURE)
+IMAGES = RNG.normal(size=(40, 1, 6, 6)).astype(np.float32)
+MASKS = (IMAGES[:, 0] > 0).astype(np.int64)
+SEVERAL = (X[:, :3] > 0).astype(np.int64)
+SETTINGS = {
+    "sites": 2,
+    "rounds": 15,
+    "partition": {"held_out": 0.25},
+    "privacy": {"epsilon": 8.0, "delta": 1e-5},
+    "settings": {"learning_rate": 0.5},
+}
+
+
+def test_losses_are_torchs_by_another_name():
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    weights = (0.5, 2.0, 7.0)
+    expected = F.cross_entropy(z, y, torch.tensor(weights), reduction="none")
+    assert torch.allclose(WeightedEntropy(weights)(z, y), expected)
+    t = (torch.rand(5, 3) > 0.5).float()
+    each = F.binary_cross_entropy_with_logits(
+        z, t, reduction="none", pos_weight=torch.tensor(weights)
+    )
+    assert torch.allclose(LabelEntropy(weights)(z, t), each.mean(1))
+    image, mask = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    by_pixel = F.cross_entropy(image, mask, reduction="none").mean((1, 2))
+    assert torch.allclose(pixel_entropy(image, mask), by_pixel)
+    mask[1, 0, 0] = 3
+    assert pixel_entropy(image, mask).isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "y"),
+    [
+        (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), WeightedEntropy((1.0, 9.0)),
+         torch.arange(6) % 2),
+        (nn.Sequential(nn.Linear(4, 3)), LabelEntropy((1.0, 2.0, 3.0)),
+         torch.from_numpy(SEVERAL[:6]).float()),
+    ],
+)  # fmt: skip
+def test_a_record_moves_the_sum_by_at_most_the_clip(module, loss, y):
+    """The kernel's clipped sum is that of autograd, record by record, whatever the weights."""
+    model, x, clip = FlatModel(module), torch.from_numpy(X[:6]), 0.3
+    kernel = PerSampleKernel(model, loss)
+    rows = []
+    for i in range(6):
+        value = loss(module(x[i : i + 1]), y[i : i + 1]).sum()
+        flat = torch.cat([g.flatten() for g in torch.autograd.grad(value, module.parameters())])
+        rows.append(flat * min(1.0, clip / float(flat.norm())))
+    found = kernel.clipped_sum(x, y, clip)
+    assert torch.allclose(found, torch.stack(rows).sum(0), atol=1e-5)
+
+
+def test_a_regression_learns_in_the_labels_units(tmp_path):
+    task = {"kind": "regression", "range": [40, 160]}
+    result = fedpact.run("logistic", FRAME, label="bp", task=task, **SETTINGS, out=tmp_path / "r")
+    said = result.predict(FRAME)
+    missed = ((said.labels - PRESSURE) ** 2).mean() / PRESSURE.var()
+    assert missed < 0.2
+    assert result.summary["r2"] > 0.8
+    assert result.summary["accuracy"] is None
+    assert result.summary["fairness"] is None
+    # In units of half the range: the loss is ½ (difference / 60)².
+    score = result.evaluate(FRAME)
+    assert score.loss == pytest.approx(((said.labels - PRESSURE) ** 2).mean() / 7200, rel=1e-3)
+    page = (result.folder / "report.html").read_text(encoding="utf-8")
+    assert "mean loss" in page
+    assert "R²" in page
+    assert "not a number" not in page
+    assert max(result.summary["epsilon"].values()) <= 8
+
+
+def test_labels_beyond_the_range_are_clamped_and_others_left_out(caplog):
+    frame = FRAME[:4].assign(bp=[0.0, 100.0, 500.0, np.nan])
+    target = LabelForm(kind="number", low=50.0, high=150.0)
+    found = dataset_of(frame, PlanRecords(), "bp", target=target)
+    assert found.y.tolist() == [-1.0, 0.0, 1.0]
+    assert found.classes == ("bp",)
+    told = " ".join(caplog.messages)
+    assert "beyond the declared range of labels" in told
+    assert "column bp, row 4 (counted from 1) is missing" in told
+
+
+def test_several_labels_and_pixels_are_learnt(tmp_path):
+    several = fedpact.run("logistic", (X, SEVERAL), task={"kind": "multi_label"}, **SETTINGS,
+                          out=tmp_path / "m")  # fmt: skip
+    assert several.summary["accuracy"] > 0.8
+    assert {"auc", "f1", "ece"} <= set(several.summary)
+    named = [" ".join(str(k) for k in range(3) if row[k]) for row in SEVERAL]
+    assert (several.predict(X).labels == named).mean() > 0.5
+    pixels = fedpact.run(_segmenter, (IMAGES, MASKS), task={"kind": "segmentation"}, **SETTINGS,
+                         out=tmp_path / "p")  # fmt: skip
+    assert pixels.summary["accuracy"] > 0.9
+    said = pixels.predict(IMAGES).labels
+    assert (said == MASKS.astype(str)).mean() == pytest.approx(
+        pixels.evaluate(IMAGES, MASKS).accuracy, abs=1e-9
+    )
+
+
+def _segmenter(shape, classes):
+    return nn.Sequential(nn.Conv2d(shape[0], classes, 3, padding=1))
+
+
+def test_class_weights_move_the_answer_to_the_heavy_class(tmp_path):
+    y = (X[:, 0] + RNG.normal(size=120) > 1).astype(int)
+    plan = {**SETTINGS, "rounds": 5, "privacy": {"mode": "none"}}
+    said = []
+    for weights in ([1.0, 1.0], [1.0, 20.0]):
+        run = fedpact.run("logistic", (X, y), task={"class_weights": weights}, **plan,
+                          out=tmp_path / f"{weights[1]}")  # fmt: skip
+        said.append((run.predict(X).labels == "1").sum())
+    assert said[1] > said[0]
+    alike = fedpact.run("logistic", (X, y), **plan, out=tmp_path / "plain")
+    assert (alike.predict(X).labels == "1").sum() == said[0]
+    with pytest.raises(PlanError, match="3 weights for 2 classes"):
+        fedpact.run("logistic", (X, y), task={"class_weights": [1.0, 1.0, 1.0]}, **plan)
+
+
+def own(outputs, y):
+    """cross_entropy, written by somebody."""
+    return outputs.logsumexp(1) - outputs.gather(1, y[:, None])[:, 0]
+
+
+def share(outputs, y):
+    """Accuracy, written by somebody."""
+    return float((outputs.argmax(1) == y).double().mean())
+
+
+def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
+    """A cross entropy of one's own trains as ours does; accuracy of one's own is ours."""
+    y = SEVERAL[:, 0]
+    task = {"loss": own, "metrics": [share, "auc"]}
+    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
+    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
+    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert mine.summary["share"] == pytest.approx(mine.summary["accuracy"])
+    plan = json.loads((mine.folder / "plan.json").read_text())
+    assert plan["task"]["loss"] == f"{__name__}:own"
+    assert "share" in (mine.folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("mode", ["none", "per_sample"])
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda outputs, y: own(outputs, y).mean(), "one number a record"),
+        (lambda outputs, y: own(outputs, y) - own(outputs, y).mean(), "others are beside it"),
+        (lambda outputs, y: outputs.nothing, "AttributeError"),
+    ],
+)
+def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_path):
+    settings = {**SETTINGS, "privacy": {"mode": mode}}
+    with pytest.raises(ModelError, match=why):
+        fedpact.run("logistic", (X, SEVERAL[:, 0]), task={"loss": loss}, **settings,
+                    out=tmp_path / "x")  # fmt: skip
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ({"kind": "regression"}, "expected a range"),
+        ({"kind": "regression", "range": [1, 1]}, "expected a range"),
+        ({"range": [0, 1]}, "expected a range"),
+        ({"kind": "regression", "range": [0, 1], "class_weights": [1.0]}, "leave them out"),
+        ({"class_weights": [1.0, 0.0]}, "expected a number > 0"),
+        ({"kind": "ranking"}, "task.kind is 'ranking'"),
+    ],
+)
+def test_tasks_that_contradict_themselves_are_refused(task, why):
+    with pytest.raises(PlanError, match=why):
+        fedpact.Plan(task=task)
+
+
+def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
+    task = {"kind": "regression", "range": [0, 1]}
+    with pytest.raises(PlanError, match=r"\[evaluation\] does not go with \[task\]"):
+        fedpact.Plan(task=task, evaluation={"share": 0.2})
+    with pytest.raises(PlanError, match="labels of data set digits are those of classification"):
+        fedpact.run(fedpact.Plan(task=task), tmp_path / "digits")
+    by_label = {**SETTINGS, "partition": {"kind": "dirichlet"}}
+    with pytest.raises(DataError, match="spreads records by their class"):
+        fedpact.run("logistic", FRAME, label="bp", task={"kind": "regression", "range": [40, 160]},
+                    **by_label, out=tmp_path / "d")  # fmt: skip
+    with pytest.raises(ModelError, match="'r2', which is not of such labels"):
+        fedpact.run(fedpact.Plan(task={"metrics": ["r2"]}), tmp_path / "m")
+    with pytest.raises(ModelError, match="stands for another number"):
+        fedpact.run(fedpact.Plan(task={"metrics": ["os.path:loss"]}), tmp_path / "n")
+
+
+def test_cross_entropy_stays_the_quick_way():
+    """Without a table [task] the kernel is given the very loss that its quick ways know."""
+    assert fedpact.Plan().task.per_record(10) is cross_entropy
