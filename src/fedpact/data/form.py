@@ -167,9 +167,9 @@ class Column(ValueRange):
 class LabelForm(BaseModel):
     """What a record's label is: a class, a number, several labels, or a class for each pixel.
 
-    A plan says it in [task]. kind: "class"; "number", in whose place -1..1 is trained on; "several",
-    0 or 1 for each of the labels; "pixels", the number of a class at each place. low: the least that
-    a number can be; what is below becomes it. high: the most that a number can be, likewise.
+    A plan says it in [task]. kind: "class"; "number", in whose place -1..1 is trained on;
+    "several", 0 or 1 for each of the labels; "pixels", the number of a class at each place. low:
+    the least that a number can be; what is below becomes it. high: the most that a number can be.
     """
 
     model_config = _FROZEN
