@@ -41,7 +41,7 @@ def plan_of(result):
     return json.loads((result.folder / "plan.json").read_text())
 
 
-def test_the_readmes_ten_lines_run(tmp_path, monkeypatch):
+def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     """Ten lines of Python at most, on a CSV that they name."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +56,8 @@ def test_the_readmes_ten_lines_run(tmp_path, monkeypatch):
     assert plan_of(result)["model"] == name_of(scope["Net"])
     record = json.loads((result.folder / "records.json").read_text())
     assert record["features"] == ["age", "b", "c"]
+    told = "columns used: age, b, c; label ill, of classes no, yes; 60 records"
+    assert told in capsys.readouterr().err
 
 
 def test_an_instance_begins_with_its_own_weights_and_is_left_as_it_was(tmp_path):
@@ -87,6 +89,9 @@ def test_records_in_every_container_are_the_same_records(tmp_path):
     found = {kind: dataset_of(data, dropped, "ill") for kind, data in tables.items()}
     assert len({digest_of(one) for one in found.values()}) == 2
     assert torch.equal(found["with a test set"].x_test, found["frame"].x[:5])
+    served = fedpact.run("logistic", hugging, label="ill", drop=["id"], **SETTINGS,
+                         out=tmp_path / "run")  # fmt: skip
+    assert served.evaluate(hugging) == served.evaluate(X, Y)
     found["csv"] = load(str(tmp_path / "t.csv"), "ill", form=dropped)
     items = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     for kind, data in {"arrays": (X, Y), "torch": items}.items():
@@ -98,21 +103,14 @@ def test_records_in_every_container_are_the_same_records(tmp_path):
 
 
 @pytest.mark.parametrize("write", ["to_parquet", "to_csv"])
-def test_pandas_index_is_no_feature_unless_it_is_asked_for(tmp_path, write, capsys):
+def test_pandas_index_is_no_feature_unless_it_is_asked_for(tmp_path, write):
     name = "patient" if write == "to_parquet" else None
     frame = FRAME.drop(columns="id").set_axis([f"{i}" for i in range(60)]).rename_axis(name)
     path = tmp_path / f"t.{write.removeprefix('to_')}"
     getattr(frame, write)(path)
-    fedpact.run("logistic", path, label="ill", **SETTINGS, out=tmp_path / "run")
-    assert "columns used: a, b, c; label ill, of classes no, yes; 60 records" in (
-        capsys.readouterr().err
-    )
+    assert load(str(path), "ill").features == ("a", "b", "c")
     asked = [name or "", "c"]
-    found = fedpact.run(
-        "logistic", path, label="ill", features=asked, **SETTINGS, out=tmp_path / "asked"
-    )
-    record = json.loads((found.folder / "records.json").read_text())
-    assert record["features"] == asked
+    assert load(str(path), "ill", form=PlanRecords(features=asked)).features == tuple(asked)
 
 
 def test_wrong_columns_are_named():

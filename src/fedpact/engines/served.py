@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedpact.data.given import array_of
+from fedpact.data.given.handed import columns_of, named_labels
 from fedpact.data.given.targets import targets_of, unscaled
 from fedpact.data.own import numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
@@ -279,7 +280,7 @@ class Served:
         if self._is_table(records):
             origin, columns, _ = _columns(records)
             if self.plan.label in columns:
-                return list(columns[str(self.plan.label)])
+                return named_labels(records, self.plan.label, columns)
             raise DataError(f"{origin} has no column {self.plan.label!r}: give the labels")
         if isinstance(records, str | Path):
             return read_npz(Path(records))["y"].tolist()
@@ -289,11 +290,11 @@ class Served:
     def _is_table(records: Any) -> bool:
         if isinstance(records, str | Path):
             return Path(records).suffix.lower() in (".csv", ".parquet")
-        return isinstance(records, Mapping) or hasattr(records, "columns")
+        named = (hasattr(records, key) for key in ("columns", "column_names"))
+        return isinstance(records, Mapping) or any(named)
 
 
 def _columns(records: Any) -> tuple[str, Mapping[str, Cells], Mapping[int, str]]:
     if isinstance(records, str | Path):
         return str(records), *read_columns(Path(records))
-    columns = {str(name): list(records[name]) for name in getattr(records, "columns", records)}
-    return "table", columns, {}
+    return "table", columns_of(records) or {}, {}

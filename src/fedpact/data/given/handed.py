@@ -51,7 +51,7 @@ def dataset_of(
         parts = cast(Mapping[str, Any], data)
         test = parts.get("test") if test is None else test
         return dataset_of(parts["train"], records, label, site, person, test, target)
-    columns, form = _columns_of(data), records.shared(target)
+    columns, form = columns_of(data), records.shared(target)
     if columns is None:
         if label or site or person:
             raise DataError(
@@ -62,7 +62,7 @@ def dataset_of(
     found = _of_table(columns, _titles(data, label), label, site, person, records.classes, form)
     if test is None:
         return found
-    others = _columns_of(test)
+    others = columns_of(test)
     if others is None:
         raise DataError(f"test is {_called(test)} beside {_called(data)}: expected another table")
     named = list(found.features) or form.features
@@ -125,8 +125,7 @@ def _of_table(
     titles: the names of the classes that the label's column numbers, None: it holds names.
     """
     if label is not None and titles:
-        # Numbers of classes that have names.
-        columns[label] = [titles[v] if v in range(len(titles)) else None for v in columns[label]]
+        columns[label] = _by_name(titles, columns[label])
         classes = classes or titles
     wanted = form.features or [
         name for name in columns if name not in {label, site, person, *form.drop}
@@ -181,7 +180,7 @@ def _pair(data: Any) -> tuple[Any, Any, list[str] | None]:
     raise DataError(f"data is {_called(data)}: {_KINDS}")
 
 
-def _columns_of(data: Any) -> dict[str, list[Any]] | None:
+def columns_of(data: Any) -> dict[str, list[Any]] | None:
     """Return a table's columns, None where it is none."""
     named = getattr(data, "column_names", None)
     if named is None:
@@ -207,6 +206,16 @@ class _Columns:
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         return self.columns[name]
+
+
+def named_labels(data: Any, label: str | None, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return a table's labels, by name where its column numbers classes that have names."""
+    titles, found = _titles(data, label), list(columns[str(label)])
+    return _by_name(titles, found) if titles else found
+
+
+def _by_name(titles: Sequence[str], numbers: Sequence[Any]) -> list[str | None]:
+    return [titles[v] if v in range(len(titles)) else None for v in numbers]
 
 
 def _titles(data: Any, label: str | None) -> list[str] | None:
