@@ -11,6 +11,8 @@ from fedpact.theory.accounting import SampledGaussian, epsilon
 BAD = [
     ("nonsense=1", ["nonsense", "expected one of", "algorithm"]),
     ("privacy.eps=1", ["privacy.eps", "epsilon"]),
+    ("privacy.epsilom=1", ["expected one of accountant", "the nearest is 'epsilon'"]),
+    ("algorithm=fedprx", ["expected one of ali_dpfl", "the nearest is 'fedprox'"]),
     ("settings.foo=1", ["settings.foo", "learning_rate"]),
     ("privacy.epsilon=-1", ["privacy.epsilon", "-1", "greater than 0"]),
     ("privacy.epsilon=nan", ["privacy.epsilon", "nan", "finite"]),

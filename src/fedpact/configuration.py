@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from fedpact.errors import PlanError
+from fedpact.text import nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -180,7 +181,9 @@ def _is_other_branch(entry: Any) -> bool:
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return what is said of a key that no table has."""
-    return f"{key} is no known key: expected one of {', '.join(sorted(known))}"
+    names = sorted(known)
+    meant = nearest(key.rsplit(".", 1)[-1], names)
+    return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
 
 
 def _explain(entry: Any, prefix: tuple[str, ...], model: "type[BaseModel]") -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
+from fedpact.text import nearest
 
 
 @dataclass(frozen=True)
@@ -198,5 +199,7 @@ def names() -> list[str]:
 def load(name: str) -> Algorithm:
     """Return the algorithm of that name. Raises PlanError: there is none."""
     if name not in names():
-        raise PlanError(f"algorithm is {name!r}: expected one of {', '.join(names())}")
+        known = names()
+        told = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        raise PlanError(f"algorithm is {name!r}: {told}")
     return cast(Algorithm, importlib.import_module(f"{__name__}.{name}"))

@@ -27,6 +27,7 @@ from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.data.text.shakespeare import load_shakespeare
 from fedpact.errors import DataError
 from fedpact.own.named import is_handed
+from fedpact.text import nearest
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),
@@ -109,7 +110,7 @@ def load(
         return made.dataset(name)
     raise DataError(
         f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the path "
-        f"of a file ending in {', '.join(SUFFIXES)}"
+        f"of a file ending in {', '.join(SUFFIXES)}{nearest(name, NAMES)}"
     )
 
 

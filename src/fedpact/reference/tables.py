@@ -1,13 +1,13 @@
 """The tables of a configuration, of a deployment's files and of each algorithm, with all keys."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from fedpact.errors import PlanError
 from fedpact.reference import forms, meanings
 from fedpact.reference.sources import Model, algorithms, declared, heading
+from fedpact.text import nearest
 
 PLAN: Final[Model] = ("fedpact.plan", "Plan")
 
@@ -80,7 +80,9 @@ def tables(model: Model = PLAN, name: str = "") -> list[KeyTable]:
 def algorithm(name: str) -> Described:
     """Return what is known of an algorithm. Raises PlanError: there is none of that name."""
     if name not in algorithms():
-        raise PlanError(f"algorithm is {name!r}: {nearest(name, algorithms())}")
+        known = algorithms()
+        told = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        raise PlanError(f"algorithm is {name!r}: {told}")
     module = f"fedpact.algorithms.{name}"
     text = heading(module)
     (settings,) = tables((module, "Settings"), "settings")
@@ -117,23 +119,10 @@ def find(name: str) -> list[KeyTable]:
     asked = [KeyTable(t.name, t.about, tuple(_named(t, name))) for t in known]
     if found := [table for table in asked if table.keys]:
         return found
-    names = [key.name for table in known for key in table.keys]
-    raise PlanError(
-        f"{name} is no known table or key: "
-        + nearest(name, [*(t.name for t in tables() if t.name), *FILES], names)
-    )
-
-
-def nearest(name: str, shown: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return the end of an error: which name may be meant, and which there are.
-
-    others: names that may be meant too, and are too many to be shown.
-    """
-    shown, others = list(shown), list(others)
-    last = {other.rsplit(".", 1)[-1]: other for other in reversed(others)}
-    close = difflib.get_close_matches(name, [*shown, *others, *last], n=1)
-    meant = f"did you mean {last.get(close[0], close[0])!r}? E" if close else "e"
-    return f"{meant}xpected one of {', '.join(shown)}"
+    shown = [*(table.name for table in tables() if table.name), *FILES]
+    keys = [key for table in known for key in table.keys]
+    meant = nearest(name, [*shown, *(key.name for key in keys), *(key.last for key in keys)])
+    raise PlanError(f"{name} is no known table or key: expected one of {', '.join(shown)}{meant}")
 
 
 def _within(table: str, name: str) -> bool:

@@ -56,6 +56,7 @@ _EXAMPLES = {
         "fedpact export runs/first --as model-card --set about.name=Digits",
         "fedpact export runs/first --as registry --out entry.json",
     ),
+    "extend": ("fedpact extend runs/first --rounds 40",),
     "init": ("fedpact init study.toml", "fedpact init --set algorithm=scaffold"),
     "ledger show": ("fedpact ledger show runs/first",),
     "ledger verify": ("fedpact ledger verify runs/first",),
