@@ -8,8 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from fedpact.errors import PlanError
-from fedpact.text import nearest
+from fedpact.errors import PlanError, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

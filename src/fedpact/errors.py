@@ -14,6 +14,9 @@ Every message is one paragraph: what is wrong, the name and value that show it, 
 A message from a site never quotes its data.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class FedpactError(Exception):
     """The root of every error that fedpact raises on purpose."""
@@ -49,3 +52,13 @@ class PolicyRefused(PrivacyError):
 
 class LedgerError(FedpactError):
     """A ledger is unreadable, altered or in use by another process."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about a name that there is none of: which may be meant, or "".
+
+    >>> nearest("fedprx", ["fedavg", "fedprox"]), nearest("x", ["fedavg"])
+    ("; the nearest is 'fedprox'", '')
+    """
+    found = get_close_matches(name, list(known), n=1)
+    return f"; the nearest is {found[0]!r}" if found else ""

@@ -1,22 +1,10 @@
 """Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
 
 import math
-from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
-from difflib import get_close_matches
 from typing import Literal
 
 _MISSING = "–"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error about a name that there is none of: which may be meant, or "".
-
-    >>> nearest("fedprx", ["fedavg", "fedprox"]), nearest("x", ["fedavg"])
-    ("; the nearest is 'fedprox'", '')
-    """
-    found = get_close_matches(name, list(known), n=1)
-    return f"; the nearest is {found[0]!r}" if found else ""
 
 
 def upper(value: float, digits: int = 4) -> str:

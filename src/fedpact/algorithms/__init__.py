@@ -19,10 +19,9 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from fedpact.errors import PlanError
+from fedpact.errors import PlanError, nearest
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
-from fedpact.text import nearest
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from fedpact.data.sieve import Sieve
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.data.text.shakespeare import load_shakespeare
-from fedpact.errors import DataError
+from fedpact.errors import DataError, nearest
 from fedpact.own.named import is_handed
-from fedpact.text import nearest
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fedpact.errors import PlanError
+from fedpact.errors import PlanError, nearest
 from fedpact.reference import forms, meanings
 from fedpact.reference.sources import Model, algorithms, declared, heading
-from fedpact.text import nearest
 
 PLAN: Final[Model] = ("fedpact.plan", "Plan")
 
