@@ -1,5 +1,8 @@
 """`fedpact plan --optimise`: its choice keeps the budget with everything else that is released."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fedpact.cli.plan import forecast, optimised
@@ -8,6 +11,8 @@ from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.theory.accounting import SampledGaussian, epsilon
+
+ROOT = Path(__file__).parents[2]
 
 
 def scene(*overrides):
@@ -59,3 +64,23 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
     }
     show_plan(None, changes)
     assert told in capsys.readouterr().out
+
+
+def test_plan_and_report_name_their_columns_as_the_documentation_does(monkeypatch, capsys):
+    page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    _, table = page.split("## Reading a plan and a report")
+    rows = re.findall(r"^\| ([^|]+) \|", table.split("\n\n")[2], re.MULTILINE)
+    # Two share a row; "ε, person of k" is one.
+    named = {name for row in rows for name in row.replace("ε after 1, ", "ε after 1|").split("|")}
+    monkeypatch.setenv("COLUMNS", "300")
+    show_plan(None, ["rounds=1", "sites=2"])
+    lines = capsys.readouterr().out.splitlines()
+    shown = [c.strip() for line in lines if "site  " in line for c in line.strip("┃ ").split("┃")]
+    assert shown[0] == "site"
+    assert len(shown) > 7
+    assert {name.replace("person of 5", "person of k") for name in shown[1:]} <= named
+    source = (ROOT / "src" / "fedpact" / "report" / "page.html.j2").read_text(encoding="utf-8")
+    head = source[source.index("<thead><tr><th>site</th>\n{%- if run.private") :]
+    heads = re.findall(r'<th class="n">([^<]+)</th>', head[: head.index("</thead>")])
+    assert len(heads) > 10
+    assert set(heads) <= named | {"accuracy", "loss", "held out"}

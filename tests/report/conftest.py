@@ -46,6 +46,11 @@ def terms(epsilon: float) -> dict[str, Any]:
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """Write a run's folder by hand: `build(sites, private=..., rounds=..., budgets=...)`."""
+    return builder(tmp_path)
+
+
+def builder(tmp_path: Path) -> Build:
+    """What the fixture is, for a folder of one's own."""
 
     def write(
         sites: list[str],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.report.charts.overlay import curve, series, sweeps
 from fedpact.report.comparison import (
     document,
     guarantees,
@@ -22,7 +23,6 @@ from fedpact.report.comparison import (
 from fedpact.report.effort import effort
 from fedpact.report.equality import differences
 from fedpact.report.outcomes import Comparison, SweepPoint, read_comparison, run_folder
-from fedpact.report.overlay import curve, series, sweeps
 from fedpact.report.reached import reached
 
 from .conftest import terms

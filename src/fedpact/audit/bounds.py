@@ -247,6 +247,18 @@ def auc(members: np.ndarray, others: np.ndarray, confidence: float = 0.95) -> Au
     return Auc(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
+def auc_power(ceiling: float, members: int, others: int, confidence: float) -> float:
+    """Return the lower end of the interval that an attack at the ceiling would show, as expected.
+
+    By the standard error of Hanley and McNeil (1982) for so many of each kind.
+    """
+    a = ceiling
+    apart = a / (2 - a) - a**2, 2 * a**2 / (1 + a) - a**2
+    spread = a * (1 - a) + (members - 1) * apart[0] + (others - 1) * apart[1]
+    reach = stats.norm.isf((1 - confidence) / 2) * math.sqrt(spread / (members * others))
+    return max(0.0, a - float(reach))
+
+
 def _share_below(scores: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     below = np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")
     return below / (2 * len(ordered))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fedpact.audit.bounds import auc_power
 from fedpact.audit.many_runs import ManyRuns
 from fedpact.audit.membership import Membership
 from fedpact.audit.noise_level import CONFIDENCE as NOISE_CONFIDENCE
@@ -23,7 +24,9 @@ class Check:
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, bounded from
     above; "AUC" of a membership attack, bounded from below, where the claim is the most that
     (ε, δ) leaves room for; "p" of a test of the mechanism, beside the level it may not fall below.
-    confidence: with which the bound holds. found: how it came about.
+    confidence: with which the bound holds. found: how it came about. power: the bound that the
+    best attack would show, were the mechanism exactly as claimed: one below it is no evidence of
+    privacy; None of a test, which bounds nothing.
     """
 
     method: str
@@ -33,6 +36,7 @@ class Check:
     delta: float | None
     confidence: float
     found: str
+    power: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -45,8 +49,9 @@ class Check:
     def text(self) -> str:
         """One line for a reader."""
         at = "" if self.delta is None else f" at δ = {self.delta:g}"
+        best = "" if self.power is None else f", at best {self.power:.4g}"
         return (
-            f"{self.quantity} {_SIGN[self.quantity]} {self.bound:.4g}, claimed "
+            f"{self.quantity} {_SIGN[self.quantity]} {self.bound:.4g}{best}, claimed "
             f"{self.claimed:.4g}{at}: {self.found}"
         )
 
@@ -71,8 +76,7 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
         case OneRun():
             told = (
                 f"{finding.correct} of {finding.guesses} guesses right, {finding.canaries} "
-                f"canaries, {finding.events} events; "
-                f"{_powered(finding.power, finding.claimed)}"
+                f"canaries, {finding.events} events"
             )
             return [
                 Check(
@@ -83,6 +87,7 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
                     finding.delta,
                     confidence,
                     told,
+                    finding.power,
                 ),
                 *_of_tests(method, (finding.curve,)),
             ]
@@ -98,7 +103,8 @@ def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
                 f"AUC {a.value:.3f} ({a.low:.3f} to {a.high:.3f}), {finding.members} members, "
                 f"{finding.others} others, advantage {finding.advantage:.3f}"
             )
-            return [Check(method, "AUC", a.low, finding.ceiling, None, confidence, told)]
+            best = auc_power(finding.ceiling, finding.members, finding.others, confidence)
+            return [Check(method, "AUC", a.low, finding.ceiling, None, confidence, told, best)]
 
 
 def _of_runs(method: str, finding: ManyRuns, confidence: float) -> list[Check]:
@@ -106,10 +112,9 @@ def _of_runs(method: str, finding: ManyRuns, confidence: float) -> list[Check]:
     for b in finding.bounds:
         told = (
             f"{finding.events} events, seen in {b.counts.seen_with} runs of {b.counts.runs_with} "
-            f"with the canary, {b.counts.seen_without} without ({finding.attack}); "
-            f"{_powered(b.power, b.claimed)}"
+            f"with the canary, {b.counts.seen_without} without ({finding.attack})"
         )
-        made.append(Check(method, "ε", b.epsilon, b.claimed, b.delta, confidence, told))
+        made.append(Check(method, "ε", b.epsilon, b.claimed, b.delta, confidence, told, b.power))
     return made
 
 
@@ -124,16 +129,10 @@ def _of_noise(method: str, finding: ManyRuns) -> list[Check]:
             NOISE_CONFIDENCE,
             f"noise of {n.channel}, measured {n.measured:.4f}, from releases of a site without "
             "records",
+            n.at_best,
         )
         for n in finding.noise
     ]
-
-
-def _powered(power: float, claimed: float) -> str:
-    """What the method could show at best: a bound below it is no evidence of privacy."""
-    return (
-        f"the best attack on a mechanism exactly as claimed would show {power:.3g} of {claimed:.4g}"
-    )
 
 
 def _of_tests(method: str, tests: Sequence[Tested]) -> list[Check]:

@@ -26,12 +26,16 @@ CONFIDENCE = 1 - _ERROR
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """One channel's noise multiplier: an upper confidence bound on it, and what the terms state."""
+    """One channel's noise multiplier: an upper confidence bound on it, and what the terms state.
+
+    at_best: the bound that is expected, were the noise exactly as stated.
+    """
 
     channel: str
     measured: float
     at_most: float
     claimed: float
+    at_best: float
 
     @property
     def passed(self) -> bool:
@@ -71,7 +75,8 @@ def noise_levels(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tupl
         least = float(stats.chi2.ppf(_ERROR / len(queries), numbers))
         at_most = claimed * (squares / least) ** 0.5
         measured = claimed * (squares / numbers) ** 0.5
-        levels.append(NoiseLevel(channel, measured, at_most, claimed))
+        at_best = claimed * (numbers / least) ** 0.5
+        levels.append(NoiseLevel(channel, measured, at_most, claimed, at_best))
     return tuple(levels)
 
 

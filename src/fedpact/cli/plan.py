@@ -185,7 +185,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
     honest = plan.privacy.honest
-    table = Table("site", "N", "q", "σ (joint)", "T", "ε after 1", "ε at the end", "δ")
+    table = Table("site", "N", "q", "σ", "T", "ε after 1", "ε at the end", "δ")
     several = plan.privacy.told_records
     records = (plan.privacy.person_records or 5) if several else None
     if records:
@@ -252,7 +252,7 @@ def _rounds(scene: Scene, document: dict[str, Any]) -> str:
 
 
 def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
-    table = Table("ε", "", "q", "σ (joint)", "T", "τ", "passes", "sqrt(T) q / σ")
+    table = Table("ε", "", "q", "σ", "T", "τ", "passes", "sqrt(T) q / σ")
     for case in chosen["cases"]:
         for name in ("configured", "chosen"):
             one = case[name]

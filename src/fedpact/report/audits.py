@@ -21,7 +21,8 @@ class AuditRow:
     """One bound that was measured, and what the accountant states of the same.
 
     quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
-    "p", of a test of the mechanism, beside its level.
+    "p", of a test of the mechanism, beside its level. power: the bound that the best attack would
+    show, were all as claimed; None of a test, and of an earlier version's audit.
     """
 
     method: str
@@ -31,6 +32,7 @@ class AuditRow:
     delta: float | None
     confidence: float
     found: str
+    power: float | None = None
 
     @property
     def wrong(self) -> bool:
@@ -40,10 +42,12 @@ class AuditRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Measured, claimed, δ and confidence as text."""
+        """Measured, at best, claimed, δ and confidence as text."""
         measured, claimed = _WORDS[self.quantity]
+        told = upper if self.quantity == "σ" else lower
         return (
-            measured.format((upper if self.quantity == "σ" else lower)(self.bound)),
+            measured.format(told(self.bound)),
+            "–" if self.power is None else measured.format(told(self.power)),
             claimed.format(upper(self.claimed)),
             "–" if self.delta is None else upper(self.delta),
             f"{100 * self.confidence:.4g} %",
@@ -120,6 +124,7 @@ def _check(raw: Mapping[str, Any]) -> AuditRow:
         delta=None if raw["delta"] is None else float(raw["delta"]),
         confidence=float(raw["confidence"]),
         found=str(raw["found"]),
+        power=None if raw.get("power") is None else float(raw["power"]),
     )
 
 

@@ -1,27 +1,25 @@
 """The table and the page of a comparison: comparison.html, one file that fetches nothing."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, StrictUndefined
-
 from fedpact.files import write_whole
 from fedpact.report import evaluations
+from fedpact.report.charts.overlay import on_the_way, sweeps
 from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort, effort_document
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
+from fedpact.report.officer import compared
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
-from fedpact.report.overlay import on_the_way, sweeps
 from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
+from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
 from fedpact.text import duration, number, percent, size, upper, written
 
@@ -196,16 +194,14 @@ def write_comparison(comparison: Comparison) -> Path:
 
 def render(comparison: Comparison) -> str:
     """Return the page as one HTML document."""
-    resources = files("fedpact.report")
-    template = resources.joinpath("comparison.html.j2").read_text(encoding="utf-8")
-    page = resources.joinpath("page.html.j2").read_text(encoding="utf-8")
-    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     outcomes = comparison.outcomes
     names = [entry.name for entry in comparison.entries]
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(template).render(
-        style=style,
-        title="Comparison: " + ", ".join(names[:4]) + (" …" if len(names) > 4 else ""),
+    bases = list(dict.fromkeys(point.base for point in comparison.points.values())) or names
+    over = f" over {', '.join(comparison.swept)}" if comparison.swept else ""
+    drawings = on_the_way(comparison)
+    return page(
+        "comparison",
+        title="Comparison: " + ", ".join(bases[:4]) + (" …" if len(bases) > 4 else "") + over,
         facts=_facts(comparison),
         inequalities=comparison.inequalities,
         shared=SHARED if comparison.left_apart else "",
@@ -221,7 +217,10 @@ def render(comparison: Comparison) -> str:
         plain=[entry.name for entry in comparison.entries if entry.private is False],
         seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
         pooled=comparison.pooled,
-        drawings=on_the_way(comparison),
+        drawings=drawings,
+        # One legend for all of them; a key may be missing from some.
+        keys=list({key.label: key for drawing in drawings for key in drawing.keys}.values()),
+        meaning=compared(comparison.entries),
         sweeps=sweeps(comparison),
         joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
         joining_note=NOTE,

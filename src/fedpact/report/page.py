@@ -3,19 +3,19 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from fedpact.configuration import DEFAULTS, leaves
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
-from fedpact.report import budgets, evaluations, figures
+from fedpact.report import evaluations
+from fedpact.report.charts import budgets, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
+from fedpact.report.officer import meaning
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.report.repeat import repeat
+from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
 from fedpact.text import duration, lower, number, percent, size, upper, written
 from fedpact.theory.accounting import ACCOUNTANTS
@@ -67,17 +67,17 @@ def render(run: RunFolder) -> str:
     from fedpact.papers.wire import wire
 
     given, defaults = _settings(run.plan)
-    template = files("fedpact.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(template).render(
+    metrics = (figures.metric(run, name) for name in run.measured)
+    learned = (figures.accuracy(run), *metrics, figures.site_accuracy(run))
+    return page(
+        "page",
         run=run,
         title=f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}",
         facts=_facts(run),
         cards=headline(run),
+        meaning=meaning(run),
+        learned=[drawing for drawing in learned if drawing],
         drawings={
-            "accuracy": figures.accuracy(run),
-            "metrics": [d for name in run.measured if (d := figures.metric(run, name))],
-            "sites": figures.site_accuracy(run),
             "labels": figures.labels(run),
             "epsilon": budgets.epsilon(run),
             "bytes": budgets.traffic(run),

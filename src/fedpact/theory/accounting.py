@@ -91,6 +91,21 @@ class Budget:
         check.positive(epsilon=self.epsilon)
         check.fraction(delta=self.delta)
 
+    @property
+    def odds(self) -> float:
+        """The most wins per loss of a bet on whether one record was there: the same in other words.
+
+        Somebody knows all other records and sees all that was released; a fair coin has decided.
+        P[hit] <= e^ε P[false alarm] + δ, and the same of the two ways to be wrong exchanged; added
+        up, with R = P[right]: R <= e^ε (1 - R) + δ. So R/(1 - R) <= (e^ε + δ)/(1 - δ), however one
+        decides.
+
+        >>> round(Budget(2.0, 1e-5).odds, 3)
+        7.389
+        """
+        # Beyond e^700 there is no float; it is certainty in any case.
+        return (math.exp(min(self.epsilon, 700.0)) + self.delta) / (1 - self.delta)
+
 
 def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:
     """Return the one event that several Gaussian releases on the same Poisson batch form.

@@ -8,20 +8,19 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FuncFormatter
 
 from fedpact.metrics import ranking
-from fedpact.report.drawing import (
+from fedpact.report.charts.drawing import (
     BLUE,
     GREEN,
     GREY,
-    HALF,
     INK,
     MANY,
     RED,
     Drawing,
     Sheet,
-    legend_above,
     marker,
     percent_axis,
     rounds_axis,
@@ -32,6 +31,11 @@ from fedpact.report.reading import LabelTable, RunFolder
 from fedpact.tasks.measures import shown
 from fedpact.text import percent
 
+# Of the page's own ground and of no more than half a colour, on which ink is legible.
+_SHARE = LinearSegmentedColormap.from_list("share", [to_rgba(BLUE, a) for a in (0.0, 0.5)])
+_WRITTEN = 8
+"""Up to so many sites a cell of the partition has room for its number."""
+
 
 def accuracy(run: RunFolder) -> Drawing | None:
     """Global accuracy over rounds, with the middle of the sites and the worst one."""
@@ -39,7 +43,7 @@ def accuracy(run: RunFolder) -> Drawing | None:
     if not records:
         return None
     title = "Accuracy over rounds"
-    with Sheet(2.8, HALF) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes("round", "accuracy")
         rounds = [r.round for r in records]
         # np.array makes a number of what pyright sees as float | None.
@@ -60,15 +64,13 @@ def accuracy(run: RunFolder) -> Drawing | None:
             axes.plot(x, worst, color=RED, lw=1.1, ls="--", label="worst site")
         percent_axis(axes)
         rounds_axis(axes)
-        legend_above(axes)
-        svg = sheet.svg(title)
     caption = "Look for a global line that has flattened out."
     if spread:
         caption += (
             " A wide band, or a worst site far below the line, means a model that serves some sites"
             " and not others."
         )
-    return Drawing(title, svg, caption, simulator_only=bool(spread))
+    return Drawing(title, sheet.chart, caption, simulator_only=bool(spread))
 
 
 def metric(run: RunFolder, name: str) -> Drawing | None:
@@ -79,7 +81,7 @@ def metric(run: RunFolder, name: str) -> Drawing | None:
     if not points:
         return None
     title = f"{about.label} over rounds"
-    with Sheet(2.8, HALF) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes("round", about.label)
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
@@ -90,14 +92,13 @@ def metric(run: RunFolder, name: str) -> Drawing | None:
         elif max(values) > 0:
             axes.set_ylim(0, 1.08 * max(values))
         rounds_axis(axes)
-        svg = sheet.svg(title)
     caption = about.about
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
         caption += (
             f" In {lost} rounds {about.label} was not finite, and is not drawn: the model diverged."
         )
-    return Drawing(title, svg, caption, simulator_only=True)
+    return Drawing(title, sheet.chart, caption, simulator_only=True)
 
 
 def site_accuracy(run: RunFolder) -> Drawing | None:
@@ -110,7 +111,7 @@ def site_accuracy(run: RunFolder) -> Drawing | None:
     values = [scores[name].accuracy for name in names]
     overall = run.evaluated[-1].accuracy if run.evaluated else None
     many = len(names) > MANY
-    with Sheet(2.9 if many else 0.9 + 0.24 * len(names)) as sheet:
+    with Sheet(2.5 if many else 0.75 + 0.24 * len(names)) as sheet:
         if many:
             axes = sheet.axes("share of the sites", "accuracy at most")
             _quantile_curve(axes, values)
@@ -121,8 +122,6 @@ def site_accuracy(run: RunFolder) -> Drawing | None:
             line = axes.axvline
         if overall is not None and math.isfinite(overall):
             line(overall, color=INK, lw=1.2, ls="--", label=f"global {percent(overall)}")
-            legend_above(axes)
-        svg = sheet.svg(title)
     caption = "The sites from worst to best, on their own held-out records. Look at how far the "
     if many:
         caption += (
@@ -131,7 +130,7 @@ def site_accuracy(run: RunFolder) -> Drawing | None:
         )
     else:
         caption += "top bar stays behind the dashed global line."
-    return Drawing(title, svg, caption, simulator_only=True)
+    return Drawing(title, sheet.chart, caption, simulator_only=True)
 
 
 def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
@@ -150,11 +149,10 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
     axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
     longest = max(*values, 0.01)
     for y, value in zip(at, values, strict=True):
-        # Inside the bar, where no line crosses the figure, unless the bar is too short for it.
-        x, colour = (0, "white") if value > longest / 6 else (value, INK)
-        style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": colour}
-        axes.annotate(percent(value), (x, y), (4, 0), **style)
-    axes.set_yticks(at, [shorten(name) for name in names])
+        # Beside the bars, where no line crosses the figures.
+        beside = axes.get_yaxis_transform()
+        axes.text(1.02, y, percent(value), transform=beside, va="center", color=INK)
+    axes.set_yticks(at, [shorten(name, 14) for name in names])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, 1.05 * longest)
@@ -177,22 +175,21 @@ def labels(run: RunFolder) -> Drawing | None:
         order = np.lexsort((-purity, counts.argmax(1)))
         counts = counts[order]
     sizes = counts.sum(1)
-    names = [] if many else [shorten(name, 16) for name in table.sites]
-    upright = sum(map(len, names)) > 60
-    height = 2.3 + 0.2 * min(len(table.labels), MANY) + (1.0 if upright else 0.0)
+    names = [] if many else [shorten(name, 12) for name in table.sites]
+    upright = sum(map(len, names)) > 40
+    height = 1.7 + 0.17 * min(len(table.labels), MANY) + (0.7 if upright else 0.0)
     with Sheet(height) as sheet:
-        top, below = sheet.figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
+        top, below = sheet.chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
         top.set_ylabel("records")
         if sizes.max() > 30 * max(sizes.min(), 1):
             top.set_yscale("log")
         top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         shares = counts / np.maximum(sizes[:, None], 1)
-        image = below.imshow(
-            shares.T, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
-        )
-        bar = sheet.figure.colorbar(image, ax=below, label="share of the site")
-        percent_axis(bar.ax)
+        edges = [np.arange(n + 1) - 0.5 for n in counts.shape]
+        raster = many or len(table.labels) > MANY
+        below.pcolormesh(*edges, shares.T, cmap=_SHARE, vmin=0, vmax=1, rasterized=raster)
+        below.invert_yaxis()
         below.grid(visible=False)
         _name_labels(below, table)
         if many:
@@ -200,9 +197,8 @@ def labels(run: RunFolder) -> Drawing | None:
             below.set_xticks([])
         else:
             below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
-        if not many and len(table.labels) <= MANY:
-            _write_counts(below, counts, shares)
-        svg = sheet.svg(title)
+        if len(names) <= _WRITTEN and not raster:
+            _write_counts(below, counts)
     caption = (
         f"Training records of {len(table.sites):,} sites (columns) by label (rows). Darker cells: "
         "the label makes up more of the site. Equal columns mean that the sites have alike data; "
@@ -210,7 +206,7 @@ def labels(run: RunFolder) -> Drawing | None:
     )
     if many:
         caption += " Sites stand in the order of their commonest label."
-    return Drawing(title, svg, caption, simulator_only=True)
+    return Drawing(title, sheet.chart, caption, simulator_only=True)
 
 
 def _name_labels(axes: Axes, table: LabelTable) -> None:
@@ -220,9 +216,7 @@ def _name_labels(axes: Axes, table: LabelTable) -> None:
     axes.set_ylabel("label")
 
 
-def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
+def _write_counts(axes: Axes, counts: np.ndarray) -> None:
     for (site, label), count in np.ndenumerate(counts):
         if count:
-            colour = "white" if shares[site, label] > 0.5 else INK
-            style = {"ha": "center", "va": "center", "fontsize": 7}
-            axes.text(site, label, f"{count:.0f}", color=colour, **style)
+            axes.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")

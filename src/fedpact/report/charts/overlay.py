@@ -13,27 +13,26 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from fedpact.messages import RoundRecord
-from fedpact.report.drawing import (
+from fedpact.report.charts.drawing import (
     BLUE,
     GREEN,
     GREY,
-    HALF,
     ORANGE,
     RED,
     Drawing,
     Sheet,
-    legend_above,
     marker,
     percent_axis,
     rounds_axis,
     shorten,
     thin,
 )
+from fedpact.report.charts.theme import LIGHT
 from fedpact.report.outcomes import Comparison, Entry, Outcome
 from fedpact.text import scaled
 
 # Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
-_COLOURS = (BLUE, RED, GREEN, ORANGE, "#cc79a7", "#56b4e9", GREY)
+_COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
 _DASHES = ("-", "--", ":", "-.")
 
 Against = Literal["rounds", "bytes", "ε"]
@@ -50,12 +49,12 @@ class Line:
     high: np.ndarray
 
 
-def on_the_way(comparison: Comparison) -> dict[str, list[Drawing]]:
+def on_the_way(comparison: Comparison) -> list[Drawing]:
     """Return accuracy and loss against rounds, bytes and ε, as far as there is anything to draw."""
     costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
     measures: tuple[Measure, ...] = ("accuracy", "loss")
-    found = {cost: [curves(comparison, measure, cost) for measure in measures] for cost in costs}
-    return {cost: [d for d in drawings if d] for cost, drawings in found.items()}
+    found = [curves(comparison, measure, cost) for measure in measures for cost in costs]
+    return [drawing for drawing in found if drawing]
 
 
 def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawing | None:
@@ -69,8 +68,7 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
     if against == "bytes":
         unit, symbol = scaled(max(float(line.x[-1]) for _, _, line in drawn))
         name = f"sent so far ({symbol})"
-    columns = 2 if len(drawn) <= 4 else 3
-    with Sheet(2.6 + 0.19 * math.ceil(len(drawn) / columns), HALF) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
         for i, entry, line in drawn:
             _draw(axes, i, entry, line, unit)
@@ -81,9 +79,7 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
         if against == "rounds":
             rounds_axis(axes)
         axes.margins(x=0.02)
-        legend_above(axes, columns)
-        svg = sheet.svg(title)
-    return Drawing(title, svg, _caption(comparison, drawn, against), comparison.pooled)
+    return Drawing(title, sheet.chart, _caption(comparison, drawn, against), comparison.pooled)
 
 
 @dataclass(frozen=True)
@@ -137,8 +133,7 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
         return None
     title = f"{measure.capitalize()} over {key}"
     place = _places([x for line in lines for x in line.x], key)
-    columns = 2 if len(lines) <= 4 else 3
-    with Sheet(2.6 + 0.19 * math.ceil(len(lines) / columns), HALF) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes(key, "accuracy")
         for i, line in enumerate(lines):
             colour, dashes = _look(i)
@@ -160,12 +155,10 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
         percent_axis(axes)
-        legend_above(axes, columns)
-        svg = sheet.svg(title)
     caption = "Means over seeds of the last model; bars are a sample standard deviation each way. "
     if key == "privacy.epsilon":
         caption += f"ε is what each site allows. {_guarantee(comparison)}"
-    return Drawing(title, svg, caption.strip(), measure != "accuracy" or comparison.pooled)
+    return Drawing(title, sheet.chart, caption.strip(), measure != "accuracy" or comparison.pooled)
 
 
 @dataclass(frozen=True)

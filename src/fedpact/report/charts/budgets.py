@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedpact.messages import RoundRecord
-from fedpact.report.drawing import (
+from fedpact.report.charts.drawing import (
     BLUE,
     GREEN,
     INK,
@@ -18,7 +18,6 @@ from fedpact.report.drawing import (
     RED,
     Drawing,
     Sheet,
-    legend_above,
     marker,
     rounds_axis,
     thin,
@@ -42,13 +41,12 @@ def epsilon(run: RunFolder) -> Drawing | None:
     title = "ε spent over rounds"
     groups = _by_budget(run.site_privacy)
     shares = len(groups) > len(_COLOURS)
-    with Sheet(3.1) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes("round", "share of the budget's ε" if shares else "ε")
         if shares:
             _spending(axes, records, run.site_privacy, BLUE, relative=True)
             axes.axhline(1, color=INK, lw=1.2, ls="--", label="budget")
         else:
-            # All lines before all budgets: the legend has one column of each.
             for colour, sites in zip(_COLOURS, groups.values(), strict=False):
                 _spending(axes, records, sites, colour)
             for colour, (allowed, delta) in zip(_COLOURS, groups, strict=False):
@@ -56,9 +54,7 @@ def epsilon(run: RunFolder) -> Drawing | None:
                 axes.axhline(allowed, color=colour, lw=1.2, ls="--", label=budget)
         axes.set_ylim(bottom=0)
         rounds_axis(axes)
-        legend_above(axes, columns=3 if len(groups) == 1 or shares else 2)
-        svg = sheet.svg(title)
-    return Drawing(title, svg, _caption(run, groups, shares))
+    return Drawing(title, sheet.chart, _caption(run, groups, shares))
 
 
 def _by_budget(sites: Sites) -> dict[tuple[float, float], dict[str, SitePrivacy]]:
@@ -136,7 +132,7 @@ def traffic(run: RunFolder) -> Drawing | None:
     value, unit = scaled(max(whole, allowed or 0))
     kept = thin(range(len(run.records)))
     rounds = [run.records[i].round for i in kept]
-    with Sheet(2.9) as sheet:
+    with Sheet() as sheet:
         axes = sheet.axes("round", f"sent so far ({unit})")
         axes.stackplot(
             rounds,
@@ -151,10 +147,8 @@ def traffic(run: RunFolder) -> Drawing | None:
             axes.axhline(allowed / value, color=INK, lw=1.2, ls="--", label=line)
         axes.set_ylim(bottom=0)
         rounds_axis(axes)
-        legend_above(axes)
-        svg = sheet.svg(title)
     caption = (
         "Messages as encoded, all sites together, added up over rounds. A straight line means that "
         "every round costs the same; it bends where sites stop answering."
     )
-    return Drawing(title, svg, caption)
+    return Drawing(title, sheet.chart, caption)
