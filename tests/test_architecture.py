@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check", "text", "files", "records"),
     ("configuration",),  # files, overrides, errors that name every mistake
     ("reference",),  # what each key and setting means, read from the sources
+    ("shown",),  # what a notebook shows: cards, tables, a bar; the pages' colours
     ("messages", "params", "losses", "own"),  # what crosses the wire; the flat vector; losses
     ("theory",),  # pure functions of numbers: no torch, see `torch_in_theory`
     # Linear algebra that knows no budget; where randomness comes from; what was promised and spent.
@@ -42,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties;
     # one shows a run while it goes on.
     ("report", "audit", "deploy", "watch"),
+    ("result",),  # a run's outcome, as a notebook shows it
     ("api",),
     ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),

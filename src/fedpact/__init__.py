@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from fedpact.api import load, run
     from fedpact.comparison.compare import compare
     from fedpact.data.datasets import from_arrays
-    from fedpact.engines.simulation import Result
     from fedpact.errors import FedpactError
     from fedpact.plan import Plan
+    from fedpact.result import Result
 
 __all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "load", "run"]
 
 _HOMES = {
     "FedpactError": "fedpact.errors",
     "Plan": "fedpact.plan",
-    "Result": "fedpact.engines.simulation",
+    "Result": "fedpact.result",
     "compare": "fedpact.comparison.compare",
     "from_arrays": "fedpact.data.datasets",
     "load": "fedpact.api",

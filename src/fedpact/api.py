@@ -10,13 +10,16 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
 from fedpact.engines.extended import as_it_is, extended, put_back, put_on
 from fedpact.engines.served import Served
-from fedpact.engines.simulation import OnRound, Result, simulate
+from fedpact.engines.simulation import OnRound, simulate
 from fedpact.errors import FedpactError, PlanError
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
 from fedpact.own.named import handed_name, is_handed, name_of
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
+from fedpact.result import Result
+from fedpact.shown.progress import Bar, in_notebook
+from fedpact.text import percent, upper
 
 
 def run(
@@ -29,7 +32,7 @@ def run(
     model: Any = None,
     test: Any = None,
     engine: str = "local",
-    on_round: OnRound = lambda _: None,
+    on_round: OnRound | None = None,
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Result:
@@ -43,7 +46,8 @@ def run(
     classes), or with nothing where it needs nothing. data: a name, a path, or records as
     data.given.handed has them. test: a public test set in the same form.
     engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
-    on_round: called with every RoundRecord. stop: asked between rounds; true ends the run there.
+    on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between
+    rounds; true ends the run there.
     Raises InputError (a ValueError) for whatever does not fit, before anything is written.
     """
     if isinstance(first, Plan):
@@ -57,9 +61,24 @@ def run(
         plan, data = plan_of(first, settings), data if second is None else second
     plan, records = with_own(plan, model=model, data=data, test=test)
     folder = check_out(default_folder(plan) if out is None else Path(out))
+    if on_round is None:
+        on_round = _bar(plan) if in_notebook() else lambda _: None
     result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
     write_report(folder)
-    return result
+    return Result(**vars(result))
+
+
+def _bar(plan: Plan) -> OnRound:
+    """A notebook's bar: the round, the last accuracy, and the largest ε so far."""
+    bar, seen = Bar(plan.rounds), {"accuracy": ""}
+
+    def show(record: RoundRecord) -> None:
+        if record.accuracy is not None:
+            seen["accuracy"] = f"accuracy {percent(record.accuracy)}, "
+        spent = f"ε {upper(max(record.epsilon.values()))}" if record.epsilon else "NOT PRIVATE"
+        bar(record.round, seen["accuracy"] + spent)
+
+    return show
 
 
 def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:

@@ -16,13 +16,13 @@ from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import StopOnInterrupt, show
 from fedpact.engines.extended import extended
-from fedpact.engines.simulation import Result
 from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
+from fedpact.result import Result
 from fedpact.tasks.measures import shown
 from fedpact.text import guarded, size, upper, written
 

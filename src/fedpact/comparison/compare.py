@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fedpact import check
 from fedpact.api import with_own
+from fedpact.comparison.compared import Compared
 from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
 from fedpact.comparison.here import carry_out_here
 from fedpact.comparison.pool import Job, News, OnNews, carry_out
@@ -26,16 +27,12 @@ from fedpact.report.comparison import document, write_comparison
 from fedpact.report.counted import counted as trying
 from fedpact.report.outcomes import (
     RESUMABLE,
-    Comparison,
     private_runs,
     read_comparison,
     run_folder,
 )
 from fedpact.report.page import write_report
-
-
-def _nobody(_: News) -> None:
-    pass
+from fedpact.shown.progress import Bar, in_notebook
 
 
 def compare(
@@ -50,9 +47,9 @@ def compare(
     joining: bool = False,
     counted: bool = False,
     sweep: Mapping[str, Sequence[Any]] | None = None,
-    on_news: OnNews = _nobody,
+    on_news: OnNews | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Comparison:
+) -> Compared:
     """Carry out every plan with every seed; write their folders, comparison.html and .json.
 
     plans: by name, or a list, then named by algorithm. seeds: which, or how many from the first
@@ -69,8 +66,8 @@ def compare(
     counted: find out, too, what trying all this costs a site (report.counted).
     sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
     keys are what is compared, and make nothing unequal.
-    on_news: called with every round and every end. stop: asked every tenth of a second; true ends
-    the runs under way after their round.
+    on_news: called with every round and every end; by default a notebook shows a bar. stop: asked
+    every tenth of a second; true ends the runs under way after their round.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
     differ in more than their method are compared, and marked (Comparison.inequalities).
     Raises InputError (PlanError among them), before anything is written: no plans, plans on
@@ -97,6 +94,7 @@ def compare(
     ]
     missing = [job for job in wanted if not has_ended(job)]
     others = [job for job in missing if not job.here]
+    on_news = on_news or _watcher(len(missing))
     failed = carry_out(others, side_by_side, on_news, stop)
     failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
     if joining and not stop():
@@ -110,7 +108,21 @@ def compare(
     text = json.dumps(document(comparison), indent=2, default=str) + "\n"
     write_whole(folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
-    return comparison
+    return Compared(**{each.name: getattr(comparison, each.name) for each in fields(comparison)})
+
+
+def _watcher(runs: int) -> OnNews:
+    """In a notebook a bar of the runs that have ended, elsewhere nobody."""
+    if not (runs and in_notebook()):
+        return lambda _: None
+    bar, ended = Bar(runs), set[tuple[str, int]]()
+
+    def show(news: News) -> None:
+        if news.ended:
+            ended.add((news.job.name, news.job.seed))
+        bar(len(ended), f"{news.job.name}, seed {news.job.seed}")
+
+    return show
 
 
 def _holds_out(plans: Mapping[str, Plan]) -> None:

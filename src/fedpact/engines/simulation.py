@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import reserved
 from fedpact.privacy.sizes import charge_size
 from fedpact.round import Rounds, Transport
+from fedpact.shown.cards import frame
 from fedpact.theory.accounting import History
 
 OnRound = Callable[[RoundRecord], None]
@@ -65,7 +65,7 @@ def _nobody(_: RoundRecord) -> None:
 
 
 @dataclass(frozen=True)
-class Result:
+class Simulated:
     """What a run left. records: one a round, round 0 included. model: with the final weights.
 
     own: what was handed in as the model, if it was, where another process had made the run.
@@ -94,19 +94,13 @@ class Result:
 
         Raises InputError: pandas is not installed.
         """
-        try:
-            frame = import_module("pandas").DataFrame
-        except ImportError as error:
-            raise InputError(
-                "frames needs pandas: `pip install pandas`, or read result.records and "
-                "result.summary as they are"
-            ) from error
         scores = next((r.scores for r in reversed(self.records) if r.scores), {})
         spent = self.summary["epsilon"]
         score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
         sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
         rounds = [json.loads(record.to_json()) for record in self.records]
-        return {"rounds": frame(rounds), "sites": frame(sites)}
+        instead = "result.records and result.summary"
+        return {"rounds": frame(rounds, instead), "sites": frame(sites, instead)}
 
     @cached_property
     def _served(self) -> Served:
@@ -121,7 +115,7 @@ def simulate(
     engine: str = "local",
     on_round: OnRound = _nobody,
     stop: Callable[[], bool] = lambda: False,
-) -> Result:
+) -> Simulated:
     """Carry out a plan from this process and write the run's folder.
 
     out: new, or the folder of this same plan, which is then continued. data: instead of plan.data.
@@ -333,7 +327,7 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
 
 def _finish(
     folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
-) -> Result:
+) -> Simulated:
     folder.rewrite(records)
     raw = scene.raw
     values = str(raw.x.dtype).removeprefix("torch.")
@@ -342,4 +336,4 @@ def _finish(
     summary = finish(
         folder, scene.plan, scene.terms, scene.sizes, module, scene.form, at, records, status
     )
-    return Result(folder.path, records, summary, module)
+    return Simulated(folder.path, records, summary, module)

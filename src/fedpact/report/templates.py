@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from fedpact.report.charts.theme import css
+from fedpact.shown.colours import css
 
 
 def page(name: str, **values: Any) -> str:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedpact.report.charts.theme import LIGHT, css, themed
+from fedpact.shown.colours import LIGHT, css, themed
 
 BLUE, ORANGE, GREEN, RED, GREY = (LIGHT[n] for n in ("blue", "orange", "green", "red", "grey"))
 INK = LIGHT["ink"]

@@ -27,8 +27,8 @@ from fedpact.report.charts.drawing import (
     shorten,
     thin,
 )
-from fedpact.report.charts.theme import LIGHT
 from fedpact.report.outcomes import Comparison, Entry, Outcome
+from fedpact.shown.colours import LIGHT
 from fedpact.text import scaled
 
 # Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
