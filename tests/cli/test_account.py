@@ -1,6 +1,7 @@
 """`fedpact account` and `fedpact tradeoffs`, run in this process."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -129,11 +130,44 @@ def test_tradeoffs_table_and_figure(few_points, tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--preset", "mine"), ("--out", "x.bmp"), ("--out", "/nowhere/at/all/x.png")]
+    "arguments",
+    [
+        ("--preset", "mine"),
+        ("--preset", "paper", "--q", "0.1"),
+        ("--out", "x.bmp"),
+        ("--out", "/nowhere/at/all/x.png"),
+    ],
 )
 def test_tradeoffs_refusals(few_points, arguments):
-    with pytest.raises(InputError, match=r"--(preset|out) is"):
+    with pytest.raises(InputError, match=r"--(preset|out) (is|paper has)"):
         run("tradeoffs", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--q", "nan"), ("--q", "0"), ("--delta", "1"), ("--steps", "0"), ("--epsilon", "nan")],
+)
+def test_tradeoffs_of_nonsense_are_refused(arguments):
+    with pytest.raises(InputError, match=f"{arguments[0][2:]} is"):
+        run("tradeoffs", *arguments)
+
+
+def test_tradeoffs_of_ones_own_mark_what_is_unsound():
+    given = ("--q", "1e-3", "--delta", "1e-4", "--steps", "100000", "--epsilon", "2")
+    document = json.loads(run("tradeoffs", "--json", *given))
+    assert document["problem"]["q"] == 1e-3
+    points = {point["curve"]: point for point in document["points"]}
+    assert {(p["steps"], p["epsilon"]) for p in document["points"]} == {(100_000, 2.0)}
+    # Of the noise that the older bounds ask for at ε = 2 (papers/composition.py): 5.5 and 2.9.
+    assert points["proposed"]["proven"] == pytest.approx(5.5, abs=0.05)
+    assert points["MA"]["proven"] == pytest.approx(2.9, abs=0.05)
+    for curve, point in points.items():
+        # Less noise than the least that keeps ε is unsound, and nothing else is.
+        assert point["unsound"] == (point["sigma"] < 0.99 * points["pld"]["sigma"]), curve
+        assert point["unsound"] == (curve in ("proposed", "MA")), curve
+    text = run("tradeoffs", *given)
+    lines = [line for line in text.splitlines() if "UNSOUND" in line and "│" in line]
+    assert [re.search("proposed|MA|AC[12]", line)[0] for line in lines] == ["proposed", "MA"]
 
 
 def test_a_person_of_several_records_stands_beside_the_record():

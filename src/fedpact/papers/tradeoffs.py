@@ -7,7 +7,7 @@ coordinate on its clipped batch mean. Rates are in nats a client and round.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fedpact import check
@@ -18,7 +18,8 @@ from fedpact.papers.composition import (
     unconditional_noise,
     violations,
 )
-from fedpact.theory.accounting import Accountant, Budget
+from fedpact.theory.accounting import Accountant, Budget, SampledGaussian
+from fedpact.theory.accounting import epsilon as epsilon_of
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,10 @@ def bits_on_the_wire(rate: float, dimension: int, step: float) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One curve at one ε. notes: which of the bound's own conditions fail, or why it has no σ."""
+    """One curve at one ε. notes: which of the bound's own conditions fail, or why it has no σ.
+
+    proven: the ε that exact accounting proves for this σ; None where there is no σ.
+    """
 
     curve: str
     epsilon: float
@@ -155,6 +159,15 @@ class Point:
     utility: float | None
     rate: float | None
     notes: tuple[str, ...] = ()
+    proven: float | None = None
+
+    @property
+    def unsound(self) -> bool:
+        """Whether the σ does not keep the ε that the curve claims for it.
+
+        Exact accounting is within 2 % of the truth, so what it proves beyond that is not proof's.
+        """
+        return self.proven is not None and self.proven > 1.02 * self.epsilon
 
 
 # How the paper's printed example comes out of its formulas: T/10 in the noise, T in the utility,
@@ -177,7 +190,17 @@ def old_point(
         sigma = unconditional_noise(bound, budget, problem.q, inside, log)
     except InputError as error:
         return Point(bound, epsilon, steps, None, None, None, (str(error),))
-    return _point(problem, bound, epsilon, steps, sigma, violations(sigma, budget, problem.q))
+    notes = violations(sigma, budget, problem.q)
+    return _point(problem, bound, epsilon, steps, sigma, notes)
+
+
+def with_proof(problem: Problem, point: Point) -> Point:
+    """Return the point with the ε that its σ keeps, by privacy loss distributions."""
+    if point.sigma is None:
+        return point
+    # Sensitivity 2C, as `exact_noise` has it.
+    event = SampledGaussian(problem.q, point.sigma / 2)
+    return replace(point, proven=epsilon_of({event: point.steps}, problem.delta, "pld"))
 
 
 def exact_point(problem: Problem, accountant: Accountant, epsilon: float, steps: int) -> Point:

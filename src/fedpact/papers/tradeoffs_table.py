@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fedpact import check
 from fedpact.errors import InputError
 from fedpact.papers.composition import OLD_BOUNDS
-from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point
+from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point, with_proof
+from fedpact.text import upper
 from fedpact.theory.accounting import Accountant
 
 STEPS = (70_000, 700_000)
@@ -23,7 +27,7 @@ LABELS = {"rdp": "RDP, proven", "pld": "PLD, proven"}
 GUARANTEE = (
     "RDP and PLD: proven (ε, δ)-differential privacy for each client, add/remove one record, over "
     "all T releases. proposed, MA, AC1, AC2: comparison only, no guarantee, even where their own "
-    "conditions hold"
+    "conditions hold; UNSOUND where what is proven for their σ is more than the ε they claim"
 )
 PAPER = (
     "preset paper: the older bounds with T/10 in the noise and base-10 logarithms (AC2 natural), "
@@ -31,85 +35,124 @@ PAPER = (
 )
 
 
-def tradeoffs(preset: str | None, out: Path | None, as_json: bool) -> None:
-    """Carry out `fedpact tradeoffs`. Raises InputError: no such preset, or another suffix."""
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the problem (q, δ), numbers of rounds T, ε; paper: by the printed numbers."""
+
+    problem: Problem
+    steps: Sequence[int]
+    epsilons: Sequence[float]
+    paper: bool = False
+
+
+def asked(
+    preset: str | None,
+    q: float | None,
+    delta: float | None,
+    steps: Sequence[int],
+    epsilons: Sequence[float],
+) -> Question:
+    """Return the question, with the paper's numbers where none are given. Raises InputError."""
     if preset not in (None, "paper"):
         raise InputError(f"--preset is {preset!r}: expected paper, or no preset")
+    if preset and (q is not None or delta is not None or steps):
+        raise InputError(
+            "--preset paper has the printed q, δ and T: leave --q, --delta and --steps out, or "
+            "the preset"
+        )
+    usual = Problem()
+    problem = Problem(q=usual.q if q is None else q, delta=usual.delta if delta is None else delta)
+    for number in steps:
+        check.count(steps=number)
+    for epsilon in epsilons:
+        check.positive(epsilon=epsilon)
+    chosen = sorted(set(steps or STEPS)), sorted(set(epsilons or EPSILONS))
+    return Question(problem, *chosen, paper=preset == "paper")
+
+
+def tradeoffs(question: Question, out: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact tradeoffs`. Raises InputError: another suffix, or a file out of reach."""
     if out is not None and out.suffix not in (".png", ".svg"):
         raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
-    problem, paper = Problem(), preset == "paper"
+    problem, paper = question.problem, question.paper
     with Console(stderr=True).status("calibrating σ by exact accounting"):
         points = [
-            point
-            for steps in STEPS
-            for epsilon in EPSILONS
+            with_proof(problem, point)
+            for steps in question.steps
+            for epsilon in question.epsilons
             for point in (
                 *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
                 *(exact_point(problem, by, epsilon, steps) for by in EXACT),
             )
         ]
     if out is not None:
-        _draw(problem, points, paper, out)
+        _draw(question, points, out)
     if as_json:
-        print(json.dumps(_document(problem, points, preset), indent=2))
+        print(json.dumps(_document(question, points), indent=2))
     else:
-        _show(problem, points, paper)
+        _show(question, points)
 
 
-def _document(problem: Problem, points: list[Point], preset: str | None) -> dict[str, Any]:
+def _document(question: Question, points: list[Point]) -> dict[str, Any]:
     return {
-        "problem": dataclasses.asdict(problem),
-        "preset": preset,
+        "problem": dataclasses.asdict(question.problem),
+        "preset": "paper" if question.paper else None,
         "guarantee": GUARANTEE,
         "units": {"sigma": "noise over C a coordinate", "rate": "nats a client and round"},
-        "points": [dataclasses.asdict(point) for point in points],
+        "points": [{**dataclasses.asdict(point), "unsound": point.unsound} for point in points],
     }
 
 
-def _show(problem: Problem, points: list[Point], paper: bool) -> None:
-    console = Console()
-    for steps in STEPS:
+def _show(question: Question, points: list[Point]) -> None:
+    console, problem = Console(), question.problem
+    for steps in question.steps:
         title = f"T = {steps:,}, δ = {problem.delta:g}, q = {problem.q:g}; rate in nats a round"
         table = Table(title=title)
-        for column in ("ε", "bound", "σ", "utility", "rate", "own conditions"):
+        for column in ("ε", "bound", "σ", "ε, proven", "", "utility", "rate", "own conditions"):
             table.add_column(column, justify="left" if column == "bound" else "right")
-        for epsilon in EPSILONS:
+        for epsilon in question.epsilons:
             here = [p for p in points if (p.steps, p.epsilon) == (steps, epsilon)]
             for point in here:
                 table.add_row(*_cells(point), end_section=point is here[-1])
         console.print(table)
     console.print(GUARANTEE + ".")
-    if paper:
+    if question.paper:
         console.print(PAPER + ".")
 
 
 def _cells(point: Point) -> list[str]:
-    numbers = ("none", "", "")
-    if point.sigma is not None:
-        numbers = (f"{point.sigma:.4g}", f"{point.utility:.4g}", f"{point.rate:,.0f}")
+    numbers = ("none", "", "", "", "")
+    if point.sigma is not None and point.proven is not None:
+        mark = "[bold red]UNSOUND[/]" if point.unsound else ""
+        numbers = (f"{point.sigma:.4g}", upper(point.proven), mark)
+        numbers += (f"{point.utility:.4g}", f"{point.rate:,.0f}")
     state = "proven" if point.curve in EXACT else "violated" if point.notes else "hold"
     return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
 
 
-def _draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None:
-    """Draw σ², utility and rate against ε for both T: the paper's Figure 1, with exact curves.
+def _draw(question: Question, points: list[Point], out: Path) -> None:
+    """Draw σ², utility and rate against ε for every T: the paper's Figure 1, with exact curves.
 
-    Thin and dotted where a bound's own conditions fail. Raises InputError.
+    Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
     """
+    problem = question.problem
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 2, figsize=(10, 10), sharex=True, layout="constrained")
-    for column, steps in enumerate(STEPS):
+    size = (1 + 4.5 * len(question.steps), 10)
+    figure, axes = pyplot.subplots(
+        3, len(question.steps), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, steps in enumerate(question.steps):
         exact = {by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT}
-        _column(axes[:, column], problem, steps, exact, paper)
+        _column(axes[:, column], question, steps, exact)
     axes[0][0].legend(fontsize="small")
     figure.suptitle(
         f"record-level (ε, δ = {problem.delta:g}), add/remove one record; q = {problem.q:g}, "
         f"d = {problem.dimension:,}, K = {problem.clients}\n"
-        "dotted: outside the bound's own conditions; only RDP and PLD are guarantees",
+        "dotted: unsound, or outside the bound's own conditions; only RDP and PLD are guarantees",
         fontsize="medium",
     )
     try:
@@ -120,12 +163,17 @@ def _draw(problem: Problem, points: list[Point], paper: bool, out: Path) -> None
         pyplot.close(figure)
 
 
-def _column(
-    axes: Any, problem: Problem, steps: int, exact: Mapping[str, list[Point]], paper: bool
-) -> None:
+def _column(axes: Any, question: Question, steps: int, exact: Mapping[str, list[Point]]) -> None:
     """Fill the three panels of one T."""
-    grid = [float(e) for e in np.geomspace(min(EPSILONS), max(EPSILONS), 40)]
-    curves = {b: [old_point(problem, b, e, steps, paper) for e in grid] for b in OLD_BOUNDS}
+    low, high = min(question.epsilons), max(question.epsilons)
+    grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]
+    curves = {
+        bound: [
+            _marked(old_point(question.problem, bound, e, steps, question.paper), exact)
+            for e in grid
+        ]
+        for bound in OLD_BOUNDS
+    }
     quantities: list[tuple[str, Callable[[Point], float | None]]] = [
         ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
         ("utility bound U(T)", lambda p: p.utility),
@@ -142,8 +190,18 @@ def _column(
     axes[0].set_title(f"T = {steps:,}")
     axes[2].set_yscale("linear")
     axes[2].set_xlabel("ε")
-    axes[2].set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
+    axes[2].set_xticks(question.epsilons, [f"{e:g}" for e in question.epsilons])
     axes[2].minorticks_off()
+
+
+def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
+    """Return the point, noted where its σ is below the least with a proof, between known ones."""
+    known = [p for p in exact[EXACT[-1]] if p.sigma]
+    epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))
+    least = float(np.interp(math.log(point.epsilon), epsilons, sigmas))
+    if point.sigma is not None and math.log(point.sigma) < least - 0.01:
+        return dataclasses.replace(point, notes=(*point.notes, "unsound"))
+    return point
 
 
 def _line(

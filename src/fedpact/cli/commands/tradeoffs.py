@@ -12,6 +12,17 @@ def tradeoffs(
     preset: Annotated[
         str | None, typer.Option(help="'paper': the conventions behind its printed numbers.")
     ] = None,
+    q: Annotated[
+        float | None, typer.Option(help="Sampling rate of the Poisson batches, in (0, 1).")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="The budget's δ, in (0, 1).")] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(help="T, the number of releases; once for each table."),
+    ] = None,
+    epsilon: Annotated[
+        list[float] | None, typer.Option(help="The budget's ε; once for each part of a table.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Draw the curves into this file, .png or .svg.")
     ] = None,
@@ -20,4 +31,5 @@ def tradeoffs(
     """Compare noise, utility and rate by older composition bounds and by exact accounting."""
     from fedpact.papers import tradeoffs_table as command
 
-    command.tradeoffs(preset, out, as_json)
+    question = command.asked(preset, q, delta, steps or (), epsilon or ())
+    command.tradeoffs(question, out, as_json)
