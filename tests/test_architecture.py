@@ -43,7 +43,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # One reads a run's folder and never trains; one attacks a plan's oracle; one runs parties;
     # one shows a run while it goes on.
     ("report", "audit", "deploy", "watch"),
-    ("result",),  # a run's outcome, as a notebook shows it
     ("api",),
     ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),

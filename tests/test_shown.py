@@ -13,11 +13,11 @@ from tests.browser import chromium, look, opened
 from tests.report.conftest import builder
 from tests.report.test_comparison import put, read
 
+from fedpact.api import Result
 from fedpact.comparison.compared import Compared
 from fedpact.errors import InputError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.result import Result
 from fedpact.shown import progress
 from fedpact.shown.progress import Bar, in_notebook
 

@@ -10,19 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedpact.api import load, run
+    from fedpact.api import Result, load, run
     from fedpact.comparison.compare import compare
     from fedpact.data.datasets import from_arrays
     from fedpact.errors import FedpactError
     from fedpact.plan import Plan
-    from fedpact.result import Result
 
 __all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "load", "run"]
 
 _HOMES = {
     "FedpactError": "fedpact.errors",
     "Plan": "fedpact.plan",
-    "Result": "fedpact.result",
+    "Result": "fedpact.api",
     "compare": "fedpact.comparison.compare",
     "from_arrays": "fedpact.data.datasets",
     "load": "fedpact.api",

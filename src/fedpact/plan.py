@@ -13,14 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import (
-    DEFAULTS,
-    given,
-    leaves,
-    left,
-    plan_error,
-    read_configuration,
-)
+from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
@@ -47,9 +40,8 @@ from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
-from fedpact.shown.cards import Figure, card, frame
+from fedpact.shown import plans
 from fedpact.tasks.settings import TaskSettings
-from fedpact.text import upper
 from fedpact.theory.accounting import round_rate_up
 
 _RATE = 0.5  # q where neither it nor a batch size is given
@@ -303,41 +295,19 @@ class Plan(BaseModel):
         )
 
     def __repr__(self) -> str:
-        return f"Plan({', '.join(f'{figure.label} {figure.value}' for figure in self._figures)})"
+        return plans.told(self)
 
     __str__ = __repr__
 
-    @property
-    def _figures(self) -> list[Figure]:
-        privacy, delta = self.privacy, self.privacy.delta
-        epsilon = privacy.epsilon if isinstance(privacy.epsilon, list) else [privacy.epsilon]
-        told = f"{upper(max(epsilon))} per {privacy.unit}"
-        return [
-            Figure("algorithm", self.algorithm),
-            Figure("data", self.data),
-            Figure("model", str(self.model)),
-            Figure("sites", f"{self.sites:,}"),
-            Figure("rounds", f"{self.rounds:,}"),
-            Figure("ε", told if self.private else "NOT PRIVATE", bad=not self.private),
-            *([Figure("δ", str(delta))] if self.private else []),
-        ]
-
     def _repr_html_(self) -> str:
-        whole = self.document()
-        chosen = sorted(set(leaves(whole)) - {*whole[DEFAULTS], DEFAULTS})
-        return card("Plan", self._figures, below=f"chosen: {', '.join(chosen)}")
+        return plans.card_of(self)
 
     def frame(self) -> Any:
         """Return every setting in effect as a pandas DataFrame: key, value, default (nobody gave).
 
         Raises InputError: pandas is not installed.
         """
-        whole = self.document()
-        left_alone = set(whole.pop(DEFAULTS))
-        rows = [
-            {"key": k, "value": v, "default": k in left_alone} for k, v in leaves(whole).items()
-        ]
-        return frame(rows, "plan.document()")
+        return plans.frame_of(self)
 
     def document(self) -> dict[str, Any]:
         """Return plan.json's content: every setting in effect, and which of them nobody gave."""

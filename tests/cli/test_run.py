@@ -76,7 +76,7 @@ def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
 def printed(folder):
     """The command under "How to repeat it", as a shell would take it apart."""
     page = (folder / "report.html").read_text()
-    (command,) = re.findall("<h2>How to repeat it</h2>\n<p><code>(.*?)</code>", page)
+    (command,) = re.findall("<h3>How to repeat it</h3>\n<p><code>(.*?)</code>", page)
     return shlex.split(html.unescape(command))
 
 

@@ -137,7 +137,7 @@ def test_frames_are_rounds_and_sites(digits, monkeypatch):
     spent = {row["site"]: row["epsilon"] for row in frames["sites"]}
     assert spent == digits.run.summary["epsilon"]
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(InputError, match="pip install pandas"):
+    with pytest.raises(InputError, match="pip install 'fedpact\\[frames\\]'"):
         digits.run.frames()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedpact.api import default_folder
+from fedpact.api import Result, default_folder
 from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import StopOnInterrupt, show
@@ -22,7 +22,6 @@ from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
-from fedpact.result import Result
 from fedpact.tasks.measures import shown
 from fedpact.text import guarded, size, upper, written
 

@@ -7,7 +7,7 @@ from fedpact.metrics import METRICS
 from fedpact.report.charts.overlay import on_the_way, sweeps
 from fedpact.report.comparison import inequality, rows
 from fedpact.report.outcomes import Comparison
-from fedpact.shown.cards import frame, table
+from fedpact.shown.cards import frame, listing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,7 +24,7 @@ class Compared(Comparison):
         headings = ("", "seeds", "accuracy", "worst site", "ε", "bytes")
         cells = [(r.name, r.seeds, r.accuracy, r.worst, r.epsilon, r.bytes) for r in rows(self)]
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
-        return table(headings, cells, title=inequality(self) or "Comparison", note=note)
+        return listing(headings, cells, title=inequality(self) or "Comparison", note=note)
 
     def frame(self) -> Any:
         """Return a pandas DataFrame with one row a run: what is swept, and what came of it.

@@ -36,7 +36,7 @@ PAPER = (
 
 
 @dataclass(frozen=True)
-class Question:
+class TradeoffQuestion:
     """What is asked: the problem (q, δ), numbers of rounds T, ε; paper: by the printed numbers."""
 
     problem: Problem
@@ -51,7 +51,7 @@ def asked(
     delta: float | None,
     steps: Sequence[int],
     epsilons: Sequence[float],
-) -> Question:
+) -> TradeoffQuestion:
     """Return the question, with the paper's numbers where none are given. Raises InputError."""
     if preset not in (None, "paper"):
         raise InputError(f"--preset is {preset!r}: expected paper, or no preset")
@@ -67,10 +67,10 @@ def asked(
     for epsilon in epsilons:
         check.positive(epsilon=epsilon)
     chosen = sorted(set(steps or STEPS)), sorted(set(epsilons or EPSILONS))
-    return Question(problem, *chosen, paper=preset == "paper")
+    return TradeoffQuestion(problem, *chosen, paper=preset == "paper")
 
 
-def tradeoffs(question: Question, out: Path | None, as_json: bool) -> None:
+def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> None:
     """Carry out `fedpact tradeoffs`. Raises InputError: another suffix, or a file out of reach."""
     if out is not None and out.suffix not in (".png", ".svg"):
         raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
@@ -93,7 +93,7 @@ def tradeoffs(question: Question, out: Path | None, as_json: bool) -> None:
         _show(question, points)
 
 
-def _document(question: Question, points: list[Point]) -> dict[str, Any]:
+def _document(question: TradeoffQuestion, points: list[Point]) -> dict[str, Any]:
     return {
         "problem": dataclasses.asdict(question.problem),
         "preset": "paper" if question.paper else None,
@@ -103,7 +103,7 @@ def _document(question: Question, points: list[Point]) -> dict[str, Any]:
     }
 
 
-def _show(question: Question, points: list[Point]) -> None:
+def _show(question: TradeoffQuestion, points: list[Point]) -> None:
     console, problem = Console(), question.problem
     for steps in question.steps:
         title = f"T = {steps:,}, δ = {problem.delta:g}, q = {problem.q:g}; rate in nats a round"
@@ -130,7 +130,7 @@ def _cells(point: Point) -> list[str]:
     return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
 
 
-def _draw(question: Question, points: list[Point], out: Path) -> None:
+def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
     """Draw σ², utility and rate against ε for every T: the paper's Figure 1, with exact curves.
 
     Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
@@ -163,7 +163,9 @@ def _draw(question: Question, points: list[Point], out: Path) -> None:
         pyplot.close(figure)
 
 
-def _column(axes: Any, question: Question, steps: int, exact: Mapping[str, list[Point]]) -> None:
+def _column(
+    axes: Any, question: TradeoffQuestion, steps: int, exact: Mapping[str, list[Point]]
+) -> None:
     """Fill the three panels of one T."""
     low, high = min(question.epsilons), max(question.epsilons)
     grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]

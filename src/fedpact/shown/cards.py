@@ -26,7 +26,7 @@ _WARN = (
 
 
 @dataclass(frozen=True)
-class Figure:
+class CardFigure:
     """A figure of a card. bad: something is wrong with it."""
 
     label: str
@@ -36,7 +36,12 @@ class Figure:
 
 
 def card(
-    title: str, figures: Sequence[Figure], *, warning: str = "", bad: bool = False, below: str = ""
+    title: str,
+    figures: Sequence[CardFigure],
+    *,
+    warning: str = "",
+    bad: bool = False,
+    below: str = "",
 ) -> str:
     """Return a card. warning: a few words, in red if bad. below: a line under the figures."""
     told = ""
@@ -50,7 +55,7 @@ def card(
     )
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: CardFigure) -> str:
     value = _VALUE.replace("--ink", "--bad") if figure.bad else _VALUE
     return (
         f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
@@ -59,7 +64,9 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, note: str) -> str:
+def listing(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, note: str
+) -> str:
     """Return a table in the place of a card's figures; the first column names the rows."""
     cell = 'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
     side = [cell.format("left"), *[cell.format("right")] * (len(headings) - 1)]

@@ -93,12 +93,7 @@ class Budget:
 
     @property
     def odds(self) -> float:
-        """The most wins per loss of a bet on whether one record was there: the same in other words.
-
-        Somebody knows all other records and sees all that was released; a fair coin has decided.
-        P[hit] <= e^ε P[false alarm] + δ, and the same of the two ways to be wrong exchanged; added
-        up, with R = P[right]: R <= e^ε (1 - R) + δ. So R/(1 - R) <= (e^ε + δ)/(1 - δ), however one
-        decides.
+        """The most wins per loss of a bet on whether one record was there; see docs/privacy.md.
 
         >>> round(Budget(2.0, 1e-5).odds, 3)
         7.389

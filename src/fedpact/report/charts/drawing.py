@@ -62,7 +62,7 @@ _STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendKey:
     """An entry of a legend. dashes: as in SVG, "" for none. opacity: of an area; None of a line."""
 
     label: str
@@ -88,7 +88,7 @@ class Chart(Figure):
     title, caption = "", ""
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[LegendKey]:
         """The legend, as far as there is one: what is drawn only once needs none."""
         return [key for drawn, label in self._named if (key := _key(drawn, label))]
 
@@ -153,7 +153,7 @@ class Drawing:
         return self.chart.svg
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[LegendKey]:
         """The legend."""
         return self.chart.keys
 
@@ -183,14 +183,14 @@ class Sheet:
         return axes
 
 
-def _key(handle: Any, label: str) -> Key | None:
+def _key(handle: Any, label: str) -> LegendKey | None:
     match handle:
         case Line2D():
             colour: Any = handle.get_color()
-            return Key(label, to_hex(colour), _DASHES.get(str(handle.get_linestyle()), ""))
+            return LegendKey(label, to_hex(colour), _DASHES.get(str(handle.get_linestyle()), ""))
         case PolyCollection():
             face: Any = handle.get_facecolor()
-            return Key(label, to_hex(face[0]), "", handle.get_alpha() or 1.0)
+            return LegendKey(label, to_hex(face[0]), "", handle.get_alpha() or 1.0)
         case ErrorbarContainer():
             return _key(handle.lines[0], label)
         case _:
