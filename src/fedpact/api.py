@@ -237,7 +237,7 @@ def extend(
             put_back(place, kept)
         raise
     write_report(place.path)
-    return result
+    return Result(**vars(result))
 
 
 def default_folder(plan: Plan) -> Path:
