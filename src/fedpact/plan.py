@@ -40,7 +40,7 @@ from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
-from fedpact.shown import plans
+from fedpact.shown.plans import ShownPlan
 from fedpact.tasks.settings import TaskSettings
 from fedpact.theory.accounting import round_rate_up
 
@@ -49,7 +49,7 @@ _RATE = 0.5  # q where neither it nor a batch size is given
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Plan(BaseModel):
+class Plan(ShownPlan, BaseModel):
     """A whole run: what to train on what, how long. A mistake raises PlanError, which names all.
 
     data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
@@ -293,21 +293,6 @@ class Plan(BaseModel):
             columns=self.privacy.release_of(self.records.released, name, names, 1 + spare),
             protects=self.privacy.unit,
         )
-
-    def __repr__(self) -> str:
-        return plans.told(self)
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        return plans.card_of(self)
-
-    def frame(self) -> Any:
-        """Return every setting in effect as a pandas DataFrame: key, value, default (nobody gave).
-
-        Raises InputError: pandas is not installed.
-        """
-        return plans.frame_of(self)
 
     def document(self) -> dict[str, Any]:
         """Return plan.json's content: every setting in effect, and which of them nobody gave."""

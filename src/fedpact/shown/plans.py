@@ -7,24 +7,31 @@ from fedpact.shown.cards import CardFigure, card, frame
 from fedpact.text import upper
 
 
-def told(plan: Any) -> str:
-    """Return what matters of a plan, in a line."""
-    return f"Plan({', '.join(f'{figure.label} {figure.value}' for figure in _figures(plan))})"
+class ShownPlan:
+    """What a plan shows of itself. `Any`, as this stands below what a plan is."""
 
+    def __repr__(self) -> str:
+        figures = (f"{figure.label} {figure.value}" for figure in _figures(self))
+        return f"Plan({', '.join(figures)})"
 
-def card_of(plan: Any) -> str:
-    """Return a card, with what somebody chose."""
-    whole = plan.document()
-    chosen = sorted(set(leaves(whole)) - {*whole[DEFAULTS], DEFAULTS})
-    return card("Plan", _figures(plan), below=f"chosen: {', '.join(chosen)}")
+    __str__ = __repr__
 
+    def _repr_html_(self) -> str:
+        plan: Any = self
+        whole = plan.document()
+        chosen = sorted(set(leaves(whole)) - {*whole[DEFAULTS], DEFAULTS})
+        return card("Plan", _figures(self), below=f"chosen: {', '.join(chosen)}")
 
-def frame_of(plan: Any) -> Any:
-    """Return a DataFrame: key, value, default. Raises InputError: pandas is not installed."""
-    whole = plan.document()
-    unset = set(whole.pop(DEFAULTS))
-    rows = [{"key": k, "value": v, "default": k in unset} for k, v in leaves(whole).items()]
-    return frame(rows, "plan.document()")
+    def frame(self) -> Any:
+        """Return every setting in effect as a pandas DataFrame: key, value, default (nobody gave).
+
+        Raises InputError: pandas is not installed.
+        """
+        plan: Any = self
+        whole = plan.document()
+        unset = set(whole.pop(DEFAULTS))
+        rows = [{"key": k, "value": v, "default": k in unset} for k, v in leaves(whole).items()]
+        return frame(rows, "plan.document()")
 
 
 def _figures(plan: Any) -> list[CardFigure]:
