@@ -35,7 +35,7 @@ from fedpact.methods.server import ServerSettings
 from fedpact.methods.stepped import LocalSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.papers import LogisticSettings
-from fedpact.own.named import Named
+from fedpact.own.named import Named, is_handed
 from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
@@ -110,8 +110,7 @@ class Plan(ShownPlan, BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.evaluation.used:
-            self.task.check_plain("[evaluation]")
+        self.task.check_plain("[evaluation]" * self.evaluation.used)
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         if self.after >= self.rounds:
             raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
@@ -183,6 +182,11 @@ class Plan(ShownPlan, BaseModel):
         plan's.
         """
         return FeatureStage(self.features, self.seed, at, form or self.form)
+
+    @property
+    def handed(self) -> list[str]:
+        """The names of what was handed in from Python, which no other process can import."""
+        return [name for name in (self.model, *self.task.own_code) if is_handed(name)]
 
     @property
     def form(self) -> RecordForm:

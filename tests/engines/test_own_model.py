@@ -206,7 +206,7 @@ def test_a_digest_tells_apart_what_differs_by_a_value_alone():
 def test_settings_beside_a_plan_and_bad_plans_are_refused():
     with pytest.raises(PlanError, match="rounds: the plan has those settings"):
         fedpact.run(fedpact.Plan(), rounds=3)
-    with pytest.raises(InputError, match='engine = "ray" with model'):
+    with pytest.raises(InputError, match='engine = "ray" with lambda@'):
         fedpact.run(local(4), "digits", engine="ray")
     raw = {"rounds": 0, "privacy": {"epsilon": -1}, "nonsense": 1}
     with pytest.raises(PlanError) as by_hand:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedpact
+from fedpact.comparison.pool import Job
 from fedpact.data.form import LabelForm, PlanRecords
 from fedpact.data.given.handed import dataset_of
-from fedpact.errors import DataError, ModelError, PlanError
+from fedpact.errors import DataError, InputError, ModelError, PlanError
 from fedpact.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
@@ -169,6 +170,7 @@ def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
         (lambda outputs, y: own(outputs, y).mean(), "one number a record"),
         (lambda outputs, y: own(outputs, y) - own(outputs, y).mean(), "others are beside it"),
         (lambda outputs, y: outputs.nothing, "AttributeError"),
+        (lambda outputs, y: own(outputs, y) * torch.rand(1), "draws no random numbers"),
     ],
 )
 def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_path):
@@ -205,6 +207,11 @@ def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
     with pytest.raises(DataError, match="spreads records by their class"):
         fedpact.run("logistic", FRAME, label="bp", task={"kind": "regression", "range": [40, 160]},
                     **by_label, out=tmp_path / "d")  # fmt: skip
+    lost = fedpact.Plan(task={"loss": lambda outputs, y: own(outputs, y)})
+    with pytest.raises(InputError, match='engine = "ray" with lambda@'):
+        fedpact.run(lost, tmp_path / "ray", engine="ray")
+    assert Job("name", 0, lost, tmp_path).here
+    assert not Job("name", 0, fedpact.Plan(task={"loss": own}), tmp_path).here
     with pytest.raises(ModelError, match="'r2', which is not of such labels"):
         fedpact.run(fedpact.Plan(task={"metrics": ["r2"]}), tmp_path / "m")
     with pytest.raises(ModelError, match="stands for another number"):

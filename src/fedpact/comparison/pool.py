@@ -15,7 +15,6 @@ from typing import IO
 
 from fedpact.data.dataset import Dataset
 from fedpact.files import write_whole
-from fedpact.own.named import is_handed
 from fedpact.plan import Plan
 
 _WORKER = [sys.executable, "-m", "fedpact.comparison.worker"]
@@ -38,7 +37,7 @@ class Job:
     @property
     def here(self) -> bool:
         """Whether no other process can carry it out."""
-        return self.data is not None or is_handed(self.plan.model)
+        return self.data is not None or bool(self.plan.handed)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from fedpact.evaluation import promise
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, SiteScore, State
-from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
@@ -206,10 +205,10 @@ def _check_engine(engine: str, plan: Plan) -> None:
         )
     if engine == "local":
         return
-    if is_handed(plan.model):
+    if plan.handed:
         raise InputError(
-            f'engine = "ray" with model = {plan.model!r}, which was handed in from Python: actors '
-            "build the model themselves; define it in a file of its own, which they can import"
+            f'engine = "ray" with {", ".join(plan.handed)}, handed in from Python: actors '
+            "build model and loss themselves; define them in a file that they can import"
         )
     require_ray()
     for name, value, expected in (

@@ -71,8 +71,8 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
         if name not in _kept:
             raise ModelError(
                 f"{what} is {name!r}: it was handed in from Python and is no part of the plan; "
-                f"hand in the same again, as {what}=..., or define it in a file of its own, which "
-                "a plan can name as 'package.module:name'"
+                f"hand in the same again, as {what}=... (of any plan that this process makes), or "
+                "define it in a file of its own, which a plan can name as 'package.module:name'"
             )
         return _kept[name]
     package, colon, attribute = name.partition(":")

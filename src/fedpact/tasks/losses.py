@@ -18,7 +18,7 @@ def check_loss(name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor) -
     with torch.no_grad():
         outputs = module(x)
         try:
-            losses = loss(outputs, y)
+            losses, again = loss(outputs, y), loss(outputs, y)
             alone = [loss(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y))]
         except Exception as error:
             raise ModelError(
@@ -34,6 +34,12 @@ def check_loss(name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor) -
                     f"({count},), one number a record; do not reduce over the batch "
                     '(reduction="none"), but over what is inside a record'
                 )
+        if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
+            raise ModelError(
+                f"task.loss = {name!r} gives the same records other losses the second time: "
+                "expected one that draws no random numbers and keeps nothing between calls, as a "
+                "request that comes again has to be the same release"
+            )
         if not torch.allclose(losses, torch.cat(alone), rtol=1e-4, atol=1e-5, equal_nan=True):
             raise ModelError(
                 f"task.loss = {name!r} gives a record another loss where others are beside it: "

@@ -91,6 +91,11 @@ class TaskSettings(BaseModel):
         return LabelForm(kind=_TARGETS[self.kind], low=low, high=high)
 
     @property
+    def own_code(self) -> list[str]:
+        """The names of a loss and of metrics of one's own."""
+        return [name for name in (self.loss, *(self.metrics or ())) if name is not None]
+
+    @property
     def plain(self) -> bool:
         """Whether the loss is the cross entropy of classes."""
         return self.kind == "classification" and self.class_weights is None and self.loss is None
@@ -129,9 +134,9 @@ class TaskSettings(BaseModel):
     def check_plain(self, what: str) -> None:
         """Raise PlanError: what asks for classes and their cross entropy is asked of another task.
 
-        what: it, as the subject of a sentence.
+        what: it, as the subject of a sentence; empty for nothing.
         """
-        if not self.plain:
+        if what and not self.plain:
             raise PlanError(
                 f"{what} does not go with [task] kind = {self.kind!r}, class_weights = "
                 f"{self.class_weights}, loss = {self.loss!r}: it rests on the cross entropy of "

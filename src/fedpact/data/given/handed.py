@@ -83,7 +83,7 @@ def digest_of(data: Dataset) -> str:
     return found.hexdigest()
 
 
-def refitted(data: Dataset, records: PlanRecords, form: RecordForm) -> Dataset:
+def refitted(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -> Dataset:
     """Return a data set held against what a plan declares; itself where that is nothing.
 
     form: the records' own, with what the plan says of labels.
@@ -97,7 +97,7 @@ def refitted(data: Dataset, records: PlanRecords, form: RecordForm) -> Dataset:
             f"declares {', '.join(records.classes)}; leave one out, or make them agree"
         )
     test = None if data.x_test is None else (data.x_test, data.y_test)
-    form = form.in_arrays(data.features)
+    form = (form or records.shared()).in_arrays(data.features)
     found = from_arrays(
         *(data.x, data.y),
         name=data.name,

@@ -168,6 +168,12 @@ class Federation(BaseModel):
                 "expected the same declarations in both; write them again with `fedpact deploy "
                 "init`"
             )
+        if plan.handed:
+            raise PlanError(
+                f"plan.json has {', '.join(plan.handed)}, which was handed in from Python: every "
+                "party builds model and loss itself; define them in a file that all parties have, "
+                "as package.module:name"
+            )
         if plan.task.kind != "classification":
             raise PlanError(
                 f"plan.json has task.kind = {plan.task.kind!r}: a deployment learns classes; "
