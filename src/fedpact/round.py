@@ -19,10 +19,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fedpact.errors import FedpactError
+from fedpact.evaluation.early import Early
 from fedpact.folder import Checkpoint
 from fedpact.messages import (
     EVALUATION,
@@ -75,6 +76,7 @@ class Rounds:
     the round is over, and one that brings the update down is rejected; our own need no such care,
     and where they are not finite the run diverges.
     sums: how many numbers a site releases of its held-out records at a time; 0: none, ever.
+    early: what has been released of how good the model is, and whether that ends the run.
     """
 
     plan: Plan
@@ -85,6 +87,7 @@ class Rounds:
     own: bool = False
     sums: int = 0
     status: str = "running"
+    early: Early = field(default_factory=Early)
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
         """Yield every committed round's checkpoint and record until the run ends."""
@@ -94,6 +97,8 @@ class Rounds:
                 self.status = "finished"
             elif self.stop():
                 self.status = "stopped"
+            elif self.early.status:
+                self.status = self.early.status
             elif self._rounds_left(at) < 1:
                 self.status = "bytes"
             elif self._used_up(at):
@@ -109,6 +114,7 @@ class Rounds:
                     self.status = "diverged"
                 else:
                     at, record = outcome
+                    self.early.see([record])
                     if "budget" in record.refused.values() and limits.when_spent == "stop":
                         self.status = "budget"
                     yield outcome

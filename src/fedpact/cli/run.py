@@ -157,6 +157,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         "bytes": "ended: the next round would exceed budget.bytes",
         "seconds": "ended: budget.seconds are over",
         "iterations": "ended: the local iterations are used up",
+        "accuracy": "ended: budget.accuracy is reached",
+        "patience": "ended: no better accuracy for budget.patience evaluations",
         "diverged": "ended: the next model was not finite; lower the learning rate",
     }
     out.print(

@@ -13,6 +13,9 @@ class Limits(BaseModel):
     bytes: what it may send both ways, all sites together; left out, there is no limit.
     seconds: wall-clock time of its rounds, evaluation aside; the round that passes it is the last.
     A run that depends on measured time does not repeat itself bit for bit.
+    accuracy: the run ends after the round whose accuracy, as it was released, is at least this:
+    of held-out records with [evaluation], else of a public test set, or of a plain run.
+    patience: it ends when so many evaluations in a row had no better accuracy than before them.
     when_spent: where a site has spent its privacy budget, the others "continue" with weights among
     themselves until none is left, or the run is to "stop" after that round.
     spare_rounds: rounds whose events are reserved beyond the run's, at the cost of a little more
@@ -24,6 +27,13 @@ class Limits(BaseModel):
     seconds: float | None = Field(default=None, gt=0)
     when_spent: Literal["continue", "stop"] = "continue"
     spare_rounds: int = Field(default=0, ge=0)
+    accuracy: float | None = Field(default=None, gt=0, le=1)
+    patience: int | None = Field(default=None, ge=1)
+
+    @property
+    def early(self) -> bool:
+        """Whether a released accuracy may end the run."""
+        return self.accuracy is not None or self.patience is not None
 
 
 class Running(BaseModel):

@@ -81,7 +81,7 @@ class Evaluator:
 
     def _due(self, round_number: int) -> bool:
         every = self._scene.plan.run.evaluate_every
-        if round_number == 0:
+        if round_number == 0 or self._scene.plan.budget.early:
             return True
         if every:
             return round_number % every == 0

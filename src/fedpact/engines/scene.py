@@ -24,6 +24,7 @@ from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.evaluation.early import check_public
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.split import held_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
@@ -81,6 +82,9 @@ class Scene:
                 policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         _ = scene.form
+        public = dataset.x_test is not None and not plan.local.head
+        released = plan.evaluation_terms is not None
+        check_public(plan.budget, private=plan.private, released=released, test=public)
         device_of(plan.run.device)
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)

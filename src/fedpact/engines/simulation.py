@@ -36,6 +36,7 @@ from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
+from fedpact.evaluation.early import Early
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, SiteScore, State
@@ -169,6 +170,8 @@ def simulate(
             check_complete(at, (*earlier.runs, run), ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
+        rounds.early = Early(plan.budget, scene.form, plan.evaluation_terms, plan.after)
+        rounds.early.see(records)
         for record in records:
             on_round(record)
         told = time.monotonic()

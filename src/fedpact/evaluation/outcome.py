@@ -55,6 +55,16 @@ def outcome(
     }
 
 
+def released_accuracy(record: RoundRecord, form: SumsForm, once: Once) -> float | None:
+    """Return the accuracy of all sites together as it was released, None where it was not."""
+    if not record.evaluation:
+        return None
+    noise = dict.fromkeys(form.shapes, once.sigma)
+    found = _beside(form, noise, list(record.evaluation.values()), [])
+    values = [f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all")]
+    return next((value for value in values if value is not None and value == value), None)
+
+
 def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
     """Return what a plain run's held-out records come to, exactly; None where none are held out.
 

@@ -26,6 +26,8 @@ _STATUS = {
     "budget": "ended early: the sites' budgets of ε did not allow the next round",
     "bytes": "ended early: the next round would exceed the budget of bytes",
     "iterations": "ended: the local iterations are used up",
+    "accuracy": "ended early: the accuracy that was asked for is reached",
+    "patience": "ended early: the accuracy did not get better",
     "diverged": "ended early: the next model was not finite",
 }
 _CODES = {

@@ -28,6 +28,7 @@ from fedpact.engines.served import GivenForm
 from fedpact.engines.statement import Side, released_columns, statement
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
+from fedpact.evaluation.early import Early, check_public
 from fedpact.evaluation.totals import SumsForm
 from fedpact.features.cache import beside
 from fedpact.folder import Checkpoint, Folder
@@ -85,6 +86,9 @@ class Coordinator:
         if plan.privacy.honest:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
         check_grid(found.terms.values())
+        test = (directory / "test.npz").exists() and not plan.local.head
+        released = plan.evaluation_terms is not None
+        check_public(plan.budget, private=plan.private, released=released, test=test)
         return found
 
     @property
@@ -135,11 +139,14 @@ class Coordinator:
         Raises FedpactError where the transport gives up; what was committed stays.
         """
         self._begin()
+        plan = self.plan
         evaluator = _Evaluator(self)
         sums = sum(self.sums.values())
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
         at, records = start(self.folder, self.plan, self.module, evaluator, rounds.opened)
         evaluator.go_on(records)
+        rounds.early = Early(plan.budget, self.form, plan.evaluation_terms, plan.after)
+        rounds.early.see(records)
         for record in records:
             on_round(record)
         for committed, record in rounds(at):

@@ -1,0 +1,66 @@
+"""A run that ends early, by numbers that were released: its cost is what was charged till then.
+
+Whoever reads a released number and stops spends nothing by it (post-processing). The reservation
+stays what it was, as how far a run went follows from what it released; what was spent is what was
+charged. Exact accuracies of records that somebody protects are no such numbers: a private run is
+stopped by what its sites release of held-out records, or by a public test set.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fedpact.control.limits import Limits
+from fedpact.errors import PlanError
+from fedpact.evaluation.outcome import released_accuracy
+from fedpact.evaluation.totals import SumsForm
+from fedpact.privacy.once import Once
+from fedpact.records.rounds import RoundRecord
+
+
+@dataclass
+class Early:
+    """Whether a run has been good enough, or no better, for long enough.
+
+    form, once: of what sites release of held-out records; without them a record's own accuracy
+    counts, which is then public. after: rounds up to this one are another reservation's.
+    """
+
+    limits: Limits = Limits()
+    form: SumsForm | None = None
+    once: Once | None = None
+    after: int = 0
+    seen: list[float] = field(default_factory=list[float])
+
+    def see(self, records: Sequence[RoundRecord]) -> None:
+        """Take notice of rounds, in their order."""
+        for record in records:
+            found = record.accuracy
+            if self.form is not None and self.once is not None:
+                found = released_accuracy(record, self.form, self.once)
+            if found is not None and record.round > self.after:
+                self.seen.append(found)
+
+    @property
+    def status(self) -> str:
+        """Why the run ends: "accuracy", "patience"; "" where it goes on."""
+        limits, seen = self.limits, self.seen
+        if limits.accuracy is not None and seen and seen[-1] >= limits.accuracy:
+            return "accuracy"
+        wait = limits.patience
+        if wait is not None and len(seen) > wait and max(seen[-wait:]) <= max(seen[:-wait]):
+            return "patience"
+        return ""
+
+
+def check_public(limits: Limits, *, private: bool, released: bool, test: bool) -> None:
+    """Raise PlanError: a private run would be stopped by a number that nobody released.
+
+    released: sites release how their held-out records are answered. test: there is a public test
+    set that the shared model is tried on.
+    """
+    if limits.early and private and not (released or test):
+        raise PlanError(
+            "budget.accuracy or budget.patience in a private run without [evaluation] and without "
+            "a public test set: no accuracy is released that it could be stopped by; declare "
+            "[evaluation] share = 0.2"
+        )

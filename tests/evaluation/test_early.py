@@ -1,0 +1,76 @@
+"""A run that ends by what was released: where it ends, and that only what was charged is spent."""
+
+import pytest
+
+import fedpact
+from fedpact.control.limits import Limits
+from fedpact.engines.scene import Scene
+from fedpact.errors import PlanError
+from fedpact.evaluation.early import Early
+from fedpact.evaluation.outcome import released_accuracy
+from fedpact.ledger.receipt import receipt
+from fedpact.messages import RoundRecord
+from fedpact.plan import Plan
+
+PLAIN = {"rounds": 6, "sites": 2, "privacy": {"mode": "none"}}
+PRIVATE = {
+    "rounds": 4,
+    "sites": 2,
+    "evaluation": {"share": 0.2, "every": 1},
+    "privacy": {"epsilon": 20.0, "accountant": "rdp"},
+    "settings": {"local_steps": 1},
+}
+
+
+def ended(limits, *accuracies):
+    early = Early(limits)
+    early.see([RoundRecord(round=1 + k, accuracy=a) for k, a in enumerate(accuracies)])
+    return early.status
+
+
+def test_when_it_ends():
+    assert ended(Limits(accuracy=0.8), 0.9, 0.7) == ""
+    assert ended(Limits(accuracy=0.8), 0.7, 0.8) == "accuracy"
+    # Two that are no better than the best before; one that was not measured does not count.
+    assert ended(Limits(patience=2), 0.5, 0.6, 0.6, None) == ""
+    assert ended(Limits(patience=2), 0.5, 0.6, 0.55, None, 0.6) == "patience"
+    assert ended(Limits(patience=2), 0.5, 0.6, 0.55, 0.61) == ""
+    assert ended(Limits(), 1.0, 0.0) == ""
+    # What an earlier reservation's rounds reached ends none of the later ones.
+    early = Early(Limits(accuracy=0.5), after=1)
+    early.see([RoundRecord(round=1, accuracy=0.9)])
+    assert early.status == ""
+
+
+def test_a_plain_run_ends_after_the_first_round_that_is_good_enough_and_stays_ended(tmp_path):
+    whole = fedpact.run(Plan.parse({**PLAIN, "run": {"evaluate_every": 1}}), tmp_path / "a")
+    reached = [record.accuracy for record in whole.records]
+    target = sorted(reached[1:])[2]
+    first = next(k for k in range(1, 7) if reached[k] >= target)
+    plan = Plan.parse({**PLAIN, "budget": {"accuracy": target}})
+    result = fedpact.run(plan, tmp_path / "b")
+    assert (result.summary["status"], result.summary["rounds"]) == ("accuracy", first)
+    assert [r.accuracy for r in result.records] == reached[: first + 1]
+    again = fedpact.run(plan, tmp_path / "b")
+    assert again.summary["rounds"] == first
+
+
+def test_a_private_run_ends_by_what_sites_released_and_has_spent_what_was_charged(tmp_path):
+    """Of the released accuracies, noise and all, a target of nearly none is met in round 1."""
+    plan = Plan.parse({**PRIVATE, "budget": {"accuracy": 1e-6}})
+    result = fedpact.run(plan, tmp_path / "run")
+    form, once = Scene.of(plan).form, plan.evaluation_terms
+    assert released_accuracy(result.records[1], form, once) >= 1e-6
+    assert (result.summary["status"], result.summary["rounds"]) == ("accuracy", 1)
+    for site in result.summary["epsilon"]:
+        told = receipt(tmp_path / "run" / "sites" / site / "ledger.jsonl")
+        (training,) = [run for run in told["runs"].values() if not run["beside"]]
+        assert [(e["spent"], e["reserved"]) for e in training["events"]] == [(1, 4)]
+        assert training["epsilon_spent"] < training["epsilon_reserved"]
+
+
+def test_a_private_run_is_not_stopped_by_exact_numbers():
+    private = {"privacy": {"epsilon": 2.0}, "rounds": 2, "sites": 2, "data": "synthetic_iid"}
+    limits = {"budget": {"patience": 1}, "partition": {"held_out": 0.2}}
+    with pytest.raises(PlanError, match="no accuracy is released"):
+        Scene.of(Plan.parse({**private, **limits}))
