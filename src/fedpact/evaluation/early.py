@@ -25,7 +25,7 @@ class Early:
     counts, which is then public. after: rounds up to this one are another reservation's.
     """
 
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     form: SumsForm | None = None
     once: Once | None = None
     after: int = 0
