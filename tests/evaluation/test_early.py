@@ -3,7 +3,6 @@
 import pytest
 
 import fedpact
-from fedpact.control.limits import Limits
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.evaluation.early import Early
@@ -22,22 +21,21 @@ PRIVATE = {
 }
 
 
-def ended(limits, *accuracies):
-    early = Early(limits)
+def ended(early, *accuracies):
     early.see([RoundRecord(round=1 + k, accuracy=a) for k, a in enumerate(accuracies)])
     return early.status
 
 
 def test_when_it_ends():
-    assert ended(Limits(accuracy=0.8), 0.9, 0.7) == ""
-    assert ended(Limits(accuracy=0.8), 0.7, 0.8) == "accuracy"
+    assert ended(Early(accuracy=0.8), 0.9, 0.7) == ""
+    assert ended(Early(accuracy=0.8), 0.7, 0.8) == "accuracy"
     # Two that are no better than the best before; one that was not measured does not count.
-    assert ended(Limits(patience=2), 0.5, 0.6, 0.6, None) == ""
-    assert ended(Limits(patience=2), 0.5, 0.6, 0.55, None, 0.6) == "patience"
-    assert ended(Limits(patience=2), 0.5, 0.6, 0.55, 0.61) == ""
-    assert ended(Limits(), 1.0, 0.0) == ""
+    assert ended(Early(patience=2), 0.5, 0.6, 0.6, None) == ""
+    assert ended(Early(patience=2), 0.5, 0.6, 0.55, None, 0.6) == "patience"
+    assert ended(Early(patience=2), 0.5, 0.6, 0.55, 0.61) == ""
+    assert ended(Early(), 1.0, 0.0) == ""
     # What an earlier reservation's rounds reached ends none of the later ones.
-    early = Early(Limits(accuracy=0.5), after=1)
+    early = Early(accuracy=0.5, after=1)
     early.see([RoundRecord(round=1, accuracy=0.9)])
     assert early.status == ""
 

@@ -31,6 +31,11 @@ class Limits(BaseModel):
     patience: int | None = Field(default=None, ge=1)
 
     @property
+    def good_enough(self) -> tuple[float | None, int | None]:
+        """What ends the run by a released accuracy: that, and the patience for a better one."""
+        return self.accuracy, self.patience
+
+    @property
     def early(self) -> bool:
         """Whether a released accuracy may end the run."""
         return self.accuracy is not None or self.patience is not None
@@ -52,6 +57,8 @@ class Running(BaseModel):
     first and the last model are always evaluated.
     ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
     without it each run has its own.
+    log: whom else to tell of each round: "tensorboard", "mlflow", or both; of a deployment its
+    server tells them.
     """
 
     model_config = _FROZEN
@@ -60,3 +67,4 @@ class Running(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     evaluate_every: int = Field(default=0, ge=0)
     ledgers: str | None = None
+    log: list[Literal["tensorboard", "mlflow"]] = Field(default_factory=list)

@@ -5,6 +5,7 @@ A simulation and a deployment's server differ in where the sites are; what they 
 
 import math
 import platform
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -30,6 +31,9 @@ from fedpact.privacy.terms import Terms
 _version = cache(version)
 """Reads a package's files at every call otherwise: 2 ms each."""
 
+_TELL_SECONDS = 1.0
+"""How seldom whoever watches is told: a small round takes less than a file does."""
+
 _PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
 
 
@@ -42,6 +46,14 @@ def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
         **facts,
         **{name: _version(name) for name in (*_PACKAGES, *packages)},
     }
+
+
+def tell_waits(folder: Folder, number: int, took: Mapping[str, float], told: float) -> float:
+    """Write how long sites took, if the last time is long ago; return when it was written last."""
+    if not took or time.monotonic() - told < _TELL_SECONDS:
+        return told
+    folder.waits(number, {name: {"seconds": s} for name, s in sorted(took.items())})
+    return time.monotonic()
 
 
 def start(

@@ -84,7 +84,7 @@ class Scene:
         _ = scene.form
         public = dataset.x_test is not None and not plan.local.head
         released = plan.evaluation_terms is not None
-        check_public(plan.budget, private=plan.private, released=released, test=public)
+        check_public(early=plan.budget.early, private=plan.private, released=released, test=public)
         device_of(plan.run.device)
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)

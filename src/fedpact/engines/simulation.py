@@ -27,7 +27,7 @@ from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
 from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
-from fedpact.engines.run import environment_of, finish, start
+from fedpact.engines.run import environment_of, finish, start, tell_waits
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
 from fedpact.engines.served import GivenForm, Predictions, Served
@@ -45,6 +45,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import reserved
 from fedpact.privacy.sizes import charge_size
+from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
 from fedpact.shown.cards import frame
 from fedpact.theory.accounting import History
@@ -56,8 +57,6 @@ ENGINES = ("local", "ray")
 # Of parameters times records: a shorter step is mostly Python, of which one thread runs at a time.
 # A round of a hundred sites of half of it took 54 ms by two workers and 39 by one.
 _SHORT = 2**20
-# How seldom whoever watches is told: a small round takes less than a file does.
-_TELL_SECONDS = 1.0
 
 
 def _nobody(_: RoundRecord) -> None:
@@ -125,6 +124,7 @@ def simulate(
     Raises InputError of some kind for whatever does not fit, before anything is written.
     """
     _check_engine(engine, plan)
+    check_log(plan.run.log)
     keep_freed_memory()
     folder = Folder(out)
     known, earlier = is_known(folder, plan), Earlier.read(folder)
@@ -170,20 +170,21 @@ def simulate(
             check_complete(at, (*earlier.runs, run), ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
-        rounds.early = Early(plan.budget, scene.form, plan.evaluation_terms, plan.after)
-        rounds.early.see(records)
+        released = scene.form, plan.evaluation_terms, plan.after
+        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
+        log = stack.enter_context(Log(plan.run.log, out))
+        on_round = log.and_tell(on_round)
         for record in records:
             on_round(record)
         told = time.monotonic()
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
-            if took and time.monotonic() - told >= _TELL_SECONDS:
-                told = time.monotonic()
-                folder.waits(at.round, {n: {"seconds": s} for n, s in sorted(took.items())})
+            told = tell_waits(folder, at.round, took, told)
             records.append(record)
             on_round(record)
         records[-1] = evaluator(at, rounds.ended(at, records[-1]), last=True)
+        log(records[-1])
     return _finish(folder, scene, at, records, rounds.status)
 
 

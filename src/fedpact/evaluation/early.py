@@ -9,7 +9,6 @@ stopped by what its sites release of held-out records, or by a public test set.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fedpact.control.limits import Limits
 from fedpact.errors import PlanError
 from fedpact.evaluation.outcome import released_accuracy
 from fedpact.evaluation.totals import SumsForm
@@ -21,15 +20,22 @@ from fedpact.records.rounds import RoundRecord
 class Early:
     """Whether a run has been good enough, or no better, for long enough.
 
-    form, once: of what sites release of held-out records; without them a record's own accuracy
-    counts, which is then public. after: rounds up to this one are another reservation's.
+    accuracy, patience: see control.limits.Limits. after: rounds up to this one are another
+    reservation's. form, once: of what sites release of held-out records; without them a record's
+    own accuracy counts, which is then public.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    accuracy: float | None = None
+    patience: int | None = None
     form: SumsForm | None = None
     once: Once | None = None
     after: int = 0
     seen: list[float] = field(default_factory=list[float])
+
+    def having_seen(self, records: Sequence[RoundRecord]) -> "Early":
+        """Return it, with notice taken of a run's rounds so far."""
+        self.see(records)
+        return self
 
     def see(self, records: Sequence[RoundRecord]) -> None:
         """Take notice of rounds, in their order."""
@@ -43,22 +49,21 @@ class Early:
     @property
     def status(self) -> str:
         """Why the run ends: "accuracy", "patience"; "" where it goes on."""
-        limits, seen = self.limits, self.seen
-        if limits.accuracy is not None and seen and seen[-1] >= limits.accuracy:
+        wait, seen = self.patience, self.seen
+        if self.accuracy is not None and seen and seen[-1] >= self.accuracy:
             return "accuracy"
-        wait = limits.patience
         if wait is not None and len(seen) > wait and max(seen[-wait:]) <= max(seen[:-wait]):
             return "patience"
         return ""
 
 
-def check_public(limits: Limits, *, private: bool, released: bool, test: bool) -> None:
+def check_public(*, early: bool, private: bool, released: bool, test: bool) -> None:
     """Raise PlanError: a private run would be stopped by a number that nobody released.
 
-    released: sites release how their held-out records are answered. test: there is a public test
-    set that the shared model is tried on.
+    early: whether an accuracy may end the run. released: sites release how their held-out records
+    are answered. test: there is a public test set that the shared model is tried on.
     """
-    if limits.early and private and not (released or test):
+    if early and private and not (released or test):
         raise PlanError(
             "budget.accuracy or budget.patience in a private run without [evaluation] and without "
             "a public test set: no accuracy is released that it could be stopped by; declare "

@@ -41,6 +41,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
 from fedpact.privacy.reach import Bounds, check_grid, counts
 from fedpact.privacy.terms import Terms
+from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History
 
@@ -88,7 +89,7 @@ class Coordinator:
         check_grid(found.terms.values())
         test = (directory / "test.npz").exists() and not plan.local.head
         released = plan.evaluation_terms is not None
-        check_public(plan.budget, private=plan.private, released=released, test=test)
+        check_public(early=plan.budget.early, private=plan.private, released=released, test=test)
         return found
 
     @property
@@ -135,9 +136,15 @@ class Coordinator:
         """Carry the run out, or on, and return its summary. on_round: called with every record.
 
         plain: what carries the final model to the sites where `transport` makes sums of replies.
-
         Raises FedpactError where the transport gives up; what was committed stays.
         """
+        check_log(self.plan.run.log)
+        with Log(self.plan.run.log, self.folder.path) as log:
+            return self._run(transport, log.and_tell(on_round), plain or transport)
+
+    def _run(
+        self, transport: Transport, on_round: Callable[[RoundRecord], None], plain: Transport
+    ) -> dict[str, Any]:
         self._begin()
         plan = self.plan
         evaluator = _Evaluator(self)
@@ -145,8 +152,8 @@ class Coordinator:
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
         at, records = start(self.folder, self.plan, self.module, evaluator, rounds.opened)
         evaluator.go_on(records)
-        rounds.early = Early(plan.budget, self.form, plan.evaluation_terms, plan.after)
-        rounds.early.see(records)
+        released = self.form, plan.evaluation_terms, plan.after
+        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
         for record in records:
             on_round(record)
         for committed, record in rounds(at):
@@ -161,7 +168,7 @@ class Coordinator:
         GivenForm(tuple(of.shape), of.values, tuple(of.classes)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
-        hand_over(self.folder, of.run, at, plain or transport)
+        hand_over(self.folder, of.run, at, plain)
         return done
 
     def module(self) -> nn.Module:
