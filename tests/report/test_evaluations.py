@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,10 +73,17 @@ def test_a_report_shows_groups_their_gap_and_every_evaluated_round(runs: Path) -
     assert "bears nothing of the training" in page
 
 
-def test_a_plain_run_shows_rates_by_group_exactly_and_says_who_sees_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nothing", ["no privacy", "no releases"])
+def test_where_nothing_is_released_a_simulation_shows_exact_rates_and_says_who_sees_them(
+    tmp_path: Path, nothing: str
+) -> None:
     table = people(tmp_path / "people.csv", rows=300)
-    tables = {"rounds": 2, "sites": 2, "privacy": {"mode": "none"}}
+    tables: dict[str, Any] = {"rounds": 2, "sites": 2}
     tables["evaluation"] = {**table["evaluation"], "every": 1}
+    if nothing == "no privacy":
+        tables["privacy"] = {"mode": "none"}
+    else:
+        tables["evaluation"] |= {"releases": []}
     folder = run_folder(tmp_path, "plain", 0)
     plan = Plan.parse({**table, **tables})
     result = simulate(plan, folder)
