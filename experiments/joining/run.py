@@ -5,11 +5,11 @@
     FEDPACT_DATA=... python experiments/joining/run.py heart_disease
 
 Resumable: every result is stored in results-NAME.json as it comes, and not computed again. Rounds,
-η and λ are chosen as the best mean over sites, λ = 0 (each site alone, under the same privacy)
-apart from the others. Heart disease: on a quarter of the training records, set aside in four cuts;
-figures are of FLamby's test parts, ten runs which differ by their noise. Fashion-MNIST: at seed 0;
-figures are of other seeds, each with another partition and other noise. Federated, local and MR-MTL
-have the same events and noise at each ε.
+η and λ are those of the best mean over sites, λ = 0 (each site alone, under the same privacy) apart
+from the others. Heart disease: chosen by choose.py on records that are set aside from training;
+figures are of FLamby's test parts, ten runs which differ by their noise. Fashion-MNIST: chosen at
+seed 0; figures are of other seeds, each with another partition and other noise. Federated, local
+and MR-MTL have the same (ε, δ), and at equal rounds the same events and noise.
 """
 
 import json
@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,17 @@ ENTRANTS = ("fedavg", "local", "mr_mtl")
 class Study:
     """What is compared.
 
-    ways, weights: (rounds, η) and λ that are tried, at these cuts, with `aside`. with_sites: the
-    seeds of which joining is told at each site, tuned models among it.
+    seeds: of the figures. ways, weights: (rounds, η) and λ that are tried at seed 0, where no file
+    says what was chosen. with_sites: the seeds of which joining is told at each site, tuned models
+    among it.
     """
 
     tables: dict[str, Any]
     delta: float
-    ways: Sequence[tuple[int, float]]
-    weights: Sequence[float]
-    cuts: Sequence[int]
     seeds: Sequence[int]
-    with_sites: Sequence[int]
-    aside: dict[str, Any] = field(default_factory=dict[str, Any])
+    with_sites: Sequence[int] = ()
+    ways: Sequence[tuple[int, float]] = ()
+    weights: Sequence[float] = ()
 
 
 _FASHION: dict[str, Any] = {
@@ -55,34 +54,22 @@ _FASHION: dict[str, Any] = {
     "sampling_rate": 0.1,
     "partition": {"kind": "dirichlet", "beta": 0.3, "held_out": 0.2},
 }
+_HEART: dict[str, Any] = {
+    "data": "heart_disease_flamby",
+    "sites": 4,
+    "sampling_rate": 1.0,
+    "partition": {"kind": "natural", "held_out": "own"},
+    "logistic": {"start": "zero"},
+}
+_FEATURES: dict[str, Any] = {"features": {"kind": "scattering"}, "logistic": {"bias": 0.3}}
 STUDIES = {
     "fashion_mnist": Study(
-        _FASHION, 1e-5, ((100, 1.0),), (0.001, 0.003, 0.01, 0.03), (0,), (1, 2, 3), (1,)
+        _FASHION, 1e-5, (1, 2, 3), (), ((100, 1.0),), (0.001, 0.003, 0.01, 0.03)
     ),
     "fashion_mnist_features": Study(
-        {**_FASHION, "features": {"kind": "scattering"}, "logistic": {"bias": 0.3}},
-        1e-5,
-        ((100, 4.0),),
-        (0.003, 0.01),
-        (0,),
-        (1, 2, 3),
-        (),
+        {**_FASHION, **_FEATURES}, 1e-5, (1, 2, 3), (), ((100, 4.0),), (0.003, 0.01)
     ),
-    "heart_disease": Study(
-        {
-            "data": "heart_disease_flamby",
-            "sites": 4,
-            "sampling_rate": 1.0,
-            "partition": {"kind": "natural", "held_out": "own"},
-        },
-        1e-4,
-        ((10, 0.2), (10, 0.5), (10, 1.0), (30, 0.2)),
-        (0.1, 0.3, 1.0),
-        range(100, 104),
-        range(1, 11),
-        range(1, 4),
-        {"partition": {"kind": "natural", "held_out": 0.25}},
-    ),
+    "heart_disease": Study(_HEART, 1e-4, range(1, 11), range(1, 4)),
 }
 
 
@@ -124,38 +111,39 @@ class Results:
 
     def __init__(self, name: str) -> None:
         self._path, self._study = HERE / f"results-{name}.json", STUDIES[name]
-        text = self._path.read_text() if self._path.exists() else "{}"
-        self._found: dict[str, Any] = json.loads(text)
+        self._found, self._chosen = read(self._path), read(HERE / f"choice-{name}.json")
         self._alones = SiteModels()
 
-    def of(self, setting: Setting, seed: int, *, chosen: bool) -> dict[str, Any]:
-        """Return one run's figures. chosen: of what was chosen; else on records set aside."""
-        study = self._study
-        tables = study.tables if chosen else {**study.tables, **study.aside}
-        key = f"{setting} seed={seed}{'' if chosen else ' choice'}"
+    def of(self, setting: Setting, seed: int) -> dict[str, Any]:
+        """Return one run's figures."""
+        study, key = self._study, f"{setting} seed={seed}"
         if key not in self._found:
             with tempfile.TemporaryDirectory() as folder:
                 run = Path(folder) / "run"
-                found = simulate(setting.plan(tables, study.delta, seed), run).summary["fairness"]
+                plan = setting.plan(study.tables, study.delta, seed)
+                found = simulate(plan, run).summary["fairness"]
                 figures: dict[str, Any] = {k: found[k] for k in ("mean", "worst_accuracy")}
-                if chosen and seed in study.with_sites:
+                if seed in study.with_sites:
                     figures["sites"] = of_run(run, known=self._alones)["sites"]
             self._found[key] = figures
             self._path.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
         return self._found[key]
 
     def choice(self, entrant: str, epsilon: float) -> Setting:
-        """Return the setting of the best mean over sites, on records that are set aside."""
-        study = self._study
-        weights = study.weights if entrant == "mr_mtl" else (0.0,)
-        tried = dict[Setting, float]()
-        for way, weight in product(study.ways, weights):
-            one = Setting(entrant, epsilon, *way, weight)
-            if len(study.ways) * len(weights) == 1:
-                return one
-            each = [self.of(one, seed, chosen=False)["mean"] for seed in study.cuts]
-            tried[one] = statistics.fmean(each)
-        return max(tried, key=lambda one: tried[one])
+        """Return the setting of the best mean over sites: as the file says, or at seed 0."""
+        if self._chosen:
+            one = self._chosen[f"{entrant} ε={epsilon:g}"]
+            return Setting(entrant, epsilon, one["rounds"], one["rate"], one["weight"])
+        weights = self._study.weights if entrant == "mr_mtl" else (0.0,)
+        tried = [Setting(entrant, epsilon, *w, v) for w, v in product(self._study.ways, weights)]
+        if len(tried) == 1:
+            return tried[0]
+        return max(tried, key=lambda one: self.of(one, 0)["mean"])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what a file holds, nothing where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def told(values: Sequence[float]) -> str:
@@ -176,7 +164,7 @@ def main(name: str) -> None:
         means = dict[str, list[float]]()
         for entrant in ENTRANTS:
             setting = results.choice(entrant, epsilon)
-            found = [results.of(setting, seed, chosen=True) for seed in seeds]
+            found = [results.of(setting, seed) for seed in seeds]
             means[entrant] = [each["mean"] for each in found]
             cells = [told(means[entrant]), told([each["worst_accuracy"] for each in found])]
             ends = [used(each) for each in found if "sites" in each]
