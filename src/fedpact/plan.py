@@ -1,7 +1,4 @@
-"""The plan: one configuration, validated whole and frozen, that every command reads.
-
-Its fields are the tables of a file, each a class of its own; `fedpact settings` lists them.
-"""
+"""The plan: one configuration, validated whole and frozen; `fedpact settings` lists its keys."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
