@@ -41,6 +41,13 @@ def plan_of(result):
     return json.loads((result.folder / "plan.json").read_text())
 
 
+@pytest.fixture
+def no_page(monkeypatch):
+    """A run without its page, which takes a second to draw."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
+@pytest.mark.usefixtures("no_page")
 def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     """Ten lines of Python at most, on a CSV that they name."""
     monkeypatch.chdir(tmp_path)
@@ -60,6 +67,7 @@ def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_page")
 def test_an_instance_begins_with_its_own_weights_and_is_left_as_it_was(tmp_path):
     module = nn.Linear(3, 2)
     before = {k: v.clone() for k, v in module.state_dict().items()}
@@ -71,6 +79,7 @@ def test_an_instance_begins_with_its_own_weights_and_is_left_as_it_was(tmp_path)
     assert result.predict(X).labels.shape == (60,)
 
 
+@pytest.mark.usefixtures("no_page")
 def test_records_in_every_container_are_the_same_records(tmp_path):
     """The same numbers, labels and classes, and of tables one digest."""
     from datasets import ClassLabel
@@ -154,6 +163,7 @@ def test_images_of_pillow_become_arrays_with_channels_first():
     assert found.classes == ("cat", "dog")
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
     first = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     plan = fedpact.Plan.read(first.folder / "plan.json")
@@ -176,6 +186,7 @@ def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
     assert plan.model in told.words
 
 
+@pytest.mark.usefixtures("no_page")
 def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
     result = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     monkeypatch.setattr("fedpact.own.named._kept", {})

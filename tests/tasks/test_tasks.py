@@ -34,6 +34,12 @@ SETTINGS = {
 }
 
 
+@pytest.fixture
+def no_page(monkeypatch):
+    """A run without its page, which takes a second to draw."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
 def test_losses_are_torchs_by_another_name():
     torch.manual_seed(0)
     z, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
@@ -104,6 +110,7 @@ def test_labels_beyond_the_range_are_clamped_and_others_left_out(caplog):
     assert "column bp, row 4 (counted from 1) is missing" in told
 
 
+@pytest.mark.usefixtures("no_page")
 def test_several_labels_and_pixels_are_learnt(tmp_path):
     several = fedpact.run("logistic", (X, SEVERAL), task={"kind": "multi_label"}, **SETTINGS,
                           out=tmp_path / "m")  # fmt: skip
@@ -124,6 +131,7 @@ def _segmenter(shape, classes):
     return nn.Sequential(nn.Conv2d(shape[0], classes, 3, padding=1))
 
 
+@pytest.mark.usefixtures("no_page")
 def test_class_weights_move_the_answer_to_the_heavy_class(tmp_path):
     y = (X[:, 0] + RNG.normal(size=120) > 1).astype(int)
     plan = {**SETTINGS, "rounds": 5, "privacy": {"mode": "none"}}
