@@ -132,11 +132,7 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         if self.after:
             self.check_extended()
-        if method.controlled and self.budget.spare_rounds:
-            raise ValueError(
-                f"budget.spare_rounds = {self.budget.spare_rounds}: where τ follows what is left, "
-                "spare events would be used like the others, and none are needed; leave it out"
-            )
+        self.budget.check_method(method.controlled, self.task.kind)
         return self
 
     @cached_property

@@ -209,6 +209,8 @@ def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
     task = {"kind": "regression", "range": [0, 1]}
     with pytest.raises(PlanError, match=r"\[evaluation\] does not go with \[task\]"):
         fedpact.Plan(task=task, evaluation={"share": 0.2})
+    with pytest.raises(PlanError, match="of which there is no accuracy"):
+        fedpact.Plan(task=task, budget={"patience": 3}, privacy={"mode": "none"})
     with pytest.raises(PlanError, match="labels of data set digits are those of classification"):
         fedpact.run(fedpact.Plan(task=task), tmp_path / "digits")
     by_label = {**SETTINGS, "partition": {"kind": "dirichlet"}}

@@ -40,6 +40,22 @@ class Limits(BaseModel):
         """Whether a released accuracy may end the run."""
         return self.accuracy is not None or self.patience is not None
 
+    def check_method(self, controlled: bool, task: str) -> None:
+        """Raise ValueError: limits that the method or the task has no use for.
+
+        controlled: whether τ follows what is left of a budget. task: its kind.
+        """
+        if controlled and self.spare_rounds:
+            raise ValueError(
+                f"budget.spare_rounds = {self.spare_rounds}: where τ follows what is left, spare "
+                "events would be used like the others, and none are needed; leave it out"
+            )
+        if self.early and task == "regression":
+            raise ValueError(
+                f"budget.accuracy = {self.accuracy} and patience = {self.patience} with task.kind "
+                "= 'regression', of which there is no accuracy: leave them out"
+            )
+
 
 class Running(BaseModel):
     """How the run is carried out; none of it changes what is trained but for rounding and noise.
