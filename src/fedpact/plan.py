@@ -50,9 +50,8 @@ class Plan(ShownPlan, BaseModel):
     """A whole run: what to train on what, how long. A mistake raises PlanError, which names all.
 
     data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
-    label: the column of a table that is to be predicted.
-    site: the column of a table that says at which site a record lies, for partition.kind =
-    "natural". person: the column that says whose a record is.
+    label: the column of a table that is to be predicted. site: the column that names a record's
+    site, for partition.kind = "natural". person: the column that says whose a record is.
     model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, lstm, transformer, or one of your own as
     package.module:factory, factory(shape, classes) -> nn.Module.
     algorithm: its name; `fedpact algorithms` lists them.
