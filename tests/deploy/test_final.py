@@ -81,7 +81,7 @@ def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
     run()
     site = run.nodes[0].directory
     records = tmp_path / "x.npz"
-    np.savez(records, x=np.random.default_rng(0).random((3, 1, 8, 8), np.float32), y=[0, 1, 2])
+    np.savez(records, x=np.random.default_rng(0).random((3, 1, 8, 8), np.float32))
     told = CliRunner().invoke(app, ["deploy", "model", str(site)])
     assert told.exit_code == 0, told.output
     told = CliRunner().invoke(app, ["predict", str(site), str(records), "--json"])

@@ -120,6 +120,15 @@ def test_records_of_another_form_are_refused(digits, records, told):
         digits.run.predict(records)
 
 
+def test_records_without_labels_are_predicted_from_a_file_and_evaluated_from_none(digits, tmp_path):
+    path, x = tmp_path / "new.npz", Scene.of(digits.plan).raw.x_test[:3].numpy()
+    np.savez(path, x=x)
+    found = digits.run.predict(path)
+    np.testing.assert_array_equal(found.probabilities, digits.run.predict(x).probabilities)
+    with pytest.raises(DataError, match="expected x and y"):
+        digits.run.evaluate(path)
+
+
 def test_a_folder_without_a_finished_run_is_refused(digits, tmp_path):
     with pytest.raises(DataError, match=r"plan\.json"):
         load(tmp_path)

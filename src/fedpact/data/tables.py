@@ -144,8 +144,11 @@ def table_of(
     return table
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays x, y and, where they are there, x_test, y_test, site, person."""
+def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
+    """Return the arrays x, y and, where they are there, x_test, y_test, site, person.
+
+    labelled: whether y has to be there. Raises DataError: no such file, or other arrays.
+    """
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
@@ -157,10 +160,11 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
             "without arrays of Python objects"
         ) from error
     known = {"x", "y", "x_test", "y_test", "site", "person"}
-    if not {"x", "y"} <= set(arrays) <= known or ("x_test" in arrays) != ("y_test" in arrays):
+    needed = {"x", "y"} if labelled else {"x"}
+    if not needed <= set(arrays) <= known or ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(
-            f"data file {path} holds the arrays {', '.join(sorted(arrays)) or 'none'}: expected x "
-            "and y, optionally x_test with y_test, site, and person"
+            f"data file {path} holds the arrays {', '.join(sorted(arrays)) or 'none'}: expected "
+            f"{' and '.join(sorted(needed))}, optionally x_test with y_test, site, and person"
         )
     return arrays
 

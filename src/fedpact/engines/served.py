@@ -244,7 +244,11 @@ class Served:
             x = numbers_of_table(table, form, own.values, sieve)
             return torch.from_numpy(x), sieve, table.features
         origin = str(records) if isinstance(records, str | Path) else "records"
-        given = read_npz(Path(records))["x"] if isinstance(records, str | Path) else records
+        given = (
+            read_npz(Path(records), labelled=False)["x"]
+            if isinstance(records, str | Path)
+            else records
+        )
         array = array_of(origin, "x", given)
         if array.shape[1:] != own.shape:
             shape = ", ".join(map(str, own.shape))
