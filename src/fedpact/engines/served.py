@@ -210,8 +210,14 @@ class Served:
             try:
                 sizes = ({0: torch.export.Dim("n")},)
                 # One file: weights lie in it, not beside it.
-                beside = {"external_data": False, "verbose": False}
-                torch.onnx.export(self.model, batch, str(path), dynamic_shapes=sizes, **beside)
+                torch.onnx.export(
+                    self.model,
+                    batch,
+                    str(path),
+                    dynamic_shapes=sizes,
+                    external_data=False,
+                    verbose=False,
+                )
             except ImportError as error:
                 raise InputError(
                     f"{path}: torch writes ONNX with packages that are not installed ({error}): "
@@ -243,12 +249,9 @@ class Served:
             sieve = Sieve(origin, table.count, 1)
             x = numbers_of_table(table, form, own.values, sieve)
             return torch.from_numpy(x), sieve, table.features
-        origin = str(records) if isinstance(records, str | Path) else "records"
-        given = (
-            read_npz(Path(records), labelled=False)["x"]
-            if isinstance(records, str | Path)
-            else records
-        )
+        origin, given = "records", records
+        if isinstance(records, str | Path):
+            origin, given = str(records), read_npz(Path(records), labelled=False)["x"]
         array = array_of(origin, "x", given)
         if array.shape[1:] != own.shape:
             shape = ", ".join(map(str, own.shape))
