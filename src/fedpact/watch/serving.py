@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fedpact.errors import FedpactError, InputError
 from fedpact.watch.metrics import CONTENT_TYPE, text
@@ -70,7 +70,7 @@ def _handler(snapshot: Callable[[], dict[str, Any]]) -> type[BaseHTTPRequestHand
 
         def do_GET(self) -> None:
             """Answer."""
-            port = self.server.server_address[1]
+            port = cast(ThreadingHTTPServer, self.server).server_port
             if self.headers.get("Host") not in (f"{_HOST}:{port}", f"localhost:{port}"):
                 self.send_error(HTTPStatus.FORBIDDEN)
             elif self.path == "/":
