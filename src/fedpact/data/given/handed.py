@@ -215,7 +215,7 @@ def named_labels(data: Any, label: str | None, columns: Mapping[str, Sequence[An
 
 
 def _by_name(titles: Sequence[str], numbers: Sequence[Any]) -> list[str | None]:
-    return [titles[v] if v in range(len(titles)) else None for v in numbers]
+    return [titles[int(v)] if v in range(len(titles)) else None for v in numbers]
 
 
 def _titles(data: Any, label: str | None) -> list[str] | None:
