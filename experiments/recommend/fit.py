@@ -18,9 +18,9 @@ from fedpact.cli.recommend import Circumstances, Recommendation
 from fedpact.theory import full_batch
 
 STORED = Path(__file__).parent / "results.json"
-NOISES = (0.4, 0.8, 1.6, 3.2)
+NOISES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 ROUNDS = (3, 10, 30, 100)
-EPSILONS = (0.5, 2.0, 8.0)
+EPSILONS = (0.5, 2.0, 8.0, 32.0)
 
 
 def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:

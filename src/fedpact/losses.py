@@ -23,8 +23,10 @@ class Loss(Protocol):
 def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     """-log softmax(outputs)[y] of each record; a mean over positions where a record is a sequence.
 
-    outputs: logits [B, K], y: classes [B]; or a sequence: logits [B, T, K], y [B, T]. The loss of a
-    record with a class that is none of 0..K-1 is NaN, and the others' are as without it.
+    outputs: logits [B, K], y: classes [B]; or a sequence: logits [B, T, K], y [B, T]; or several
+    answers to one question, as of views of an image: logits [B, V, K], y [B], whose losses' mean it
+    is. The loss of a record with a class that is none of 0..K-1 is NaN, and the others' are as
+    without it.
 
     >>> import torch
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).exp()
@@ -32,7 +34,14 @@ def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     """
     if outputs.dim() == 2:
         return _each_entropy(outputs, y)
-    return _each_entropy(outputs.flatten(0, -2), y.flatten()).view(y.shape).flatten(1).mean(1)
+    if y.dim() == 1:
+        y = y[:, None].expand(outputs.shape[:-1])
+    return (
+        _each_entropy(outputs.flatten(0, -2), y.flatten())
+        .view(outputs.shape[:-1])
+        .flatten(1)
+        .mean(1)
+    )
 
 
 def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:

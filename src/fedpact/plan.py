@@ -32,6 +32,7 @@ from fedpact.methods.server import ServerSettings
 from fedpact.methods.stepped import LocalSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.papers import LogisticSettings
+from fedpact.models.views import ViewSettings
 from fedpact.own.named import Named, is_handed
 from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
@@ -81,6 +82,7 @@ class Plan(ShownPlan, BaseModel):
     records: PlanRecords = PlanRecords()
     initial: InitialSettings = InitialSettings()
     features: FeatureSettings = FeatureSettings()
+    views: ViewSettings = ViewSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     task: TaskSettings = TaskSettings()
     partition: PartitionSettings = PartitionSettings()
@@ -112,6 +114,7 @@ class Plan(ShownPlan, BaseModel):
             raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
         if self.logistic != LogisticSettings() and self.model != "logistic":
             raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
+        self.views.check_goes(self.task.plain, self.features.used, self.run.stacked)
         mode = self.privacy.mode
         why = (self.features.why_unstated or self.initial.why_unstated) if mode != "none" else ""
         if why := why or why_not(self.records.released, self.features, self.privacy):

@@ -1,5 +1,6 @@
 """`fedpact plan --optimise`: its choice keeps the budget with everything else that is released."""
 
+import math
 import re
 from pathlib import Path
 
@@ -84,3 +85,20 @@ def test_plan_and_report_name_their_columns_as_the_documentation_does(monkeypatc
     heads = re.findall(r'<th class="n">([^<]+)</th>', head[: head.index("</thead>")])
     assert len(heads) > 10
     assert set(heads) <= named | {"accuracy", "loss", "held out"}
+
+
+@pytest.mark.parametrize("budget", [0.05, 8.0])
+def test_rounds_are_weighed_by_what_signal_there_is(budget):
+    """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""
+    whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0", "rounds=50")
+    (case,) = optimised(whole, passes=None)["cases"]
+    chosen, weights = case["chosen"], whole.bench().private.model.size
+    records, steps = sum(whole.sizes.values()), chosen["steps"]
+    rate = chosen["sampling_rate"]
+    ratio = math.sqrt(steps) * rate * records / (chosen["sigma"] * math.sqrt(2 * weights))
+    assert case["useful_rounds"] == min(max(round(4 * ratio), 3), 100)
+    assert chosen["rounds"] == min(case["useful_rounds"], 50)
+    # Noise that drowns ten records is no place for fifty rounds.
+    assert (chosen["rounds"] < 10) == (budget < 1)
+    spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"])
+    assert 0.99 * budget < spent <= budget

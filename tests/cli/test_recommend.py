@@ -80,3 +80,35 @@ def test_what_does_not_fit_is_named(wrong, named):
     done = cli("recommend", "digits", *wrong)
     assert done.exit_code != 0
     assert named in f"{done.exception}{done.output}"
+
+
+def test_a_tables_columns_count_as_they_are_declared(tmp_path):
+    """Six columns: an age by its range, and a ward as four codes, of which one is 1."""
+    draws = np.random.default_rng(0)
+    rows = ["age,ward,sick"]
+    rows += [f"{draws.integers(0, 100)},{'ABCD'[i % 4]},{i % 2}" for i in range(400)]
+    file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
+    file.write_text("\n".join(rows))
+    columns.write_text(
+        '[records.columns.age]\nrange = [0, 120]\nscale = "range"\n'
+        '[records.columns.ward]\ncategories = ["A", "B", "C", "D"]\nscale = "one-hot"\n'
+    )
+    asked = ("recommend", str(file), "--epsilon", "2", "--label", "sick", "--sites", "2")
+    found = document(*asked, "--columns", str(columns), "--out", str(out))
+    # Two classes, five columns and a bias.
+    assert found["alternatives"][0]["weights"] == 2 * 6
+    # The length of (age in -1..1, one 1 of four): sqrt(1/3 + 1), and C a fifth of it.
+    assert found["configuration"]["privacy"]["clip"] == pytest.approx(
+        0.2 * (4 / 3) ** 0.5, abs=0.05
+    )
+    plan = Plan.parse(tomllib.loads(out.read_text()))
+    assert plan.records.columns["ward"].categories == ["A", "B", "C", "D"]
+    assert document("plan", str(out))["model_parameters"] == 12
+
+
+def test_a_file_that_declares_nothing_is_refused(tmp_path):
+    empty = tmp_path / "empty.toml"
+    empty.write_text("rounds = 3\n")
+    done = cli("recommend", "digits", "--epsilon", "1", "--columns", str(empty))
+    assert done.exit_code != 0
+    assert "[records]" in f"{done.exception}{done.output}"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.losses import cross_entropy
+from fedpact.models.views import Views, ViewSettings
 from fedpact.params import FlatModel
 from fedpact.persample.bounds import slack
 from fedpact.persample.kernel import PerSampleKernel
@@ -98,6 +99,10 @@ def _images(channels: int, out: int, pool: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(out * (8 // pool) ** 2, CLASSES))
 
 
+def _viewed() -> nn.Module:
+    return Views(_images(2, 3, 1), ViewSettings(mirror=True, shift=2), (2, 8, 8))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "dense": (lambda: _mlp(nn.Tanh()), (6,), "chain"),
     "chain": (lambda: _mlp(nn.ReLU()), (6,), "chain"),
@@ -107,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "images": (lambda: _images(2, 3, 1), (2, 8, 8), "chain"),
     "channels": (lambda: _images(8, 8, 1), (8, 8, 8), "chain"),
     "pooled": (lambda: _images(24, 4, 2), (24, 8, 8), "chain"),
+    "views": (_viewed, (2, 8, 8), "graph"),
     "signals": (lambda: Means(nn.Conv1d(3, 4, 3), 4, 2), (3, 20), "graph"),
     "linear": (lambda: Means(nn.Linear(6, 5, bias=False), 5), (30, 6), "graph"),
     "groups": (lambda: Means(_grouped(), 4, (2, 3)), (2, 5, 5), "graph"),

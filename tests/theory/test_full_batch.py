@@ -3,12 +3,17 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpact.errors import InputError
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
-from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
+from fedpact.theory.full_batch import (
+    FullBatch,
+    full_batch,
+    signal_to_noise,
+    useful_rounds,
+)
 
 BUDGET = Budget(2.0, 1e-5)
 
@@ -25,6 +30,7 @@ def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: f
     return math.sqrt(ww)
 
 
+@settings(deadline=None)
 @given(
     records=st.floats(100, 1e6),
     sites=st.integers(2, 50),
@@ -60,3 +66,15 @@ def test_what_is_out_of_range_is_named(wrong):
     asked = {"records": 1000.0, "sites": 10, "rounds": 10} | wrong
     with pytest.raises(InputError, match=next(iter(wrong))):
         full_batch(BUDGET, **asked)
+
+
+def test_little_signal_has_few_rounds_and_much_has_all():
+    """By the ratio itself, of one release: where it is below 1 noise is the longer vector."""
+    found = {}
+    for records in (300, 60_000):
+        one = full_batch(BUDGET, records, 10, 1000, weights=7_850)
+        ratio = signal_to_noise(1.0, one.sigma, one.rounds, records, 10, 7_850)
+        assert one.rounds == useful_rounds(ratio)
+        found[records] = one.rounds
+    assert found == {300: 3, 60_000: 100}
+    assert full_batch(BUDGET, 60_000, 10, 7, weights=7_850).rounds == 7

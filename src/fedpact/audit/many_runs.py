@@ -271,7 +271,7 @@ def _worst_record(target: Target, w: Tensor) -> Records:
     found = list[tuple[float, Records]]()
     for scale in _SCALES:
         with torch.no_grad():
-            least = model.module(-scale * x).reshape(1, -1).argmin(1)
+            least = model.module(-scale * x).view(-1, target.classes).mean(0, True).argmin(1)
         for label in (y, least):
             made = Records(-scale * x, label)
             length = float(PlainKernel(model, cross_entropy).weighted_sum(made.x, made.y).norm())

@@ -1,7 +1,7 @@
 """`fedpact recommend`: a configuration for a budget, from public numbers alone."""
 
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,8 +11,10 @@ from rich.table import Table
 from torch import Tensor
 
 from fedpact.cli.console import show
-from fedpact.data import datasets
-from fedpact.errors import InputError
+from fedpact.configuration import read_configuration
+from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.engines.scene import loaded
+from fedpact.errors import InputError, PlanError
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.files import write_whole
@@ -20,14 +22,16 @@ from fedpact.models.build import build
 from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.reference.starting import toml
 from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
 
-FITTED_ON: Final = "the digits (1,442 images of 8 x 8) at ε = 0.5, 2 and 8"
+FITTED_ON: Final = "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32"
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _SMALLEST_IMAGE: Final = 8
+_NOTHING: Final = PlanRecords()
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Circumstances:
     mirror: bool | None = None
     label: str | None = None
     site: str | None = None
+    records: PlanRecords = _NOTHING
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The [records] table, as far as anything is declared."""
+        return self.records.model_dump(mode="json", exclude_defaults=True)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,19 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     show(document, as_json, lambda: _print(found, out))
 
 
+def declared(columns: Path | None) -> PlanRecords:
+    """Return what a configuration declares of records. Raises PlanError: it declares nothing."""
+    if columns is None:
+        return _NOTHING
+    raw = read_configuration(columns)
+    if not raw.get("records"):
+        raise PlanError(
+            f"--columns {columns} has no table [records]: expected a configuration that declares "
+            "what columns may hold, as [records.columns.age] with range = [0, 120]"
+        )
+    return Plan.parse({"records": raw["records"]}).records
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """A configuration, why each of its values, and what others would give."""
@@ -83,8 +106,15 @@ class Recommendation:
     @classmethod
     def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
-        data = datasets.load(asked.data, asked.label, asked.site)
-        public = _Public.of(asked, data.x[0], len(data.y), len(data.classes))
+        of = {"data": asked.data, "label": asked.label, "site": asked.site}
+        read = Plan.parse({**of, "records": asked.declared})
+        data, form = loaded(read), asked.records.shared()
+        example = read.stage().example(data.x[0])
+        names = data.features or tuple(map(str, range(data.x.shape[1])))
+        square = _square(form, names) if example.ndim == 1 else 1.0
+        # What a data set says is to test by trains nobody.
+        records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
+        public = _Public.of(asked, example, square, records, len(data.classes))
         chosen = public.chosen()
         raw = public.configuration(chosen)
         Plan.parse(raw)
@@ -99,7 +129,7 @@ class Recommendation:
             lines += ["", f"[{name}]"] if name else [""]
             for key, value in table.items():
                 why = self.reasons.get(f"{name}.{key}" if name else key)
-                line = f"{key} = {json.dumps(value)}"
+                line = f"{key} = {toml(value)}"
                 lines.append(f"{line:<32}# {why}" if why else line)
         return "\n".join(lines) + "\n"
 
@@ -115,9 +145,12 @@ class _Public:
     classes: int
     example: Tensor
     features: dict[str, Any]
+    square: float
 
     @classmethod
-    def of(cls, asked: Circumstances, example: Tensor, records: int, classes: int) -> "_Public":
+    def of(
+        cls, asked: Circumstances, example: Tensor, square: float, records: int, classes: int
+    ) -> "_Public":
         if asked.trust not in ("own", "sum"):
             raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
         if asked.honest and asked.trust == "own":
@@ -130,7 +163,9 @@ class _Public:
             )
         budget = Budget(asked.epsilon, asked.delta)
         features = _features(tuple(example.shape), asked.mirror)
-        return cls(asked, budget, honest, records, classes, example, features)
+        return cls(
+            asked, budget, honest, records, classes, example, features, 1.0 if features else square
+        )
 
     @property
     def shares(self) -> float:
@@ -139,8 +174,8 @@ class _Public:
 
     @property
     def length(self) -> float:
-        """About the length of a record's row: 1 of features, of m columns in [-1, 1] sqrt(m/3)."""
-        return 1.0 if self.features else math.sqrt(math.prod(self.example.shape) / 3)
+        """About the length of a record's row."""
+        return math.sqrt(self.square)
 
     @property
     def clip(self) -> float:
@@ -152,6 +187,7 @@ class _Public:
             self.records,
             self.asked.sites,
             self.asked.rounds,
+            weights=self._weights("logistic", self.features),
             honest=self.honest,
             clip=self.clip,
             length=self.length,
@@ -169,6 +205,7 @@ class _Public:
             "algorithm": "fedavg",
             "rounds": chosen.rounds,
             **({} if asked.site else {"sites": asked.sites}),
+            **({"records": asked.declared} if asked.declared else {}),
             "sampling_rate": 1.0,
             **({"features": self.features} if self.features else {}),
             "logistic": self._logistic(self.features),
@@ -199,7 +236,7 @@ class _Public:
         return {
             "guarantee": f"({asked.epsilon:g}, {asked.delta:g}) per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
-            "rounds": f"short steps; {way} in the end, whatever the rounds",
+            "rounds": f"as many as pay at this signal to noise; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
             "features.kind": "made from no record: what pays most at a given (ε, δ)",
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
@@ -249,6 +286,15 @@ def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
     if channels > 1:
         return {"kind": "patches", "filters": 640, "mirror": mirrored, "seed": 0}
     return {"kind": "scattering", "mirror": mirrored, "seed": 0}
+
+
+def _square(form: RecordForm, names: Sequence[str]) -> float:
+    """About the squared length of a record [m] of these columns, as they are scaled.
+
+    A value that is evenly spread over -1 .. 1 has the square 1/3; of a one-hot code one is 1.
+    """
+    ones = ("one-hot", "standard", "released")
+    return sum(1.0 if form.of(name).scale in ones else 1 / 3 for name in names)
 
 
 def _print(found: Recommendation, out: Path | None) -> None:

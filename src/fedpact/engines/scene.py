@@ -57,7 +57,7 @@ class Scene:
     @staticmethod
     def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        raw = _loaded(plan) if data is None else refitted(data, plan.records, plan.form)
+        raw = loaded(plan) if data is None else refitted(data, plan.records, plan.form)
         plan.task.check_data(raw)
         if raw.x.ndim == 2 and (data is not None or _is_table(plan.data)):
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
@@ -194,7 +194,8 @@ def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
     return held_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
 
 
-def _loaded(plan: Plan) -> Dataset:
+def loaded(plan: Plan) -> Dataset:
+    """Return the data set that a plan names, read by what the plan declares of its records."""
     if not _is_table(plan.data):
         named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
         return refitted(named, plan.records, plan.form)

@@ -105,7 +105,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "accuracy_pooled": side.pooled,
         "own_models": plan.method.has_own_models,
         "simulator_only": list(side.simulator_only),
-        "features": plan.features.told(),
+        "features": plan.features.told() or plan.views.told(),
         "initial": plan.initial.told(),
         "covers": [
             *side.covers,

@@ -18,6 +18,7 @@ from fedpact.losses import Loss
 from fedpact.methods.heads import check_head
 from fedpact.models.build import build
 from fedpact.models.initial import fill
+from fedpact.models.views import Views
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
@@ -122,7 +123,11 @@ class Workshop:
         return stacked.Lockstep(seats, partial(self._seat, stacked), stack.answers)
 
     def _model(self) -> FlatModel:
-        return FlatModel(self.module().to(self.device))
+        """What is trained: the model, and where the plan has views, asked about them."""
+        module, views = self.module(), self.plan.views
+        if views.used:
+            module = Views(module, views, tuple(self.example.shape))
+        return FlatModel(module.to(self.device))
 
     def _seat(self, stacked: ModuleType, ask: "Ask") -> Bench:
         model = self._model()

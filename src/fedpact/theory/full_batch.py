@@ -8,8 +8,10 @@ with noise of deviation (N records at K sites, each with noise of deviation σ C
 over t = 1 .. T, and clipped signals can have moved it by η C Σ_t g_t. On rows of unit length a is
 the noise of what the model answers, in the logarithm of odds, whatever the data. At a given (ε, δ)
 σ grows with sqrt(T), so that a moves with the length of the way alone, not with T: more rounds make
-smaller steps on the same way. Two numbers are left, which experiments/recommend/fit.py fits on the
-digits (1,442 images): a, and after how many rounds more are not worth their messages.
+smaller steps on the same way. So does the signal to noise of a run, and yet rounds matter: where
+noise goes as far as all records together, each further round trains on the noise of those before;
+where it does not, short steps end where long ones overshoot. Two numbers say how much, which
+experiments/recommend/fit.py fits on the digits (1,442 images): a, and rounds for their signal.
 """
 
 import math
@@ -24,6 +26,10 @@ from fedpact.theory.calibration import smallest_sigma
 NOISE: Final = 1.0
 """a, where the way is as long as noise allows."""
 MOST_ROUNDS: Final = 100
+"""Beyond, steps are short enough, and messages cost."""
+
+LEAST_ROUNDS: Final = 3
+_ROUNDS_OF_SIGNAL: Final = 4.0
 _MOMENTUM: Final = 0.8
 # Rounds below which momentum has no time to build up.
 _MOMENTUM_FROM: Final = 20
@@ -43,12 +49,22 @@ class FullBatch:
     noise: float
 
 
+def useful_rounds(snr: float) -> int:
+    """Return how many rounds pay at q = 1 with this signal to noise of the whole run, > 0.
+
+    Four times that, from 3 to 100; see the module and `signal_to_noise`.
+    """
+    wanted = _ROUNDS_OF_SIGNAL * check.positive(snr=snr)
+    return round(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+
+
 def full_batch(
     budget: Budget,
     records: float,
     sites: int,
     rounds: int,
     *,
+    weights: int = 1,
     honest: int = 1,
     clip: float = 0.2,
     length: float = 1.0,
@@ -56,18 +72,23 @@ def full_batch(
 ) -> FullBatch:
     """Return the rounds, at most `rounds`, with σ, β and η that suit them.
 
-    records: N > 0, of all sites together. honest: h, how many sites' noise protects a sum; 1 where
-    each site's own does. clip: C > 0. length: of a record's row, > 0; where it is not 1, NOISE is
-    what an answer has of it. Raises InputError for values out of range and BudgetExhausted where no
-    noise would do.
+    records: N > 0, of all sites together. weights: d >= 1, of the model, over which noise is
+    spread. honest: h, how many sites' noise protects a sum; 1 where each site's own does. clip: C >
+    0. length: of a record's row, > 0; where it is not 1, NOISE is what an answer has of it. Raises
+    InputError for values out of range and BudgetExhausted where no noise would do.
     """
     for name, value in (("records", records), ("clip", clip), ("length", length)):
         check.positive(**{name: value})
-    for name, value in (("sites", sites), ("rounds", rounds), ("honest", honest)):
+    for name, value in (
+        *(("sites", sites), ("rounds", rounds)),
+        *(("honest", honest), ("weights", weights)),
+    ):
         check.count(**{name: value})
     if honest > sites:
         raise InputError(f"honest is {honest}: expected at most the {sites} sites")
-    noise, chosen = NOISE / length, min(rounds, MOST_ROUNDS)
+    once = smallest_sigma(budget, 1.0, 1, accountant)
+    snr = signal_to_noise(1.0, once, 1, records, sites / honest, weights)
+    noise, chosen = NOISE / length, min(rounds, useful_rounds(snr))
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
     sigma = smallest_sigma(budget, 1.0, chosen, accountant)
     share = sigma * clip / records * math.sqrt(sites / honest)

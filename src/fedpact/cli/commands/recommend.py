@@ -28,6 +28,10 @@ def recommend(
     ] = None,
     label: Annotated[str | None, typer.Option(help="A table's column of labels.")] = None,
     site: Annotated[str | None, typer.Option(help="A table's column of site names.")] = None,
+    columns: Annotated[
+        Path | None,
+        typer.Option(help="A configuration whose [records] says what a table's columns may hold."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +41,8 @@ def recommend(
     """
     from fedpact.cli import recommend as command
 
+    records = command.declared(columns)
     asked = command.Circumstances(
-        data, epsilon, delta, rounds, sites, trust, honest, mirror, label, site
+        data, epsilon, delta, rounds, sites, trust, honest, mirror, label, site, records
     )
     command.recommend(asked, out, as_json=as_json)

@@ -1,0 +1,135 @@
+"""[views]: a record's gradient is the mean over its views, and clipped as one record's.
+
+That a record then moves a sum by no more than without is tried among the models of
+tests/persample/attacked.py.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import fedpact
+from fedpact.audit.one_run import _shares
+from fedpact.audit.target import Asked, Target
+from fedpact.engines.scene import Scene
+from fedpact.errors import FedpactError
+from fedpact.losses import cross_entropy
+from fedpact.models.build import build
+from fedpact.models.views import Views, ViewSettings, views
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel
+from fedpact.plan import Plan
+from fedpact.privacy.records import Records
+
+ALL = ViewSettings(mirror=True, shift=2)
+FORMS = [("logistic", (8, 8)), ("mlp", (1, 8, 8)), ("cnn_group_norm", (3, 12, 12))]
+
+
+def kernel(module, settings, shape):
+    return PerSampleKernel(FlatModel(Views(module, settings, shape)), cross_entropy)
+
+
+def records(shape, count=6):
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+    return x, torch.arange(count) % 3
+
+
+@pytest.mark.parametrize(("name", "shape"), FORMS)
+@pytest.mark.parametrize("clip", [0.1, 1e6])
+def test_the_views_gradients_are_averaged_before_the_clip(name, shape, clip):
+    x, y = records(shape)
+    module = build(name, x[0], 3, 0)
+    alone = copy.deepcopy(module)
+    expected = torch.zeros(sum(p.numel() for p in alone.parameters()))
+    for j in range(len(x)):
+        losses = [cross_entropy(alone(v[j : j + 1]), y[j : j + 1]) for v in views(x, ALL)]
+        mean = torch.cat(losses).mean()
+        rows = torch.autograd.grad(mean, list(alone.parameters()))
+        g = torch.cat([row.reshape(-1) for row in rows])
+        expected += g * min(1.0, clip / float(g.norm()))
+    found = kernel(module, ALL, shape).clipped_sum(x, y, clip)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_views_that_are_all_alike_change_nothing():
+    shape = (1, 8, 8)
+    x = torch.linspace(-1, 1, 6).view(-1, 1, 1, 1).expand(-1, *shape).clone()
+    y = torch.arange(6) % 3
+    module = build("mlp", x[0], 3, 0)
+    plain = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy).clipped_sum(x, y, 0.1)
+    assert torch.allclose(kernel(module, ALL, shape).clipped_sum(x, y, 0.1), plain, atol=1e-6)
+
+
+def test_views_are_the_image_moved_and_mirrored():
+    """By places: of a picture whose numbers say where they were."""
+    x = torch.arange(36.0).view(1, 6, 6)
+    here, down, up, right, left = views(x, ViewSettings(shift=1))
+    assert torch.equal(here, x)
+    inner = x[:, 1:-1, 1:-1]
+    moved = {"up": (up, -1, 0), "down": (down, 1, 0), "left": (left, 0, -1), "right": (right, 0, 1)}
+    found = {
+        name: [
+            (a, b)
+            for a in (-1, 0, 1)
+            for b in (-1, 0, 1)
+            if torch.equal(view[:, 1 + a : 5 + a, 1 + b : 5 + b], inner)
+        ]
+        for name, (view, _, _) in moved.items()
+    }
+    assert found == {name: [(a, b)] for name, (_, a, b) in moved.items()}
+    both = views(x, ViewSettings(shift=1, mirror=True))
+    assert len(both) == ViewSettings(shift=1, mirror=True).count
+    assert all(torch.equal(a.flip(-1), b) for a, b in zip(both[:5], both[5:], strict=True))
+
+
+def test_a_model_is_evaluated_on_the_image_itself():
+    x, y = records((8, 8))
+    module = build("mlp", x[0], 3, 0)
+    alone = copy.deepcopy(module)
+    made = kernel(module, ALL, (8, 8))
+    made.model.module.eval()
+    assert torch.allclose(made.losses(x, y), cross_entropy(alone(x), y), atol=1e-6)
+
+
+def digits(*overrides):
+    return Plan.read(None, ["views.mirror=true", "rounds=2", "sites=2", *overrides])
+
+
+def test_a_run_says_so_and_spends_what_it_spends_without(tmp_path):
+    plain = Plan.read(None, ["rounds=2", "sites=2"])
+    with_views, without = Scene.of(digits()), Scene.of(plain)
+    assert with_views.terms == without.terms
+    assert torch.equal(
+        with_views.bench().private.model.vector, without.bench().private.model.vector
+    )
+    done = fedpact.run(digits("rounds=1"), tmp_path / "run")
+    assert max(done.summary["epsilon"].values()) <= plain.privacy.epsilon
+    told = json.loads((tmp_path / "run" / "privacy.json").read_text())["features"]
+    assert "mean over 2 views" in told
+
+
+def test_an_audit_looks_at_the_sum_that_sites_make():
+    target = Target.of(Scene.of(digits()))
+    canaries = Records(target.spare.x[:5], target.spare.y[:5])
+    asked = Asked(0, "gradient", (target.w,), torch.zeros(len(target.w)), target.terms)
+    rows = _shares(target, canaries, asked)
+    total = target.kernel.clipped_sum(canaries.x, canaries.y, target.terms.clip)
+    assert torch.allclose(rows.sum(0), total, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["features.kind=scattering"], "features"),
+        (["run.stacked=2"], "stacked"),
+        (["task.kind=segmentation"], "task"),
+        (["views.shift=8"], "shift = 8"),
+        (["data=heart_disease"], "expected images"),
+        (["views.shift=-1"], "views.shift"),
+    ],
+)
+def test_what_views_are_not_for_is_refused(overrides, named):
+    with pytest.raises(FedpactError, match=named):
+        Scene.of(digits(*overrides))
