@@ -121,8 +121,7 @@ class Plan(ShownPlan, BaseModel):
             raise ValueError(why)
         method = self.method
         check_mode(method, self.algorithm, mode)
-        if mode != "none":
-            self.privacy.check_clips(self.rounds)
+        self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
             # plan.json says what was done. Nobody but its own validators has seen the plan yet.
             chosen = self.compression.settled(self.private and not self.records.released)

@@ -170,7 +170,9 @@ class Privacy(BaseModel):
             )
 
     def check_clips(self, rounds: int) -> None:
-        """Raise InputError unless every round's clip is one that a kernel can sum with."""
+        """Raise InputError unless every round's clip is one that a private kernel can sum with."""
+        if self.mode == "none":
+            return
         for number, clip in enumerate((self.clip, *self.clips(rounds))):
             name = f"privacy.clip{f' of round {number}' if number else ''}"
             check_clip(name, check.positive(**{name: clip}))
