@@ -280,12 +280,12 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     record = RoundRecord(
         round=4,
         accuracy=0.1 + 0.2,
-        loss=math.inf,
+        loss=0.75,
         scores={"a\nb": SiteScore(0.5, 1 / 3, 7)},
         epsilon={"a\nb": 1.25},
         refused={"c": "budget"},
         numbers={"F": 2.5},
-        metrics={"psi": 0.25, "other": math.inf},
+        metrics={"psi": 0.25, "other": 1.5},
     )
     line = record.to_json()
     assert "\n" not in line
@@ -298,6 +298,25 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     # A line of an earlier version, whose round was not evaluated.
     old = {**json.loads(RoundRecord(round=0).to_json()), "psi": None}
     assert RoundRecord.from_json(json.dumps(old)) == RoundRecord(round=0)
+
+
+def test_a_record_of_what_is_not_finite_is_strict_json() -> None:
+    scores = {"a": SiteScore(math.nan, math.inf, 7)}
+    odd = {"psi": math.nan, "r2": -math.inf}
+    record = RoundRecord(2, math.nan, 0.5, odd, scores, epsilon={"a": math.inf})
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    said = json.loads(record.to_json(), parse_constant=refuse)
+    assert said["accuracy"] is said["psi"] is said["scores"]["a"]["loss"] is None
+    back = RoundRecord.from_json(record.to_json())
+    assert math.isnan(back.accuracy or 0.0)
+    assert back.loss == 0.5
+    assert set(back.metrics) == set(odd)
+    assert all(map(math.isnan, (*back.metrics.values(), back.scores["a"].accuracy)))
+    # An ε that is not known is not small.
+    assert back.epsilon == {"a": math.inf}
 
 
 def test_a_record_with_what_is_no_number_in_place_of_a_metric_is_none() -> None:

@@ -33,6 +33,7 @@ from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
 from fedpact.files import understood, write_whole
 from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
+from fedpact.records.rounds import strict
 
 WAITS = "waits.json"
 """Of the last question, how long each site took or is waited for: for whoever watches."""
@@ -123,10 +124,9 @@ class Folder:
         return self.path / "sites" / name
 
     def write_json(self, name: str, document: Any) -> None:
-        """Write one of the JSON files."""
-        write_whole(
-            self.path / name, json.dumps(document, indent=2).encode() + b"\n", private=False
-        )
+        """Write one of the JSON files; a number that is not finite becomes null."""
+        text = json.dumps(strict(document), indent=2, allow_nan=False)
+        write_whole(self.path / name, text.encode() + b"\n", private=False)
 
     def read_json(self, name: str) -> Any:
         """Read one of the JSON files. Raises DataError: missing or no JSON."""

@@ -1,6 +1,8 @@
 """What is learnt, and by which loss: each task through the kernel, the oracle and a whole run."""
 
 import json
+import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -89,6 +91,9 @@ def test_a_regression_learns_in_the_labels_units(tmp_path):
     assert result.summary["r2"] > 0.8
     assert result.summary["accuracy"] is None
     assert result.summary["fairness"] is None
+    for path in (*result.folder.glob("*.json"), *result.folder.glob("*.jsonl")):
+        assert not re.search(r"\b(NaN|Infinity)\b", path.read_text(encoding="utf-8")), path
+    assert all(math.isnan(record.accuracy) for record in fedpact.load(result.folder).records)
     # In units of half the range: the loss is ½ (difference / 60)².
     score = result.evaluate(FRAME)
     assert score.loss == pytest.approx(((said.labels - PRESSURE) ** 2).mean() / 7200, rel=1e-3)

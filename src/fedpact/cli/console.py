@@ -4,12 +4,13 @@ And how it is interrupted.
 """
 
 import json
-import math
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+
+from fedpact.records.rounds import strict
 
 
 def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -> None:
@@ -21,17 +22,6 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
         print(json.dumps(strict(document), indent=2, allow_nan=False, default=str))
     else:
         text()
-
-
-def strict(value: Any) -> Any:
-    """Return the value with null for what strict JSON cannot hold: NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): strict(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(entry) for entry in value]
-    return value
 
 
 class StopOnInterrupt:

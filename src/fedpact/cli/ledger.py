@@ -7,11 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from fedpact.cli.console import show, strict
+from fedpact.cli.console import show
 from fedpact.errors import LedgerError
 from fedpact.files import understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import FILTER
+from fedpact.records.rounds import strict
 from fedpact.text import upper
 
 _TORN = (

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 SumsBySite = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -55,18 +56,51 @@ class RoundRecord:
     held_out: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON; a metric stands there under its own name."""
+        """Return the record as one line of strict JSON; a metric stands under its own name."""
         scores = {name: vars(score) for name, score in self.scores.items()}
         body = {**vars(self), **self.metrics, "scores": scores}
         del body["metrics"]
-        return json.dumps(body, default=dict)
+        return json.dumps(strict(body), allow_nan=False)
 
     @staticmethod
     def from_json(line: str) -> "RoundRecord":
         """Read back a line that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(line)
-        raw["scores"] = {name: SiteScore(**score) for name, score in raw["scores"].items()}
+        scores, wide = raw["scores"], ("epsilon", "epsilon_alone")
+        # An ε that nobody could write down bounds nothing.
+        raw |= {name: _filled(raw[name], math.inf) for name in wide if name in raw}
+        raw["scores"] = {
+            name: SiteScore(**_filled(each, math.nan)) for name, each in scores.items()
+        }
+        mapped = ("numbers", "average", "evaluation", "held_out")
+        raw |= {name: _filled(raw[name], math.nan) for name in mapped if name in raw}
+        figures = ("accuracy", "loss")
         own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
+        metrics = {key: value for key, value in raw.items() if key not in own}
+        if scores or any(raw.get(name) is not None for name in figures):
+            raw |= {name: _filled(raw.get(name), math.nan) for name in figures}
+            metrics = _filled(metrics, math.nan)
         # A round that was not evaluated has none, or null in a file of an earlier version.
-        metrics = {k: float(v) for k, v in raw.items() if k not in own and v is not None}
+        metrics = {key: float(value) for key, value in metrics.items() if value is not None}
         return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
+
+
+def strict(value: Any) -> Any:
+    """Return the value with null for what strict JSON cannot hold: NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(entry) for key, entry in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [strict(entry) for entry in cast(Sequence[Any], value)]
+    return value
+
+
+def _filled(value: Any, missing: float) -> Any:
+    """Return a value of JSON with this number for null."""
+    if isinstance(value, dict):
+        entries = cast(dict[str, Any], value).items()
+        return {key: _filled(entry, missing) for key, entry in entries}
+    if isinstance(value, list):
+        return [_filled(entry, missing) for entry in cast(list[Any], value)]
+    return missing if value is None else value
