@@ -1,31 +1,34 @@
 """SHA-256 of code and weights: what tells one model that was handed in from another."""
 
+import dis
 import hashlib
-import inspect
-from collections.abc import Iterable
-from functools import partial
-from types import CodeType, ModuleType
-from typing import Any, cast
+import sys
+from collections.abc import Iterable, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_Parts = list[str | bytes]
+_Seen = dict[int, tuple[int, Any]]
+"""What was read, by its identity: which it was, and it itself, so that no other comes to have that.
+"""
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, range, type(None), type(...))
+_PLAIN_OF_TORCH: Final = (torch.dtype, torch.device, np.dtype)
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def digest_of_module(module: nn.Module) -> str:
-    """Of its weights, what it prints, and the code of every class in it that is not torch's."""
-    own = {type(part) for part in module.modules() if not _is_torch(type(part))}
-    parts: list[Any] = [repr(module)]
-    for each in sorted(own, key=lambda c: c.__qualname__):
-        parts += _code(each, set())
-    for name, value in module.state_dict().items():
-        parts += [f"{name} {value.dtype} {tuple(value.shape)}"]
-        parts += [value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()]
-    return _digest(parts)
+    """Of its weights and other attributes, what it prints, and the code that is not torch's."""
+    return _digest(_module(module, {}))
 
 
 def digest_of_code(thing: Any) -> str:
-    """Of what a class or function does, as far as that can be read."""
-    return _digest(_code(thing, set()))
+    """Of what a class, function or object does, as far as that can be read."""
+    return _digest(_code(thing, {}))
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:
@@ -36,54 +39,139 @@ def _digest(parts: Iterable[str | bytes]) -> str:
     return found.hexdigest()
 
 
-def _code(thing: Any, seen: set[int]) -> list[str | bytes]:
+def _module(module: nn.Module, seen: _Seen) -> _Parts:
+    parts: _Parts = [repr(module)]
+    every = [*module.named_modules()]
+    for _, part in every:
+        seen[id(part)] = len(seen), part
+    base = vars(nn.Module())
+    for name, part in every:
+        own = {key: value for key, value in vars(part).items() if key not in base}
+        # A hook's key is its number in this process.
+        hooks = [list(vars(part)[key].values()) for key in _HOOKS]
+        parts += [name, *_each((type(part), own, *hooks), seen)]
+    # Buffers that no state dict has decide, too; so does which weights are frozen.
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        parts += [f"{name} {value.requires_grad}", *_array(value)]
+    return parts
+
+
+def _array(value: Tensor) -> _Parts:
+    raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return [f"{value.dtype} {tuple(value.shape)}", raw]
+
+
+def _code(thing: Any, seen: _Seen) -> _Parts:
     """What decides what a thing of Python's does: code, and the values that the code refers to.
 
     Of what nobody can tell that by looking, its identity: then it is nowhere else the same.
     """
-    if id(thing) in seen or isinstance(thing, ModuleType) or _is_torch(thing):
-        return [getattr(thing, "__name__", "")]
-    seen.add(id(thing))
-    if thing is None or isinstance(thing, bool | int | float | str | bytes | torch.dtype):
+    if type(thing) in _PLAIN or isinstance(thing, _PLAIN_OF_TORCH):
         return [repr(thing)]
-    if isinstance(thing, set | frozenset):
-        return [_sorted(thing)]
-    if isinstance(thing, list | tuple):
-        return [type(thing).__name__, *_each(cast(Iterable[Any], thing), seen)]
-    if isinstance(thing, dict):
-        return ["dict", *_each(cast(dict[Any, Any], thing).items(), seen)]
+    if isinstance(thing, ModuleType):
+        return [thing.__name__]
+    if type(thing) is tuple:
+        # Which of them Python keeps once, it decides anew in each process.
+        return ["tuple", *_each(cast(tuple[Any, ...], thing), seen)]
+    if id(thing) in seen:
+        return [f"again {seen[id(thing)][0]}"]
+    seen[id(thing)] = len(seen), thing
     if isinstance(thing, nn.Module):
-        return [digest_of_module(thing)]
-    if isinstance(thing, partial):
-        own = cast(Any, thing)
-        return ["partial", *_each((own.func, own.args, own.keywords), seen)]
+        return _module(thing, seen)
+    if isinstance(thing, Tensor):
+        return _array(thing)
+    if isinstance(thing, np.ndarray) and not thing.dtype.hasobject:
+        return [f"{thing.dtype.descr} {thing.shape}", thing.tobytes()]
+    if isinstance(thing, set | frozenset):
+        # A set has another order in each process.
+        return ["set", *sorted(_digest(_code(e, dict(seen))) for e in cast(set[Any], thing))]
+    if isinstance(thing, list) and type(cast(Any, thing)) is list:
+        return ["list", *_each(cast(list[Any], thing), seen)]
+    if isinstance(thing, dict) and type(cast(Any, thing)) is dict:
+        return ["dict", *_each([*cast(dict[Any, Any], thing).items()], seen)]
     if isinstance(thing, type):
-        own = {k: v for k, v in vars(thing).items() if not k.startswith("__") or k == "__init__"}
-        return [thing.__qualname__, *_each((*thing.__bases__, own), seen)]
-    code = getattr(thing, "__code__", None)
-    if code is None:
-        inner = getattr(thing, "__func__", None)
-        return _code(inner, seen) if inner is not None else [f"{type(thing)} {id(thing)}"]
-    used = inspect.getclosurevars(thing)
-    values = (thing.__defaults__, thing.__kwdefaults__, used.nonlocals, used.globals)
+        return _class(thing, seen)
+    return _function(thing, seen) or _object(thing, seen)
+
+
+def _class(thing: type, seen: _Seen) -> _Parts:
+    name = f"{thing.__module__}.{thing.__qualname__}"
+    if _is_known(thing):
+        return [name]
+    # What Python itself puts into a class is no code, and what abc does is this process's.
+    own = {
+        key: value
+        for key, value in vars(thing).items()
+        if key != "_abc_impl"
+        and (not key.startswith("__") or hasattr(value, "__code__") or hasattr(value, "__func__"))
+    }
+    return [thing.__qualname__, *_each((*thing.__bases__, own), seen)]
+
+
+def _function(thing: Any, seen: _Seen) -> _Parts | None:
+    """Return what decides what a function or method does, None where it is neither."""
+    if isinstance(thing, MethodType | staticmethod | classmethod):
+        own = cast(Any, thing)
+        return [type(own).__name__, *_each((own.__func__, getattr(own, "__self__", None)), seen)]
+    if isinstance(thing, property):
+        return ["property", *_each((thing.fget, thing.fset, thing.fdel), seen)]
+    if isinstance(thing, BuiltinFunctionType):
+        return [thing.__qualname__, *_code(thing.__self__, seen)]
+    if not isinstance(thing, FunctionType):
+        return None
+    if _is_known(thing):
+        return [f"{thing.__module__}.{thing.__qualname__}"]
+    code, space = thing.__code__, thing.__globals__
+    used = {name: space[name] for name in sorted(_globals(code)) if name in space}
+    values = thing.__defaults__, thing.__kwdefaults__, _closure(thing), used, vars(thing)
     return [*_bytes(code), *_each(values, seen)]
 
 
-def _each(things: Iterable[Any], seen: set[int]) -> list[str | bytes]:
-    return [text for thing in things for text in _code(thing, seen)]
+def _object(thing: Any, seen: _Seen) -> _Parts:
+    """Return an object's class and what it holds, as a copy of it would be made."""
+    try:
+        made = thing.__reduce_ex__(4)
+    except Exception:
+        return [f"{type(thing)} {id(thing)}"]
+    if isinstance(made, str):
+        return [made, *_code(getattr(thing, "__wrapped__", None), seen)]
+    first, *rest = made
+    # What it holds beside its state comes as iterators.
+    held = [[*each] if hasattr(each, "__next__") else each for each in rest]
+    return [type(thing).__qualname__, *_each((type(thing), first, *held), seen)]
 
 
-def _bytes(code: CodeType) -> list[str | bytes]:
+def _closure(thing: FunctionType) -> list[Any]:
+    found: list[Any] = []
+    for cell in thing.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not bound yet
+            found.append(None)
+    return found
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Return the global names that code loads, that of functions inside it included."""
+    loads = {"LOAD_GLOBAL", "LOAD_NAME"}
+    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in loads}
+    return found.union(*(_globals(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def _each(things: Sequence[Any], seen: _Seen) -> _Parts:
+    return [str(len(things)), *(text for thing in things for text in _code(thing, seen))]
+
+
+def _bytes(code: CodeType) -> _Parts:
     inner = [part for c in code.co_consts if isinstance(c, CodeType) for part in _bytes(c)]
     others = [c for c in code.co_consts if not isinstance(c, CodeType)]
-    plain = [_sorted(c) if isinstance(c, frozenset) else repr(c) for c in others]
+    plain = [repr(sorted(map(repr, c))) if isinstance(c, frozenset) else repr(c) for c in others]
     return [code.co_code, repr(code.co_names), *plain, *inner]
 
 
-def _sorted(things: Any) -> str:
-    # A set has another order in each process.
-    return repr(sorted(map(repr, things)))
-
-
-def _is_torch(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in ("torch", "builtins")
+def _is_known(thing: Any) -> bool:
+    """Whether a class or function is Python's own, numpy's or torch's: then its name says which."""
+    package = str(thing.__module__).partition(".")[0]
+    return package in ("torch", "numpy") or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
