@@ -162,7 +162,10 @@ def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
     if columns:
         given = raw.get("records", {})
         own = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
-        raw["records"] = {**own, **{key: list(raw.pop(key)) for key in columns}}
+        given = {key: raw.pop(key) for key in columns}
+        # A string is one name, and no list of letters.
+        lists = {k: [v] if isinstance(v, str) else list(v) for k, v in given.items()}
+        raw["records"] = {**own, **lists}
     return Plan(model=model, **raw)
 
 

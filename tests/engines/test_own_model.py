@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fedpact
+from fedpact.api import plan_of as plan_of_settings
 from fedpact.data.datasets import load
 from fedpact.data.form import PlanRecords
 from fedpact.data.given.handed import dataset_of, digest_of
@@ -128,6 +129,23 @@ def test_wrong_columns_are_named():
             dataset_of(FRAME, PlanRecords(**wrong), "ill")
     with pytest.raises(PlanError, match="not both"):
         fedpact.Plan(records={"features": ["a"], "drop": ["b"]})
+
+
+def test_a_handed_in_table_is_asked_for_again_with_its_columns_named():
+    with pytest.raises(DataError, match="handed in from Python"):
+        load("table@0123456789abcdef", "ill")
+
+
+def test_a_string_is_one_column():
+    for key in ("drop", "classes"):
+        assert getattr(plan_of_settings("logistic", {key: "ab"}).records, key) == ["ab"]
+
+
+def test_pandas_missing_label_is_no_class():
+    frame = FRAME.assign(ill=FRAME["ill"].astype("string").where(FRAME["id"] > 2, pd.NA))
+    found = dataset_of(frame, PlanRecords(drop=["id"]), "ill")
+    assert found.classes == ("no", "yes")
+    assert len(found.y) == 57
 
 
 def test_what_is_no_data_set_is_refused_with_what_would_be():

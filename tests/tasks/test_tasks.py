@@ -19,6 +19,8 @@ from fedpact.errors import DataError, InputError, ModelError, PlanError
 from fedpact.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.report.reading import read_run
+from fedpact.report.repeat import repeat
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 4)).astype(np.float32)
@@ -174,6 +176,21 @@ def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
     plan = json.loads((mine.folder / "plan.json").read_text())
     assert plan["task"]["loss"] == f"{__name__}:own"
     assert "share" in (mine.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_module_is_a_loss_and_a_class_is_none(tmp_path):
+    """Cross entropy as torch's module has it trains as ours does."""
+    y = SEVERAL[:, 0]
+    task = {"loss": torch.nn.CrossEntropyLoss(reduction="none")}
+    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
+    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
+    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    told = repeat(read_run(mine.folder))
+    assert told.is_python
+    assert told.command.startswith("fedpact.Plan(task={'loss': ...}); fedpact.run(")
+    with pytest.raises(ModelError, match="which is a class"):
+        fedpact.Plan(task={"loss": torch.nn.CrossEntropyLoss}).task.per_record(2)
 
 
 @pytest.mark.parametrize("mode", ["none", "per_sample"])

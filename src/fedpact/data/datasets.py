@@ -68,6 +68,11 @@ def load(
     """
     if name.endswith(_WITH_TEST):
         return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
+    if is_handed(name):
+        raise DataError(
+            f"data set {name} was handed in from Python and is no part of the plan: hand in the "
+            "same records again, as fedpact.run(fedpact.Plan.read(path_of_plan_json), data=...)"
+        )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
         return _from_table(name, read_table(Path(name), label, site, person, form), classes, form)
@@ -88,11 +93,6 @@ def load(
     made = Synthetic.parse(name)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
-    if is_handed(name):
-        raise DataError(
-            f"data set {name} was handed in from Python and is no part of the plan: hand in the "
-            "same records again, as fedpact.run(fedpact.Plan.read(path_of_plan_json), data=...)"
-        )
     if name == "digits":
         return load_digits()
     if name == "heart_disease":

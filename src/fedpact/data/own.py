@@ -19,8 +19,8 @@ from fedpact.data.tables import Cells, Table
 from fedpact.errors import DataError
 
 # "none" or "na" may be the name of a class or of a site.
-_NO_NAME: Final = {"", "?", "nan"}
-_MISSING: Final = _NO_NAME | {"na", "n/a", "<na>", "null", "none"}
+_NO_NAME: Final = {"", "?", "nan", "nat", "<na>"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
 
 _Value = Callable[[int, int], Any]
 """(row, place in a flattened record) -> what stands in the file."""

@@ -57,8 +57,22 @@ def name_of(thing: Any) -> Any:
     return name
 
 
+def name_of_function(thing: Any) -> Any:
+    """Return what a plan calls a loss or metric, as `name_of` does; a module is the function.
+
+    It is kept as it is now, and called with outputs and labels.
+    """
+    name = name_of(thing)
+    if isinstance(thing, nn.Module):
+        _kept[name] = copy.deepcopy(thing).cpu()
+    return name
+
+
 Named = Annotated[str, BeforeValidator(name_of)]
 """A plan's field that names something, or is given it."""
+
+NamedFunction = Annotated[str, BeforeValidator(name_of_function)]
+"""A plan's field that names a loss or metric, or is given it."""
 
 
 def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
@@ -92,6 +106,17 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
             "'package.module:factory' where the module can be imported from the working directory "
             "or the environment"
         ) from error
+
+
+def own_function(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
+    """Return the loss or metric of a name, as `own_factory` does. Raises ModelError: a class."""
+    found = own_factory(name, what, known, form)
+    if isinstance(found, type):
+        raise ModelError(
+            f"{what} is {name!r}, which is a class: expected {form}; hand in an object of it, "
+            f"{found.__name__}(...), or name a function or an object of a file"
+        )
+    return found
 
 
 def _found_at(place: str) -> Any:

@@ -1,8 +1,10 @@
 """How a run can be repeated, and what comes of it: what the report says under that heading."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedpact.own.named import is_handed
 from fedpact.report.reading import RunFolder
@@ -58,16 +60,32 @@ def repeat(run: RunFolder) -> Repeat:
     if randomness.startswith("seeded test"):
         return Repeat(shell, False, _TEST)
     words = [_SAME, *_conditions(run)]
-    own = [key for key in ("data", "model") if is_handed(str(run.plan.get(key, "")))]
+    own = _handed(run.plan)
     if own:
-        given = ", ".join(f"{key}=..." for key in own)
-        told = [_HANDED.format(what=" and ".join(f"{key} {run.plan[key]}" for key in own))]
-        call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), {given})"
-        return Repeat(call, True, " ".join([*told, *words]))
+        given = "".join(f", {key}=..." for key in own if "." not in key)
+        forms = {"task.loss": "'loss': ...", "task.metrics": "'metrics': [...]"}
+        task = ", ".join(form for key, form in forms.items() if key in own)
+        known = f"fedpact.Plan(task={{{task}}}); " if task else ""
+        told = _HANDED.format(what=" and ".join(f"{key} {name}" for key, name in own.items()))
+        call = f"{known}fedpact.run(fedpact.Plan.read(Path({str(path)!r})){given})"
+        return Repeat(call, True, " ".join([told, *words]))
     if run.environment.get("data") == "given":
         call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), data=...)"
         return Repeat(call, True, " ".join([_GIVEN, *words]))
     return Repeat(shell, False, " ".join(words))
+
+
+def _handed(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Return what was handed in, by the key of the plan that has it."""
+    task = plan.get("task") or {}
+    named = {
+        "data": [plan.get("data")],
+        "model": [plan.get("model")],
+        "task.loss": [task.get("loss")],
+        "task.metrics": task.get("metrics") or [],
+    }
+    own = {key: [str(n) for n in names if is_handed(str(n))] for key, names in named.items()}
+    return {key: ", ".join(names) for key, names in own.items() if names}
 
 
 def _conditions(run: RunFolder) -> list[str]:

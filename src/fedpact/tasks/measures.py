@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpact.errors import ModelError
 from fedpact.metrics import METRICS, Metric, names_in_use
-from fedpact.own.named import own_factory
+from fedpact.own.named import own_function
 
 _BINS: Final = 15
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
@@ -196,7 +196,7 @@ def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
             f"task.metrics has {name!r}: {called!r} stands for another number of a round, or is no "
             "identifier; call the function otherwise"
         )
-    own = own_factory(name, "task.metrics", list(MEASURES), _FORM)
+    own = own_function(name, "task.metrics", list(MEASURES), _FORM)
 
     def measured(outputs: Tensor, y: Tensor) -> float:
         try:

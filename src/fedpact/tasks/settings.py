@@ -28,7 +28,7 @@ from fedpact.losses import (
     pixel_entropy,
     squared_error,
 )
-from fedpact.own.named import Named, own_factory
+from fedpact.own.named import NamedFunction, own_function
 from fedpact.tasks.measures import measures_of
 
 Kind = Literal["classification", "multi_label", "regression", "segmentation"]
@@ -60,8 +60,8 @@ class TaskSettings(BaseModel):
     kind: Kind = "classification"
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
     class_weights: list[float] | None = Field(default=None, min_length=1)
-    loss: Named | None = None
-    metrics: list[Named] | None = None
+    loss: NamedFunction | None = None
+    metrics: list[NamedFunction] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -103,7 +103,7 @@ class TaskSettings(BaseModel):
     def per_record(self, classes: int) -> Loss:
         """Return the loss of a record. Raises PlanError: weights of other classes. ModelError."""
         if self.loss is not None:
-            return own_factory(self.loss, "task.loss", (), _FORM)
+            return own_function(self.loss, "task.loss", (), _FORM)
         weights = tuple(self.class_weights or ())
         if weights and len(weights) != classes:
             raise PlanError(
