@@ -199,8 +199,9 @@ def _secure_lines(plan: Plan, sites: int) -> list[str]:
 def _unprotected_weights(plan: Plan) -> list[str]:
     """Return what is not covered where somebody's weights are begun or computed with."""
     handed = (
-        f"What the weights of {plan.model}, which was handed in from Python, were chosen by, unless "
-        "they are drawn from the seed: if by records, what that has cost is no part of this run's ε."
+        f"What the weights of {plan.model}, which was handed in from Python, were chosen by, "
+        "unless they are drawn from the seed: if by records, what that has cost is no part of this "
+        "run's ε."
     )
     own = handed if is_handed(plan.model) else ""
     told = (plan.features.uncovered, plan.initial.uncovered, own)
