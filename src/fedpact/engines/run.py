@@ -132,6 +132,10 @@ def _summary(
     worst = ranking(last.scores)[0] if last.scores else None
     # Of numbers there is no accuracy, and how evenly it is spread.
     counted = last.accuracy is None or not math.isnan(last.accuracy)
+    spent = dict(last.epsilon)
+    if plan.private and status in ("accuracy", "patience"):
+        # How long it went depended on what it released: what holds is what was reserved.
+        spent = {name: max(spent[name], terms[name].budget.epsilon) for name in spent}
     return {
         "status": status,
         "private": plan.private,
@@ -147,7 +151,7 @@ def _summary(
         "seconds": sum(record.seconds for record in records),
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
-        "epsilon": dict(last.epsilon),
+        "epsilon": spent,
         "epsilon_alone": dict(last.epsilon_alone),
         "honest": plan.privacy.honest if plan.private else 0,
         "delta": {name: one.budget.delta for name, one in terms.items() if plan.private},

@@ -1,8 +1,8 @@
-"""A run that ends early, by numbers that were released: its cost is what was charged till then.
+"""A run that ends early, by numbers that were released: what holds of it is what was reserved.
 
-Whoever reads a released number and stops spends nothing by it (post-processing). The reservation
-stays what it was, as how far a run went follows from what it released; what was spent is what was
-charged. Exact accuracies of records that somebody protects are no such numbers: a private run is
+Whoever reads a released number and stops is within the reservation (post-processing). ε spent is of
+what was charged, and no guarantee of its own: how long the run went depended on what it released.
+Exact accuracies of records that somebody protects are no such numbers: a private run is
 stopped by what its sites release of held-out records, or by a public test set.
 """
 

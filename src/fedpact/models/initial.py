@@ -158,10 +158,14 @@ def _told_by(run: Path) -> str | None:
         if not (summary["private"] is True and spent and deltas):
             return None
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
-        return (
+        # What that run began with, or computed with, is in its model, too.
+        before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
+        others = f", if {summary['honest']} other sites were honest" * bool(summary.get("honest"))
+        told = (
             f"{plan['data']} by the private run {run.name}, which spent "
             f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "
-            f"{adjacency}, by itself: it adds to this run's for whoever is in both"
+            f"{adjacency}{others}, by itself: it adds to this run's for whoever is in both"
         )
+        return "; before that, on: ".join([told, *filter(None, before)])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
