@@ -4,6 +4,7 @@ References: a run of as many rounds in one go (plain: the same bits), and the le
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
 from fedpact.engines.extended import next_name
-from fedpact.errors import PlanError, PolicyRefused
+from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 
@@ -56,6 +57,13 @@ def test_both_reservations_stand_in_the_ledger_and_add_up(private):
         assert second.summary["epsilon"][site] <= said["epsilon_reserved"] <= 1.5
         assert first.records[-1].epsilon[site] == second.records[2].epsilon[site]
         assert second.records[3].epsilon[site] > first.records[-1].epsilon[site]
+
+
+def test_what_was_spent_before_is_not_forgotten(private, tmp_path):
+    shutil.copytree(private[0], tmp_path / "run")
+    (tmp_path / "run" / "earlier.json").unlink()
+    with pytest.raises(DataError, match=r"earlier\.json is not there, and the run was extended"):
+        extend(tmp_path / "run", rounds=1)
 
 
 def test_it_is_said_in_words(private):

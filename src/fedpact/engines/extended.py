@@ -40,8 +40,14 @@ class Earlier:
 
     @staticmethod
     def read(folder: Folder) -> "Earlier":
-        """Return what a run's folder holds of it. Raises DataError: damaged."""
+        """Return what a run's folder holds of it. Raises DataError: damaged, or lost."""
         if not (folder.path / FILE).exists():
+            plan = folder.path / "plan.json"
+            if plan.exists() and folder.read_json(plan.name).get("after"):
+                raise DataError(
+                    f"{folder.path / FILE} is not there, and the run was extended: put it back "
+                    "from a backup; without it nobody knows what the run had spent before"
+                )
             return Earlier()
         raw = folder.read_json(FILE)
         try:
