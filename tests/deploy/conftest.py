@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deploy.grid import Run, allow
+from tests.deploy.grid import Clock, Run, allow
 
 from fedpact.deploy.write import Choices, write
-from fedpact.engines.flower import transport
+from fedpact.engines.flower import transport, underway
 from fedpact.plan import Plan
 
 PLAN = {"rounds": 5, "sites": 3, "privacy": {"accountant": "rdp"}, "settings": {"local_steps": 2}}
@@ -22,6 +22,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes where the server waits, and nowhere else."""
+    found = Clock()
+    for module in (transport, underway):
+        monkeypatch.setattr(module, "time", found)
+    return found
 
 
 @pytest.fixture(scope="session")

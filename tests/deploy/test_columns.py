@@ -12,9 +12,9 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Clock
+from tests.deploy.grid import NAMES
 
-from fedpact.engines.flower import codec, transport, underway
+from fedpact.engines.flower import codec
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.site import Site, answer
@@ -24,6 +24,8 @@ from fedpact.errors import PlanError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 DECLARED = {
     "age": {"range": [20, 80], "clamp": True, "fill": 50, "scale": "range"},
@@ -88,12 +90,6 @@ RELEASED = {
     "bmi": {"range": [10, 40], "clamp": True, "fill": 25, "scale": "released"},
     "ward": {"categories": ["A", "B", "C"], "other": "C", "fill": "A", "scale": "one-hot"},
 }
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    for module in (transport, underway):
-        monkeypatch.setattr(module, "time", Clock())
 
 
 @pytest.fixture

@@ -3,22 +3,15 @@
 import re
 
 import pytest
-from tests.deploy.grid import Clock, Run
+from tests.deploy.grid import Run
 
 from fedpact.deploy.extend import extend
-from fedpact.engines.flower import transport, underway
 from fedpact.engines.parties.site import Site
 from fedpact.errors import PolicyRefused
 from fedpact.ledger.receipt import receipt
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Time passes where the server waits."""
-    found = Clock()
-    monkeypatch.setattr(transport, "time", found)
-    monkeypatch.setattr(underway, "time", found)
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 @pytest.mark.parametrize("plan", [{}, {"secure_aggregation": {"threshold": 2}}])

@@ -9,24 +9,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.deploy.grid import Clock, charged
+from tests.deploy.grid import charged
 from typer.testing import CliRunner
 
 from fedpact.api import load
 from fedpact.cli.main import app
-from fedpact.engines.flower import transport, underway
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
 from fedpact.errors import DataError
 from fedpact.messages import FINAL, Refusal, Reply, Task, from_bytes
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Time passes where the server waits."""
-    found = Clock()
-    monkeypatch.setattr(transport, "time", found)
-    monkeypatch.setattr(underway, "time", found)
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def model_of(place):

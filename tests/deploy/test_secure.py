@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import FLOATS, NAMES, Clock, charged
+from tests.deploy.grid import FLOATS, NAMES, charged
 
-from fedpact.engines.flower import codec, transport, underway
+from fedpact.engines.flower import codec
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.secure import exchange, wire
@@ -25,6 +25,8 @@ from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.privacy.oracle import PrivateOracle
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}
 FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
@@ -34,13 +36,6 @@ SHARED = {
     "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
 }
 SHARED_BY_FIVE = {**SHARED, "secure_aggregation": {"threshold": 4}}
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    found = Clock()
-    for module in (transport, underway):
-        monkeypatch.setattr(module, "time", found)
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ Over the network in memory. The seeds are those of a test, so every run has one 
 
 import pytest
 import torch
-from tests.deploy.grid import Clock, Grid, charged
+from tests.deploy.grid import Grid, charged
 
-from fedpact.engines.flower import transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
@@ -15,19 +14,13 @@ from fedpact.folder import Folder
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.methods import integers
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 CHOICES = {
     "seeds": "test",
     "patience": {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1},
 }
 PLAN = {"compression": {"kind": "grid"}, "rounds": 4, "settings": {"local_steps": 2}}
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Time passes where somebody waits, and nowhere else."""
-    found = Clock()
-    for module in (transport, underway):
-        monkeypatch.setattr(module, "time", found)
 
 
 @pytest.fixture

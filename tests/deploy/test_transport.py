@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.app.error import Error
-from tests.deploy.grid import FLOATS, NAMES, Clock, Grid, Node, charged
+from tests.deploy.grid import FLOATS, NAMES, Grid, Node, charged
 
 from fedpact import algorithms
 from fedpact.engines.flower import codec, seal, transport, underway
@@ -26,13 +26,7 @@ from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    found = Clock()
-    for module in (transport, underway):
-        monkeypatch.setattr(module, "time", found)
-    return found
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 @pytest.fixture

@@ -3,21 +3,13 @@
 import re
 
 import pytest
-from tests.deploy.grid import Clock
 from tests.watch.test_watch import parsed
 
-from fedpact.engines.flower import transport, underway
 from fedpact.ledger.receipt import receipt
 from fedpact.watch import metrics, serving
 from fedpact.watch.snapshot import look
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Time passes where the server waits."""
-    found = Clock()
-    monkeypatch.setattr(transport, "time", found)
-    monkeypatch.setattr(underway, "time", found)
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def test_a_site_shows_its_own_ledger_and_no_other_site(federate):

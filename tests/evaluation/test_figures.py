@@ -25,6 +25,18 @@ def named(found: list[Figure]) -> dict[tuple[str, str], Figure]:
     return {(figure.name, figure.about): figure for figure in found}
 
 
+def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], *about) -> dict:
+    """How often each noisy figure's interval held the exact one. about: as `figures` takes it."""
+    covered = dict.fromkeys(exact, 0)
+    for _ in range(TRIES):
+        found = named(figures(sums(rng, of, 4.0), *about))
+        for key, figure in found.items():
+            covered[key] += figure.low <= exact[key].value <= figure.high
+    for key, count in covered.items():
+        assert count / TRIES > LEAST, key
+    return covered
+
+
 @pytest.mark.parametrize("scale", [1, 20])
 def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> None:
     """With 12 to 240 records of a class, and noise that leaves little of the smaller ones."""
@@ -33,13 +45,7 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
     roc = scale * np.stack([np.arange(10, 0, -1), np.arange(10)]).astype(float)
     of = {"hits": hits, "loss": np.array([0.3 * hits.sum()]), "roc": roc}
     exact = named(figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
-    covered = dict.fromkeys(exact, 0)
-    for _ in range(TRIES):
-        found = named(figures(sums(rng, of, 4.0), SETTINGS, CLASSES, GROUPS))
-        for key, figure in found.items():
-            covered[key] += figure.low <= exact[key].value <= figure.high
-    for key, count in covered.items():
-        assert count / TRIES > LEAST, key
+    covered = covers(exact, rng, of, SETTINGS, CLASSES, GROUPS)
     # Where nothing is cut off, a single ratio's interval is no wider than it has to be.
     if scale == 20:
         assert covered["accuracy", "all"] / TRIES < MOST
@@ -91,13 +97,7 @@ def test_rates_of_more_than_two_classes_are_of_each_against_all_others() -> None
     gaps = [abs(rates[k, 0, c] - rates[k, 1, c]) for k in ("true", "false") for c in range(3)]
     assert exact["equalised-odds gap", "groups"].value == pytest.approx(max(gaps))
     # Over both groups, with noise: as often within their intervals as stated.
-    covered = dict.fromkeys(exact, 0)
-    for _ in range(TRIES):
-        found = named(figures(sums(rng, of, 4.0), settings, names, GROUPS))
-        for key, figure in found.items():
-            covered[key] += figure.low <= exact[key].value <= figure.high
-    for key, count in covered.items():
-        assert count / TRIES > LEAST, key
+    covers(exact, rng, of, settings, names, GROUPS)
     # Without the false positives there is no gap of odds.
     fewer = named(figures(Sums({"hits": hits}, {"hits": 0.0}), settings, names, GROUPS))
     assert ("equalised-odds gap", "groups") not in fewer
