@@ -115,8 +115,10 @@ class Plan(ShownPlan, BaseModel):
         if self.logistic != LogisticSettings() and self.model != "logistic":
             raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
         self.views.check_goes(self.task.plain, self.features.used, self.run.stacked)
+        self.initial.check_model(self.model)
         mode = self.privacy.mode
-        why = (self.features.why_unstated or self.initial.why_unstated) if mode != "none" else ""
+        why = self.features.why_unstated or self.initial.why_unstated(self.model)
+        why = why if mode != "none" else ""
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
         method = self.method

@@ -105,7 +105,10 @@ class Served:
         """
         folder = folder_of_run(folder)
         raw = Folder(folder).read_json("plan.json")
-        plan = Plan.parse(raw if own is None else {**raw, "model": name_of(own)})
+        plan = Plan.parse(raw)
+        if own is not None:
+            # Its weights are the run's, so whatever it brings decides nothing.
+            plan = plan.model_copy(update={"model": name_of(own)})
         form = GivenForm.read(folder)
         beside = folder.absolute().parent
         if plan.local.head and not (beside / "site.toml").exists():

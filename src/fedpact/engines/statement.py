@@ -10,7 +10,7 @@ from fedpact.evaluation import told as evaluations
 from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.reservations import FIXED, WHY
 from fedpact.methods import heads
-from fedpact.own.named import is_handed
+from fedpact.own.named import is_own
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
@@ -198,13 +198,12 @@ def _secure_lines(plan: Plan, sites: int) -> list[str]:
 
 def _unprotected_weights(plan: Plan) -> list[str]:
     """Return what is not covered where somebody's weights are begun or computed with."""
-    handed = (
-        f"What the weights of {plan.model}, which was handed in from Python, were chosen by, "
-        "unless they are drawn from the seed: if by records, what that has cost is no part of this "
-        "run's ε."
+    code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
+    own = (
+        f"What {' and '.join(code)} may hold in their code: whoever hands in code is trusted to "
+        "have chosen no number in it by records, beyond what is said of first weights."
     )
-    own = handed if is_handed(plan.model) else ""
-    told = (plan.features.uncovered, plan.initial.uncovered, own)
+    told = (plan.features.uncovered, plan.initial.uncovered, own * bool(code))
     return [line for line in told if line and plan.private]
 
 

@@ -19,6 +19,7 @@ from fedpact.methods.heads import check_head
 from fedpact.models.build import build
 from fedpact.models.initial import fill
 from fedpact.models.views import Views
+from fedpact.own.named import is_own
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.passes import WAYS
@@ -60,12 +61,15 @@ class Workshop:
         weights that it is to begin with are not this model's.
         """
         plan = self.plan
-        kind = plan.task.target.kind
-        module = build(plan.model, self.example, self.classes, plan.seed, plan.logistic, kind)
+        module = self._drawn(plan.seed)
         check_head(module, plan.local.head)
         if self.start is not None:
             fill(module, self.start)
         return module
+
+    def _drawn(self, seed: int) -> nn.Module:
+        plan, kind = self.plan, self.plan.task.target.kind
+        return build(plan.model, self.example, self.classes, seed, plan.logistic, kind)
 
     @cached_property
     def loss(self) -> Loss:
@@ -76,10 +80,13 @@ class Workshop:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
 
         Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
-        fails on those records.
+        fails on those records. PlanError: nobody says what its weights were chosen by.
         """
         model = self._model()
         mode = self.plan.privacy.mode
+        if check and mode != "none" and is_own(self.plan.model):
+            drawn = self._drawn(self.plan.seed), self._drawn(self.plan.seed ^ 1)
+            self.plan.initial.check_drawn(self.plan.model, *drawn)
         if check and self.plan.task.loss is not None:
             check_loss(self.plan.task.loss, self.loss, model.module, *self.made_up())
         if mode == "none":

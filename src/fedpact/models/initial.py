@@ -8,7 +8,8 @@
     trained_on = "..."                 what they were chosen by: without it no ε is stated
 
 It is public, the same at every party, and part of the plan. A private run that has ended says by
-itself what its model was trained on, and what that has cost.
+itself what its model was trained on, and what that has cost. Of a model of one's own that brings
+its weights `trained_on` stands alone.
 """
 
 import hashlib
@@ -17,13 +18,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from fedpact.errors import ModelError
+from fedpact.errors import ModelError, PlanError
 from fedpact.models.weights import block_of, checked, tensors_of
+from fedpact.own.named import brings_weights, is_own
 
 _SETTING = "initial.weights"
+_RELEASED = (
+    "weights that were chosen by a site's records release them before anything is charged, so no ε "
+    "can be stated"
+)
+_INSTEAD = (
+    "hand in its class or a factory, which draws them from torch's generator and does not seed it, "
+    'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or "nothing: a table of '
+    'sines"'
+)
 
 
 class InitialSettings(BaseModel):
@@ -32,6 +44,7 @@ class InitialSettings(BaseModel):
     weights: a file of the model's weights (.safetensors or torch's), or the folder of a run that
     has ended. sha256: of that file; by default as it is when the plan is read.
     trained_on: what the weights were chosen by; a private run that has ended says it by itself.
+    Without weights: what those were chosen by that a model of one's own brings.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -47,11 +60,8 @@ class InitialSettings(BaseModel):
     @model_validator(mode="after")
     def _settled(self) -> Self:
         if self.weights is None:
-            for name in ("sha256", "trained_on"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"initial.{name} without initial.weights: name the file that it is of"
-                    )
+            if self.sha256 is not None:
+                raise ValueError("initial.sha256 without initial.weights: name the file")
             return self
         # plan.json says what was found. Nobody but its own validators has seen the plan yet.
         if self.sha256 is None:
@@ -69,22 +79,49 @@ class InitialSettings(BaseModel):
             object.__setattr__(self, name, value)
             self.model_fields_set.add(name)
 
-    @property
-    def why_unstated(self) -> str:
-        """Why no ε can be stated with this start; "" where it can."""
-        if self.weights is None or self.trained_on is not None:
+    def check_model(self, model: str) -> None:
+        """Raise ValueError: it tells of weights that neither it nor the plan's model brings."""
+        if self.trained_on is not None and self.weights is None and not is_own(model):
+            raise ValueError(
+                f"initial.trained_on without initial.weights: model {model!r} draws its weights "
+                "from the seed; name the file that it is of"
+            )
+
+    def why_unstated(self, model: str) -> str:
+        """Why no ε can be stated with this start of a plan's model; "" where it can."""
+        if self.trained_on is not None:
             return ""
-        return (
-            f"initial.weights = {self.weights!r} without initial.trained_on: weights that were "
-            "chosen by a site's records release them before anything is charged, so no ε can be "
-            'stated; say what they were trained on (trained_on = "ImageNet-1k"), or name the '
-            "folder of a private run that has ended, which says it by itself"
-        )
+        if self.weights is not None:
+            return (
+                f"initial.weights = {self.weights!r} without initial.trained_on: {_RELEASED}; "
+                'say what they were trained on (trained_on = "ImageNet-1k"), or name the '
+                "folder of a private run that has ended, which says it by itself"
+            )
+        if not brings_weights(model):
+            return ""
+        return f"model is {model!r}, a module with the weights that it has: {_RELEASED}; {_INSTEAD}"
+
+    def check_drawn(self, model: str, first: nn.Module, second: nn.Module) -> None:
+        """Check that a model of one's own draws its weights, or that it is said what chose them.
+
+        first, second: made from two seeds. Raises PlanError: both have the same numbers somewhere,
+        and not one number all over, as zeros and ones are.
+        """
+        if self.trained_on is not None:
+            return
+        ours, theirs = _held(first), _held(second)
+        same = [n for n, v in ours.items() if n in theirs and _alike(v, theirs[n])]
+        if same or first is second:
+            more = f" and {len(same) - 3} others" * (len(same) > 3)
+            raise PlanError(
+                f"model {model!r} begins with the same {', '.join(same[:3]) or 'module'}{more}, "
+                f"whatever the seed: {_RELEASED}; {_INSTEAD}"
+            )
 
     @property
     def uncovered(self) -> str:
         """What ε does not cover of this start, "" for nothing."""
-        if self.weights is None:
+        if self.trained_on is None:
             return ""
         return (
             f"What the model's first weights were trained on: {self.trained_on}. What that has "
@@ -94,7 +131,8 @@ class InitialSettings(BaseModel):
     def told(self) -> str:
         """Return in a sentence what the model begins with; "" for weights from the seed."""
         if self.weights is None:
-            return ""
+            brought = f"The model began with weights of its own, trained on: {self.trained_on}."
+            return "" if self.trained_on is None else brought
         return (
             f"The model began with given weights, SHA-256 {self.sha256}, trained on: "
             f"{self.trained_on or 'not said'}."
@@ -146,6 +184,22 @@ def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise ModelError(f"{_SETTING}: {name} holds NaN or infinity: expected finite numbers")
     module.load_state_dict(dict(start))
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module by name: weights, buffers, and what is an attribute alone."""
+    plain = {
+        f"{path}.{key}".lstrip("."): value
+        for path, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+    return plain | dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, and that is not one number all over."""
+    return torch.equal(one, other) and bool((one != one.flatten()[:1]).any())
 
 
 def _told_by(run: Path) -> str | None:

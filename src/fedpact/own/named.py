@@ -3,7 +3,7 @@
 A class or function that any process can import is named `package.module:name`, and a plan with it
 is carried out anywhere. What has no such place (a module that exists already, a class of a
 notebook, a lambda) is kept by this process as NAME@DIGEST: the plan then says which one it was, and
-another process needs it handed in again.
+another process needs it handed in again. A model that brings weights is NAME.weights@DIGEST.
 """
 
 import copy
@@ -21,6 +21,7 @@ from fedpact.errors import ModelError
 from fedpact.own.digests import digest_of_code, digest_of_module
 
 _DIGITS: Final = 16
+_WEIGHTS: Final = ".weights"
 _HANDED: Final = re.compile(rf"[A-Za-z0-9_.+-]+@[0-9a-f]{{{_DIGITS}}}")
 
 _kept: dict[str, Callable[..., Any]] = {}
@@ -29,6 +30,16 @@ _kept: dict[str, Callable[..., Any]] = {}
 def is_handed(name: str) -> bool:
     """Whether a plan's data, model or loss was handed in from Python, so that it names no place."""
     return bool(_HANDED.fullmatch(name))
+
+
+def is_own(name: str) -> bool:
+    """Whether a plan's model or loss is code of the user's, of a file or handed in."""
+    return ":" in name or is_handed(name)
+
+
+def brings_weights(name: str) -> bool:
+    """Whether a plan's model was handed in as a module, with the weights that it had."""
+    return is_handed(name) and name.partition("@")[0].endswith(_WEIGHTS)
 
 
 def handed_name(name: str, digest: str) -> str:
@@ -43,7 +54,7 @@ def name_of(thing: Any) -> Any:
     """
     if isinstance(thing, nn.Module):
         kept = copy.deepcopy(thing).cpu()
-        name = handed_name(type(thing).__name__, digest_of_module(kept))
+        name = handed_name(type(thing).__name__ + _WEIGHTS, digest_of_module(kept))
         _kept[name] = lambda: copy.deepcopy(kept)
         return name
     if not callable(thing):
@@ -62,9 +73,11 @@ def name_of_function(thing: Any) -> Any:
 
     It is kept as it is now, and called with outputs and labels.
     """
-    name = name_of(thing)
-    if isinstance(thing, nn.Module):
-        _kept[name] = copy.deepcopy(thing).cpu()
+    if not isinstance(thing, nn.Module):
+        return name_of(thing)
+    kept = copy.deepcopy(thing).cpu()
+    name = handed_name(type(thing).__name__, digest_of_module(kept))
+    _kept[name] = kept
     return name
 
 
