@@ -88,10 +88,12 @@ def test_norms_beyond_what_float32_can_divide_by(reference, clip, level, anywher
 
 @pytest.mark.parametrize("clip", [0.1, 0.01, 1e-3])
 @pytest.mark.parametrize("width", [784, 3000])
-def test_a_mean_that_is_nearly_infinite_is_clipped_to_c(width, clip):
+def test_a_mean_of_long_records_is_clipped_to_c(width, clip):
+    """Records that are longer than counts as finite add nothing."""
     kernel = BatchClippedKernel(FlatModel(linear(torch.zeros(3, width))), cross_entropy)
-    found = kernel.clipped_mean(torch.full((2, width), 3e38), torch.tensor([0, 1]), clip)
+    found = kernel.clipped_mean(torch.full((2, width), 2.0**56), torch.tensor([0, 1]), clip)
     assert 0.999 * clip < float(found.double().norm()) <= clip
+    assert not kernel.clipped_mean(torch.full((2, width), 3e38), torch.tensor([0, 1]), clip).any()
 
 
 @pytest.mark.parametrize("width", [1000, 1025, 200_000])

@@ -140,13 +140,12 @@ class Workshop:
         model = self._model()
         mode = self.plan.privacy.mode
         draws = partial(stacked.SeatDraws, ask)
-        plain = stacked.PlainSeat(model, self.loss, ask)
         if mode == "none":
-            return Bench(plain, draws)
-        kind = mechanism_of(mode).kernel
+            return Bench(stacked.PlainSeat(model, self.loss, ask), draws)
+        seat, kind = stacked.Seat(model, self.loss, ask), mechanism_of(mode).kernel
         if issubclass(kind, PerSampleKernel):
-            return Bench(stacked.Seat(model, self.loss, ask), draws)
-        return Bench(kind(model, self.loss, plain), draws)
+            return Bench(seat, draws)
+        return Bench(kind(model, self.loss, seat), draws)
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""

@@ -2,9 +2,13 @@
 
 One record can turn the clipped mean round: with C = 1 the gradients 1 and -3 have the mean -1,
 without the second one it is 1. Both lie in the ball of radius C, so the sensitivity is 2C, exactly,
-whatever the model does; `terms.sensitivity` has it. The batch's realised size leaves only through
-the clipped mean.
+whatever the batch's gradients are; `terms.sensitivity` has it. The batch's realised size leaves
+only through the clipped mean. That a record changes no batch that it is not in, which sampling is
+counted on for, takes gradients that follow from weights and batch alone: they are summed as under
+per-sample clipping, from what was traced.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ from torch import Tensor
 from fedpact.errors import PolicyRefused
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel, check_precision
+from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.batches import NoisyBatch
 from fedpact.privacy.guarded import summed
@@ -22,19 +26,14 @@ _SLACK = 1e-6
 
 
 class BatchClippedKernel:
-    """Clipped mean gradients of one model.
+    """Clipped mean gradients of one model. Raises ModelError, as PerSampleKernel does.
 
-    No record's share has to be known for them, but BatchNorm is refused all the same: its running
-    statistics would carry records past clip and noise. Raises ModelError, as PerSampleKernel does.
-    plain: what sums the model's gradients, one of its own by default.
+    apart: what sums gradients, and has the loss channels' losses; one of its own by default.
     """
 
-    def __init__(self, model: FlatModel, loss: Loss, plain: PlainKernel | None = None) -> None:
-        check_precision(model)
+    def __init__(self, model: FlatModel, loss: Loss, apart: PerSampleKernel | None = None) -> None:
         self.model, self.loss = model, loss
-        self._plain = plain or PlainKernel(model, loss)
-        # A batch's mean may mix records; the loss channels release each record's own.
-        self._apart = PerSampleKernel(model, loss)
+        self._apart = apart or PerSampleKernel(model, loss)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -43,22 +42,23 @@ class BatchClippedKernel:
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
 
-        clip: C > 0, or infinity. Zeros for an empty batch, and where ‖ḡ‖ is not finite.
+        clip: C > 0, or infinity. A record whose loss or gradient is not finite adds 0 to the mean's
+        sum; see PerSampleKernel. Zeros for an empty batch, and where ‖ḡ‖ is not finite.
         """
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
-        mean = self._plain.weighted_sum(x, y) / len(x)
+        mean = self._apart.clipped_sum(x, y, math.inf) / len(x)
         exact = mean.double()
         norm = exact.square().sum().sqrt()
         scale = (clip * (1 - _SLACK) / norm).clamp_max(1)
         return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """See PerSampleKernel.way: how the loss channels keep records apart."""
+        """See PerSampleKernel.way."""
         return self._apart.way(x, y)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
-        """See PerSampleKernel.verify: the loss channels need records kept apart, buffers held."""
+        """See PerSampleKernel.verify."""
         self._apart.verify(x, y)
 
 
