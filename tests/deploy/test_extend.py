@@ -5,10 +5,16 @@ import re
 import pytest
 from tests.deploy.grid import Run
 
+from fedpact.api import load
+from fedpact.cli.deploy import _spend
+from fedpact.deploy import local
 from fedpact.deploy.extend import extend
+from fedpact.deploy.receipts import handed_on
+from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
 from fedpact.errors import PolicyRefused
 from fedpact.ledger.receipt import receipt
+from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -16,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 @pytest.mark.parametrize("plan", [{}, {"secure_aggregation": {"threshold": 2}}])
 def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, plan):
-    run = federate(None, rounds=2, **plan)
+    run = federate(None, rounds=2, about={"purpose": "trying it"}, **plan)
     run()
     for node in run.nodes:
         node.site.ledger.close()
@@ -53,3 +59,20 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         ]
         assert again.summary["epsilon"][node.site.name] == pytest.approx(sum(costs))
         assert [event["spent"] for event in second["events"]] == [4]
+        delta = first["delta"] + second["delta"]
+        by_site = load(node.directory).summary
+        assert by_site["epsilon"] == {node.site.name: pytest.approx(sum(costs))}
+        assert by_site["delta"] == {node.site.name: delta}
+        assert f"{by_site['epsilon'][node.site.name]!r} at δ = {delta!r}" in node.site.spent()
+        # To `deploy status`, and where the owner brings the model, as the receipt says it.
+        spent = sum(part["epsilon_spent"] for part in (first, second))
+        reserved = sum(part["epsilon_reserved"] for part in (first, second))
+        row = _spend(local.look(node.directory)["ledgers"][node.site.name], name)
+        assert row[:2] == (upper(spent), upper(reserved))
+        assert row[4] == upper(delta)
+        FinalModel.of(node.directory).bring(None)
+        by_owner = load(node.directory).summary
+        assert by_owner["epsilon"] == {node.site.name: pytest.approx(spent)}
+        assert (by_owner["delta"], by_owner["rounds"]) == ({node.site.name: delta}, 4)
+        told = handed_on(node.directory / "ledger.jsonl")["runs"].values()
+        assert [run["purpose"] for run in told] == ["trying it"] * 2

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
-from fedpact.engines.extended import next_name
 from fedpact.errors import DataError, PlanError, PolicyRefused
+from fedpact.ledger.family import family, next_name
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 
@@ -132,3 +132,9 @@ def test_a_new_run_and_one_that_has_not_ended_are_refused(tmp_path):
 def test_names_of_reservations_are_those_a_federation_takes():
     assert next_name("fedavg-1") == "fedavg-1_more1"
     assert next_name(next_name("fedavg-1")) == "fedavg-1_more2"
+    assert family("a_more2", ["b", "a_more2", "a_more10", "a", "a_more1"]) == (
+        "a",
+        "a_more1",
+        "a_more2",
+    )
+    assert family("a", ["a_more1", "a", "a_b_more1"]) == ("a",)

@@ -18,6 +18,7 @@ from fedpact.errors import FedpactError
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
+from fedpact.ledger.family import of_run
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.text import upper
@@ -159,14 +160,12 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
-    """Return what a ledger says of a run, of training or of evaluations, whichever is more."""
-    runs = ledger["runs"] if ledger else {}
-    found = [of for name, of in runs.items() if run in (name, of["beside"])]
-    if not ledger or not found:
+    """Return what a ledger says of a run, with what it was before it was extended."""
+    found = of_run(run, ledger["runs"]) if ledger else None
+    if not ledger or found is None:
         return ("",) * 6
     figures = ("epsilon_spent", "epsilon_reserved", "epsilon_alone_spent", "epsilon_alone_reserved")
-    told = (upper(max(of[figure] for of in found)) for figure in (*figures, "delta"))
-    return (*told, str(ledger["entries"]))
+    return (*(upper(found[figure]) for figure in (*figures, "delta")), str(ledger["entries"]))
 
 
 def _print_own(out: Console, own: dict[str, Any]) -> None:

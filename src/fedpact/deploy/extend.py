@@ -10,12 +10,13 @@ from pathlib import Path
 
 from fedpact.deploy.local import parties
 from fedpact.deploy.texts import federation as as_toml
-from fedpact.engines.extended import as_it_is, extended, next_name, put_back, put_on, with_rounds
+from fedpact.engines.extended import as_it_is, extended, put_back, put_on, with_rounds
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.errors import FedpactError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Folder
+from fedpact.ledger.family import next_name
 from fedpact.plan import Plan
 
 

@@ -21,6 +21,7 @@ from fedpact.engines.parties.records import SiteSettings
 from fedpact.errors import LedgerError
 from fedpact.files import understood
 from fedpact.ledger.about import About
+from fedpact.ledger.family import family
 from fedpact.ledger.receipt import receipt
 
 _HOW = "ECDSA with SHA-384, of the rest as JSON with sorted keys and no spaces"
@@ -46,8 +47,9 @@ def handed_on(ledger: Path, site: Path | None = None) -> dict[str, Any]:
             run = json.loads((folder / "environment.json").read_bytes())["run"]
         about, name = _plan(folder)
         version = about.data_version
+    mine = family(run, told["runs"])
     for other, spend in told["runs"].items():
-        spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
+        spend["purpose"] = about.purpose or None if (spend["beside"] or other) in mine else None
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told

@@ -5,7 +5,6 @@ has seen what it released, so its reservations add up by basic composition, ε a
 event of the first can be used for the second. The rounds go on in number, so no draw comes again.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -14,6 +13,7 @@ from fedpact.engines.statement import per_person
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
+from fedpact.ledger.family import next_name
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
@@ -139,12 +139,6 @@ def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Pla
             )
         changed["privacy"] = {**whole["privacy"], "epsilon": budget, "sigma": None}
     return Plan.parse(changed)
-
-
-def next_name(run: str) -> str:
-    """Return what a run's next reservation is called in ledgers: NAME, NAME+1, NAME+2."""
-    base, number = re.fullmatch(r"(.*?)(?:_more(\d+))?", run, re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    return f"{base}_more{int(number or 0) + 1}"
 
 
 def put_on(folder: Folder, plan: Plan) -> str:

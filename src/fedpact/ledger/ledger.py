@@ -31,6 +31,7 @@ from typing import Self
 from fedpact.check import count as at_least_one
 from fedpact.errors import LedgerError, PolicyRefused
 from fedpact.ledger.chain import Entry, HashChain, read_entries
+from fedpact.ledger.family import family
 from fedpact.ledger.reservations import (
     Beside,
     Filtered,
@@ -229,6 +230,15 @@ class Ledger:
         """Return the events charged to a run so far."""
         with self._lock:
             return dict(self._reserved[run].spent) if run in self._reserved else {}
+
+    def earlier(self, run: str) -> list[tuple[History, Budget]]:
+        """Return what the run's reservations before this one were charged, and what they promised.
+
+        Of a run that was never extended there are none.
+        """
+        with self._lock:
+            of_run = [self._reserved[name] for name in family(run, self._reserved) if name != run]
+            return [(dict(one.spent), one.budget) for one in of_run]
 
     def last_round(self, run: str) -> int:
         """Return the last round that a run was charged for, -1 if none."""

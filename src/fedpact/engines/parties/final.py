@@ -28,6 +28,8 @@ from fedpact.engines.served import GivenForm
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import RUN, Folder, named_columns
+from fedpact.ledger.family import of_run
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
 from fedpact.methods.released import CONSTANTS
 from fedpact.params import FlatModel
@@ -40,19 +42,21 @@ _COLUMNS: Final = "columns.json"
 
 @dataclass(frozen=True)
 class FinalModel:
-    """Where a site keeps it. directory: the site's. name: the site's."""
+    """Where a site keeps it. directory: the site's. name: the site's. ledger: its file."""
 
     directory: Path
     name: str
     federation: Federation
     plan: Plan
+    ledger: Path
 
     @staticmethod
     def of(directory: Path) -> "FinalModel":
         """Return it of a site's directory, whose files are read. Raises PlanError."""
-        name = parse_toml(SiteSettings, directory / "site.toml").name
+        settings = parse_toml(SiteSettings, directory / "site.toml")
         federation = Federation.read(directory / "federation.toml")
-        return FinalModel(directory, name, federation, read_plan(directory / "plan.json"))
+        plan, ledger = read_plan(directory / "plan.json"), directory / settings.ledger
+        return FinalModel(directory, settings.name, federation, plan, ledger)
 
     def keep(self, task: Task, epsilon: float, delta: float) -> None:
         """Write down what the server hands over. epsilon: spent by the run here, at delta."""
@@ -76,11 +80,24 @@ class FinalModel:
         path, module = published(self.directory, self.federation.run, source), self._module()
         flat = FlatModel(module)
         w = read_model(path, module, flat)
-        memory = remembered(self.directory / "memory.safetensors", self.plan.rounds)
+        rounds = _rounds_beside(path)
+        memory = remembered(self.directory / "memory.safetensors", rounds or self.plan.rounds)
         own = self.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
-        self._write(module, self._columns_beside(path), {"status": BROUGHT, "rounds": None})
+        said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
+        self._write(module, self._columns_beside(path), said)
         return self.directory / RUN
+
+    def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
+        """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
+        runs = receipt(self.ledger)["runs"] if self.ledger.exists() else {}
+        found = of_run(self.federation.run, runs)
+        if found is None:
+            return {"epsilon": {}, "delta": {}}
+        # As Site does: of a run that may have been ended by what it released.
+        early = self.plan.budget.early and rounds != self.plan.rounds
+        cost = found["epsilon_reserved" if early else "epsilon_spent"]
+        return {"epsilon": {self.name: cost}, "delta": {self.name: found["delta"]}}
 
     def _columns_beside(self, model: Path) -> Any:
         names, path = self.plan.records.released, model.with_name(_COLUMNS)
@@ -126,6 +143,14 @@ def published(directory: Path, run: str, model: Path | None) -> Path:
             "run/model.safetensors and give it with --model"
         )
     return path
+
+
+def _rounds_beside(model: Path) -> int | None:
+    """Return after how many rounds a model is, as a run's summary beside it says; None without."""
+    try:
+        return int(json.loads(model.with_name("summary.json").read_bytes())["rounds"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:

@@ -60,6 +60,7 @@ from fedpact.params import FlatModel
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.reach import check_grid
+from fedpact.theory.accounting import epsilon
 
 _log = logging.getLogger("fedpact.site")
 
@@ -192,8 +193,11 @@ class Site:
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        final = FinalModel(self._directory, self.name, self.federation, self.plan)
-        final.keep(task, self.epsilon(), self._terms.budget.delta)
+        of = self._directory, self.name, self.federation, self.plan, self.ledger.path
+        # How long it went may have depended on what it released: what holds is what was reserved.
+        early = self.plan.budget.early and task.round < self.plan.rounds
+        spent = self._before + self._terms.budget.epsilon if early else self.epsilon()
+        FinalModel(*of).keep(task, spent, self.delta)
         self._examiner.note(task, self._client.remembered(task), self._bench)
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
@@ -248,8 +252,23 @@ class Site:
         return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def epsilon(self) -> float:
-        """Return ε spent by this run so far, at the δ and adjacency of its terms."""
-        return self._terms.epsilon_after(self.ledger.spent(self.run))
+        """Return ε spent by this run so far at `delta`, of all its reservations if it was extended.
+
+        Adjacency and accountant are its terms'.
+        """
+        return self._before + self._terms.epsilon_after(self.ledger.spent(self.run))
+
+    @property
+    def _before(self) -> float:
+        """ε spent by the run's earlier reservations, each at its own δ."""
+        before, by = self.ledger.earlier(self.run), self._terms.accountant
+        return sum(epsilon(events, budget.delta, by) for events, budget in before)
+
+    @property
+    def delta(self) -> float:
+        """The δ of the run's reservations together."""
+        before = self.ledger.earlier(self.run)
+        return self._terms.budget.delta + sum(budget.delta for _, budget in before)
 
     def spent(self) -> str:
         """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
@@ -258,7 +277,7 @@ class Site:
             spent = self._terms.epsilon_alone_after(self.ledger.spent(self.run))
             alone = f" with {self._terms.honest} honest sites, ε <= {spent!r} with none,"
         return (
-            f"spent ε <= {self.epsilon()!r}{alone} at δ = {self._terms.budget.delta!r}, "
+            f"spent ε <= {self.epsilon()!r}{alone} at δ = {self.delta!r}, "
             f"{self._terms.adjacency}, accountant {self.plan.privacy.accountant}"
         )
 
