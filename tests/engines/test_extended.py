@@ -14,9 +14,15 @@ import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
 from fedpact.errors import DataError, PlanError, PolicyRefused
+from fedpact.ledger.about import About
 from fedpact.ledger.family import family, next_name
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
+from fedpact.report.exports.facts import Facts
+from fedpact.report.exports.model_card import as_text
+from fedpact.report.outcomes import Outcome
+from fedpact.report.reading import read_run
+from fedpact.theory.accounting import SampledGaussian, epsilon
 
 PLAIN = {"sites": 3, "algorithm": "scaffold", "privacy": {"mode": "none"}}
 PRIVATE = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp", "epsilon": 1.0}}
@@ -74,6 +80,52 @@ def test_it_is_said_in_words(private):
     assert "rounds 3 to 5" in line
     assert "reservation of its own" in line
     assert len(said["reservations"]) == 2
+
+
+def test_what_is_said_of_a_reservation_is_of_that_one_alone(private):
+    """σ and T of each give its own ε; no sentence says that all was fixed before the run."""
+    folder, _, _ = private
+    said = json.loads((folder / "privacy.json").read_text())
+    assert "before the run" not in said["accounting_reason"]
+    assert "before its own first round" in said["accounting_reason"]
+    for site in said["sites"].values():
+        parts = site["reservations"]
+        assert [part["epsilon"] for part in parts] == [1.0, 0.5]
+        for part in parts:
+            event = SampledGaussian(part["rate"], part["sigma_joint"])
+            cost = epsilon({event: part["steps"]}, part["delta"], "rdp")
+            assert cost == part["epsilon_reserved"] <= part["epsilon"]
+        assert sum(part["epsilon_reserved"] for part in parts) == site["epsilon_reserved"]
+    run = read_run(folder)
+    sigmas = sorted({sigma for s in run.site_privacy.values() for sigma, _ in s.mechanisms})
+    assert Outcome(0, run, None).sigma == (sigmas[0], sigmas[-1])
+    page, card = (folder / "report.html").read_text(), as_text(Facts(run, About()))
+    for shown in (page, card):
+        assert "privacy.epsilon (last reservation)" in shown
+        assert "events were fixed before the run" not in shown
+    assert '<td class="n">2; 3</td>' in page.replace("\n", "")
+
+
+def test_its_plan_forecasts_the_last_reservation_and_says_so(private):
+    folder, _, _ = private
+    path = str(folder / "plan.json")
+    told = json.loads(CliRunner().invoke(app, ["plan", path, "--json"]).stdout)
+    assert (told["after"], told["rounds"], told["iterations_per_round"]) == (2, 3, 1)
+    for site in told["sites"].values():
+        by_round = site["epsilon_by_round"]
+        assert len(by_round) == 3
+        assert by_round == sorted(set(by_round))
+        assert by_round[-1] == site["epsilon_reserved"] <= 0.5
+    shown = CliRunner().invoke(app, ["plan", path]).output
+    assert "rounds 3 to 5 of a run that was extended" in shown
+    assert "3 to 5" in repr(Plan.read(folder / "plan.json"))
+
+
+def test_progress_is_of_the_budgets_of_all_reservations(tmp_path):
+    fedpact.run(Plan.parse(PRIVATE), tmp_path / "run")
+    done = CliRunner().invoke(app, ["extend", str(tmp_path / "run"), "--rounds", "1"])
+    last = [line for line in done.stderr.splitlines() if line.startswith("round 3/3")]
+    assert "ε 2 of 2 " in last[0]
 
 
 def test_it_can_be_extended_again_by_the_command(private):

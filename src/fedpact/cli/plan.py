@@ -58,7 +58,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
         if key not in cases:
-            rounds = scene.plan.rounds
+            rounds = _own_rounds(scene.plan)
             now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
             most = passes or now.passes
             best_one = _best(terms, rounds, most)
@@ -109,7 +109,7 @@ def _described(one: Choice) -> dict[str, float]:
 
 def forecast(scene: Scene) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
-    plan = scene.plan
+    plan, rounds = scene.plan, _own_rounds(scene.plan)
     total = _iterations(scene)
     size_of_message = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
@@ -117,15 +117,15 @@ def forecast(scene: Scene) -> dict[str, Any]:
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
-        "rounds": plan.rounds,
+        "rounds": rounds,
+        # Of an extended run, which had so many rounds before, under reservations of their own.
+        "after": plan.after,
         # As a mean, where τ is chosen on the way.
-        "iterations_per_round": total // plan.rounds
-        if total % plan.rounds == 0
-        else total / plan.rounds,
+        "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
         "iterations": total,
         "model_parameters": FlatModel(scene.module()).size,
         "bytes_per_round": size_of_message,
-        "bytes": size_of_message * plan.rounds,
+        "bytes": size_of_message * rounds,
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
         "per_person": per_person(sites, plan.privacy.unit, of_held),
@@ -142,6 +142,11 @@ def forecast(scene: Scene) -> dict[str, Any]:
             for name, terms in sites.items()
         },
     }
+
+
+def _own_rounds(plan: Plan) -> int:
+    """Return how many rounds the plan's own reservation is for: of an extended run, the last."""
+    return plan.rounds - plan.after
 
 
 def _iterations(scene: Scene) -> int:
@@ -161,13 +166,14 @@ def _by_round(terms: Terms, plan: Plan, total: int, *, alone: bool = False) -> l
     Where τ is chosen on the way, as if the rounds shared the iterations evenly.
     """
     after = terms.epsilon_alone_after if alone else terms.epsilon_after
+    rounds = _own_rounds(plan)
     return [
         after(
             terms.history(
-                min(terms.steps, math.ceil(done * total / plan.rounds)), min(terms.openings, done)
+                min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done)
             )
         )
-        for done in range(1, plan.rounds + 1)
+        for done in range(1, rounds + 1)
     ]
 
 
@@ -203,6 +209,11 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         f"{_rounds(scene, document)}, "
         f"about {size(document['bytes'])} of messages"
     )
+    if plan.after:
+        out.print(
+            f"These are rounds {plan.after + 1} to {plan.rounds} of a run that was extended: what "
+            "they cost adds to what the run had reserved before (its earlier.json)"
+        )
     if document["secure_aggregation"]:
         out.print(_secured(**document["secure_aggregation"]))
     if not plan.private:
@@ -269,7 +280,7 @@ def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
 
 
 def _rounds(scene: Scene, document: dict[str, Any]) -> str:
-    rounds, total = scene.plan.rounds, document["iterations"]
+    rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.controlled:
         return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
     return f"{rounds} rounds of {document['iterations_per_round']} iterations"

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_jso
     if (folder / "rounds.jsonl").exists():
         plan = extended(Folder(folder), rounds, epsilon)
         carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
-        _shown(plan, carry, as_json)
+        _shown(plan, folder, carry, as_json)
         return
     from fedpact.deploy.extend import extend as extend_parties
 
@@ -70,17 +70,16 @@ def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_jso
 
 
 def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
-    _shown(plan, partial(carry_out, plan, folder, engine=engine), as_json)
+    _shown(plan, folder, partial(carry_out, plan, folder, engine=engine), as_json)
 
 
-def _shown(plan: Plan, carry: Callable[..., Result], as_json: bool) -> None:
+def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool) -> None:
     """Carry a run out as it is shown. carry: takes on_round and stop, as `fedpact.run` does."""
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
-    with _Live(plan, console) as live:
+    with _Live(plan, folder, console) as live:
         result = carry(on_round=live, stop=asked)
-    folder = result.folder
     show(
         {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
         as_json,
@@ -91,8 +90,8 @@ def _shown(plan: Plan, carry: Callable[..., Result], as_json: bool) -> None:
 class _Live:
     """A live line on a terminal, plain lines elsewhere."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
-        self._plan, self._console = plan, console
+    def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
+        self._plan, self._folder, self._console = plan, Folder(folder), console
         self._accuracy, self._sent = "-", 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
@@ -128,11 +127,16 @@ class _Live:
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
             return "NOT PRIVATE"
-        epsilon = self._plan.privacy.epsilon
-        allowed = f"up to {max(epsilon):g}" if isinstance(epsilon, list) else f"{epsilon:g}"
         alone = max(record.epsilon_alone.values(), default=None)
         beside = "" if alone is None else f" (alone {upper(alone)})"
-        return f"ε {upper(max(record.epsilon.values()))} of {allowed}{beside}"
+        return f"ε {upper(max(record.epsilon.values()))} of {self._allowed}{beside}"
+
+    @cached_property
+    def _allowed(self) -> str:
+        """What the sites' budgets are, of all reservations: as the statement has them."""
+        sites = self._folder.read_json("privacy.json")["sites"].values()
+        each = {site["epsilon"] for site in sites}
+        return f"up to {max(each):g}" if len(each) > 1 else f"{max(each):g}"
 
     def _left(self, done: int) -> str:
         if record_is_old := done <= self._first or self._first == 0:

@@ -14,6 +14,7 @@ from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.family import next_name
+from fedpact.ledger.reservations import EACH_FIXED, WHY_EXTENDED
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
@@ -23,6 +24,7 @@ from fedpact.theory.accounting import History
 FILE: Final = "earlier.json"
 _CHANGED: Final = (FILE, "plan.json", "environment.json", "privacy.json", "summary.json")
 _ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
+_OWN: Final = (*_ADDED, "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,24 @@ class Earlier:
         """Return a statement of the last reservation as one of the whole run."""
         if not self.runs:
             return said
-        sites = {name: _sum(each, self.sites[name]) for name, each in said["sites"].items()}
         told = [*self.told, _told(run, plan.after, plan.rounds, said["sites"])]
+        if not plan.private:
+            return {**said, "reservations": told}
+        sites = {name: _sum(each, self.sites[name]) for name, each in said["sites"].items()}
         line = (
             f"The run was extended: {'; '.join(told)}. Each is a reservation of its own in every "
             "site's ledger, made after what came before was seen; together they cost the sums of "
             "their ε and of their δ, which is what is stated here."
         )
-        words = per_person(sites, plan.privacy.unit, None) if sites else said["per_person"]
-        covers = [*said["covers"], line] if sites else said["covers"]
-        return {**said, "sites": sites, "per_person": words, "covers": covers, "reservations": told}
+        return {
+            **said,
+            "accounting": EACH_FIXED,
+            "accounting_reason": WHY_EXTENDED,
+            "sites": sites,
+            "per_person": per_person(sites, plan.privacy.unit, None),
+            "covers": [*said["covers"], line],
+            "reservations": told,
+        }
 
 
 def with_epsilon(
@@ -149,7 +159,8 @@ def put_on(folder: Folder, plan: Plan) -> str:
     before, environment = Earlier.read(folder), folder.read_json("environment.json")
     said, summary = folder.read_json("privacy.json"), folder.read_json("summary.json")
     run, old = environment["run"], Plan.parse(folder.read_json("plan.json"))
-    own = _told(run, old.after, plan.after, _without(said["sites"], before))
+    last = {name: _parts(each)[-1] for name, each in said["sites"].items()}
+    own = _told(run, old.after, plan.after, last)
     earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], (*before.told, own))
     name = next_name(run)
     folder.write_json(FILE, asdict(earlier))
@@ -179,20 +190,19 @@ def _status(folder: Folder) -> str:
 
 
 def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A site's figures over both: ε and δ add, also those of a person with several records."""
+    """A site's figures over both: ε and δ add, also those of a person with several records.
+
+    reservations: what each had of its own, as one σ and one T are of one of them.
+    """
     found = {**one, **{key: one[key] + other[key] for key in _ADDED}}
     of, before = one["epsilon_per_person"] or {}, other["epsilon_per_person"] or {}
-    return {**found, "epsilon_per_person": {k: of[k] + before[k] for k in of if k in before}}
+    found["epsilon_per_person"] = {k: of[k] + before[k] for k in of if k in before}
+    return {**found, "reservations": [*_parts(other), *_parts(one)]}
 
 
-def _without(sites: Mapping[str, Any], before: Earlier) -> dict[str, Any]:
-    """What a statement says of the last reservation alone."""
-    return {
-        name: {**each, **{key: each[key] - before.sites[name][key] for key in ("epsilon", "delta")}}
-        if name in before.sites
-        else each
-        for name, each in sites.items()
-    }
+def _parts(site: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a site's statement says of each reservation, the first one first."""
+    return site.get("reservations") or [{key: site[key] for key in _OWN}]
 
 
 def _told(run: str, after: int, last: int, sites: Mapping[str, Mapping[str, Any]]) -> str:

@@ -32,6 +32,19 @@ WHY: Final = (
     "does not change that for the reserved (ε, δ)."
 )
 
+EACH_FIXED: Final = "fixed sequence for each reservation"
+
+# Rogers, Roth, Ullman, Vadhan. Privacy odometers and filters: pay-as-you-go composition. NeurIPS
+# 2016: basic composition has a filter, and an odometer, for (ε_i, δ_i) chosen on the way.
+WHY_EXTENDED: Final = (
+    "Each reservation's events were fixed before its own first round, so PLD composition is a proof"
+    " of each. That there is a later one, and how large, was decided after results of the earlier "
+    "ones were seen: their ε and their δ add up by basic composition, and the sums are a running "
+    "total of what has been reserved. What holds however that was decided is a bound that was fixed"
+    " before the first of them, as a site's policy has it (epsilon_ever, delta_ever): it refuses "
+    "a reservation with which the sums would go beyond it."
+)
+
 
 @dataclass(frozen=True)
 class Shared:

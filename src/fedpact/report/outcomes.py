@@ -121,7 +121,8 @@ class Outcome:
     @property
     def sigma(self) -> tuple[float, float] | None:
         """The least and the largest σ of a site's step, all channels together; None without."""
-        found = [site.sigma_joint for site in self.run.site_privacy.values()]
+        sites = self.run.site_privacy.values()
+        found = [sigma for site in sites for sigma, _ in site.mechanisms]
         return (min(found), max(found)) if found else None
 
     @property

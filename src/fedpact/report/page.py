@@ -13,7 +13,7 @@ from fedpact.report import evaluations
 from fedpact.report.charts import budgets, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.officer import meaning
-from fedpact.report.reading import RunFolder, read_run
+from fedpact.report.reading import RunFolder, named, read_run
 from fedpact.report.repeat import repeat
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
@@ -270,8 +270,10 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
                 privacy.epsilon_reserved,
                 privacy.delta,
             )
-            rest = (privacy.size, privacy.rate, privacy.clip, privacy.sigma_joint, privacy.steps)
-            terms = (*map(upper, bounds), *map(number, rest))
+            rest = (privacy.size, privacy.rate, privacy.clip)
+            # Of a run that was extended, of each reservation.
+            each = ("; ".join(map(number, part)) for part in zip(*privacy.mechanisms, strict=True))
+            terms = (*map(upper, bounds), *map(number, rest), *each)
         over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
         rows.append({"name": name, "privacy": terms, "score": scores, "over": over})
     return rows
@@ -315,10 +317,8 @@ def _refusals(run: RunFolder) -> list[dict[str, Any]]:
 def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return what was given, and what was left to its default."""
     rows, marked = _flat(plan), set(plan.get(DEFAULTS, ()))
-    return (
-        [row for row in rows if row[0] not in {*marked, DEFAULTS}],
-        [row for row in rows if row[0] in marked],
-    )
+    given = [(named(plan, key), value) for key, value in rows if key not in {*marked, DEFAULTS}]
+    return given, [(named(plan, key), value) for key, value in rows if key in marked]
 
 
 def _flat(document: dict[str, Any]) -> list[tuple[str, str]]:

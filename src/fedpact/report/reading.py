@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedpact.errors import DataError
 from fedpact.messages import RoundRecord, SiteScore
@@ -19,15 +19,19 @@ from fedpact.report.audits import Audit
 
 Document = dict[str, Any]
 
+BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
+"""The settings of a budget: one value a site, where it is a list."""
+
 
 @dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and what of it is spent.
 
     epsilon_spent: of everything released so far, an upper bound at delta; NaN if not recorded.
-    epsilon_allowed: of the budget. epsilon_reserved: of all `steps` that the run may take.
+    epsilon_allowed: of the budget. epsilon_reserved: of all steps that the run may take.
     sigmas: channel -> noise over that channel's bound. honest: of how many sites of each sum these
     ε need the noise, 0 for none; epsilon_alone: spent without it, the same where it needs none.
+    mechanisms: (σ of all channels, T) of each reservation; one, unless the run was extended.
     """
 
     epsilon_spent: float
@@ -37,8 +41,7 @@ class SitePrivacy:
     size: float
     rate: float
     clip: float
-    sigma_joint: float
-    steps: int
+    mechanisms: tuple[tuple[float, int], ...]
     sigmas: Mapping[str, float]
     honest: int
     epsilon_alone: float
@@ -154,8 +157,10 @@ class RunFolder:
                 size=float(terms["size"]),
                 rate=float(terms["rate"]),
                 clip=float(terms["clip"]),
-                sigma_joint=float(terms["sigma_joint"]),
-                steps=int(terms["steps"]),
+                mechanisms=tuple(
+                    (float(each["sigma_joint"]), int(each["steps"]))
+                    for each in terms.get("reservations") or [terms]
+                ),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
                 honest=int(terms.get("honest", 0)),
                 epsilon_alone=(alone if terms.get("honest") else spent).get(name, math.nan),
@@ -189,6 +194,15 @@ class RunFolder:
     def seconds(self) -> float:
         """Wall-clock seconds of all rounds so far."""
         return sum(record.seconds for record in self.records)
+
+
+def named(plan: Mapping[str, Any], key: str) -> str:
+    """Return what a setting is called: a run that was extended has the last reservation's budget.
+
+    >>> named({"after": 2}, "privacy.epsilon"), named({}, "privacy.epsilon")
+    ('privacy.epsilon (last reservation)', 'privacy.epsilon')
+    """
+    return f"{key} (last reservation)" if plan.get("after") and key in BUDGETS else key
 
 
 def read_run(folder: Path) -> RunFolder:

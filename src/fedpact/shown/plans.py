@@ -43,7 +43,8 @@ def _figures(plan: Any) -> list[CardFigure]:
         CardFigure("data", plan.data),
         CardFigure("model", str(plan.model)),
         CardFigure("sites", f"{plan.sites:,}"),
-        CardFigure("rounds", f"{plan.rounds:,}"),
+        # What ε is of: the rounds before were another reservation's.
+        CardFigure("rounds", f"{plan.after + 1:,} to " * bool(plan.after) + f"{plan.rounds:,}"),
         CardFigure("ε", bound if plan.private else "NOT PRIVATE", bad=not plan.private),
         *([CardFigure("δ", str(privacy.delta))] if plan.private else []),
     ]

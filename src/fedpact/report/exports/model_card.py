@@ -14,6 +14,7 @@ from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.registry import as_yaml
+from fedpact.report.reading import BUDGETS, named
 from fedpact.text import duration, number, percent
 
 NEEDED: Final = "[More Information Needed]"
@@ -27,8 +28,6 @@ _NEVER: Final = (
     *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS),
     *("sites", "secure_aggregation", "privacy.honest", "robust.liars"),
 )
-# One value a site, where it is a list.
-_BY_SITE: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
 
@@ -72,9 +71,9 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
     """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
     usual = leaves(Plan().model_dump(mode="json"))
     return [
-        (key, str(value))
+        (named(facts.run.plan, key), str(value))
         for key, value in leaves(facts.run.plan).items()
-        if not (key in _BY_SITE and isinstance(value, list))
+        if not (key in BUDGETS and isinstance(value, list))
         and (
             (key in _ALWAYS and value is not None)
             or (
