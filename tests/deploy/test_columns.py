@@ -132,7 +132,7 @@ def test_what_scales_columns_is_released_once_and_is_the_simulations(begin, tmp_
     told = json.loads((there / "privacy.json").read_text())
     assert any("released once with noise" in line for line in told["covers"])
     assert records[-1].epsilon == pytest.approx(
-        {node.site.name: node.site.epsilon() for node in run.nodes}
+        {node.site.name: node.site.cost.epsilon for node in run.nodes}
     )
     # The server is started again: nothing is asked for a second time.
     run()
@@ -177,7 +177,7 @@ def test_a_site_that_died_in_between_pays_again_and_only_from_what_was_reserved(
     assert records[0].refused == ({} if spare else {node.site.name: "budget"})
     # It is told the others' constants, and trains.
     assert [record.refused for record in records[1:]] == [{}, {}]
-    assert node.site.epsilon() <= 2.0
+    assert node.site.cost.epsilon <= 2.0
 
 
 @pytest.mark.parametrize(

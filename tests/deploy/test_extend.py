@@ -63,7 +63,7 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         by_site = load(node.directory).summary
         assert by_site["epsilon"] == {node.site.name: pytest.approx(sum(costs))}
         assert by_site["delta"] == {node.site.name: delta}
-        assert f"{by_site['epsilon'][node.site.name]!r} at δ = {delta!r}" in node.site.spent()
+        assert f"{by_site['epsilon'][node.site.name]!r} at δ = {delta!r}" in node.site.cost.told()
         # To `deploy status`, and where the owner brings the model, as the receipt says it.
         spent = sum(part["epsilon_spent"] for part in (first, second))
         reserved = sum(part["epsilon_reserved"] for part in (first, second))

@@ -286,7 +286,7 @@ def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
     assert [charged(node) for node in nodes] == [6, 6, 6]
     # What the server says is what the ledgers say.
     told = run.records[-1].epsilon
-    assert told == {node.site.name: node.site.epsilon() for node in nodes}
+    assert told == {node.site.name: node.site.cost.epsilon for node in nodes}
 
 
 def test_a_site_that_comes_late_is_in_the_next_sum(federation):
@@ -655,8 +655,8 @@ def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(
     assert last.epsilon_alone == simulated.epsilon_alone
     assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
     for node in nodes:
-        assert node.site.epsilon() == last.epsilon[node.site.name]
-        assert repr(last.epsilon_alone[node.site.name]) in node.site.spent()
+        assert node.site.cost.epsilon == last.epsilon[node.site.name]
+        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.told()
 
 
 def test_a_site_that_lost_its_reply_makes_no_second_share_of_one_attempt(federation, monkeypatch):

@@ -124,7 +124,7 @@ def test_its_owner_reads_a_bound_with_all_that_belongs_to_it(site_dir):
     with Site(site_dir) as site:
         for number in range(1, 6):
             _, told = answer(site, to_bytes(task_of(site, number)))
-            assert float(re.search(r"ε <= (\S+)", told)[1]) >= site.epsilon() > 0
+            assert float(re.search(r"ε <= (\S+)", told)[1]) >= site.cost.epsilon > 0
             assert all(part in told for part in ("δ = 1e-05", "add/remove one record", "rdp"))
 
 

@@ -678,7 +678,7 @@ def test_a_server_that_died_in_the_midst_of_a_record_goes_on(federation, monkeyp
     assert [charged(node) for node in nodes] == [6, 6, 6]
     (spent,) = set(records[-1].epsilon.values())
     with Site(make_copy(nodes[0].directory)) as site:
-        assert spent == site.epsilon()
+        assert spent == site.cost.epsilon
 
 
 def make_copy(directory):

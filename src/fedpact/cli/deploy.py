@@ -18,7 +18,7 @@ from fedpact.errors import FedpactError
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
-from fedpact.ledger.family import of_run
+from fedpact.ledger.family import spend_of
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.text import upper
@@ -161,7 +161,7 @@ def _print(found: dict[str, Any]) -> None:
 
 def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
     """Return what a ledger says of a run, with what it was before it was extended."""
-    found = of_run(run, ledger["runs"]) if ledger else None
+    found = spend_of(run, ledger["runs"]) if ledger else None
     if not ledger or found is None:
         return ("",) * 6
     figures = ("epsilon_spent", "epsilon_reserved", "epsilon_alone_spent", "epsilon_alone_reserved")

@@ -25,7 +25,7 @@ def family(run: str, known: Iterable[str]) -> tuple[str, ...]:
     return tuple(found[number] for number in sorted(found) if number <= last)
 
 
-def of_run(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+def spend_of(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
     """Return what a run's reservations have cost together, None where a ledger has none of it.
 
     runs: of a receipt. Keys: epsilon_spent, epsilon_reserved, both of them with "alone", and delta.

@@ -20,7 +20,6 @@ add up (`total`).
 """
 
 import math
-import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -34,10 +33,10 @@ from fedpact.ledger.chain import Entry, HashChain, read_entries
 from fedpact.ledger.family import family
 from fedpact.ledger.reservations import (
     Beside,
-    Filtered,
     FixedSequence,
     Reservation,
     Shared,
+    cost_of_torn,
     from_entry,
     not_reserved,
     over_runs,
@@ -237,8 +236,8 @@ class Ledger:
         Of a run that was never extended there are none.
         """
         with self._lock:
-            of_run = [self._reserved[name] for name in family(run, self._reserved) if name != run]
-            return [(dict(one.spent), one.budget) for one in of_run]
+            spend_of = [self._reserved[name] for name in family(run, self._reserved) if name != run]
+            return [(dict(one.spent), one.budget) for one in spend_of]
 
     def last_round(self, run: str) -> int:
         """Return the last round that a run was charged for, -1 if none."""
@@ -298,24 +297,7 @@ class Ledger:
                 f"{error}): it was not written by this version of fedpact; use the one that did"
             ) from error
         if self._chain.torn is not None:
-            self._append(self._cost_of_torn(self._chain.torn))
-
-    def _cost_of_torn(self, line: bytes) -> Entry:
-        """Return what an unreadable line is counted as, in every open run.
-
-        Of fixed events the dearest that are left (see FixedSequence); of a filter everything. The
-        line's own release never left the site.
-        """
-        named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
-        charges: list[list[str | float]] = []
-        closed: list[str] = []
-        for run, reservation in self._reserved.items():
-            if isinstance(reservation, Filtered):
-                closed.append(run)
-            else:
-                taken = reservation.dearest_left(named)
-                charges += [[run, event.q, event.sigma, count] for event, count in taken]
-        return {"kind": "torn", "charges": charges, "closed": closed}
+            self._append(cost_of_torn(self._chain.torn, self._reserved))
 
     def _append(self, body: Entry) -> None:
         self._apply(self._chain.append(body))

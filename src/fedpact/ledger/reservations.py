@@ -15,6 +15,7 @@ A promise may stand beside a run's: of other records of the same site, as those 
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -195,6 +196,24 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
     return FixedSequence(budget, events, shared, beside, entry.get("unit", "record"))
+
+
+def cost_of_torn(line: bytes, reserved: Mapping[str, Reservation]) -> dict[str, Any]:
+    """Return what an unreadable line is counted as, in every open run, as a ledger's entry.
+
+    Of fixed events the dearest that are left (see FixedSequence); of a filter everything. The
+    line's own release never left the site.
+    """
+    named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
+    charges: list[list[str | float]] = []
+    closed: list[str] = []
+    for run, reservation in reserved.items():
+        if isinstance(reservation, Filtered):
+            closed.append(run)
+        else:
+            taken = reservation.dearest_left(named)
+            charges += [[run, event.q, event.sigma, count] for event, count in taken]
+    return {"kind": "torn", "charges": charges, "closed": closed}
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from fedpact.report import evaluations
 from fedpact.report.charts import budgets, figures
 from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
 from fedpact.report.officer import meaning
-from fedpact.report.reading import RunFolder, named, read_run
+from fedpact.report.reading import RunFolder, read_run, setting_called
 from fedpact.report.repeat import repeat
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
@@ -317,8 +317,11 @@ def _refusals(run: RunFolder) -> list[dict[str, Any]]:
 def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return what was given, and what was left to its default."""
     rows, marked = _flat(plan), set(plan.get(DEFAULTS, ()))
-    given = [(named(plan, key), value) for key, value in rows if key not in {*marked, DEFAULTS}]
-    return given, [(named(plan, key), value) for key, value in rows if key in marked]
+    given, left = list[tuple[str, str]](), list[tuple[str, str]]()
+    for key, value in rows:
+        if key != DEFAULTS:
+            (left if key in marked else given).append((setting_called(plan, key), value))
+    return given, left
 
 
 def _flat(document: dict[str, Any]) -> list[tuple[str, str]]:

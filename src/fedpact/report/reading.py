@@ -196,10 +196,10 @@ class RunFolder:
         return sum(record.seconds for record in self.records)
 
 
-def named(plan: Mapping[str, Any], key: str) -> str:
+def setting_called(plan: Mapping[str, Any], key: str) -> str:
     """Return what a setting is called: a run that was extended has the last reservation's budget.
 
-    >>> named({"after": 2}, "privacy.epsilon"), named({}, "privacy.epsilon")
+    >>> setting_called({"after": 2}, "privacy.epsilon"), setting_called({}, "privacy.epsilon")
     ('privacy.epsilon (last reservation)', 'privacy.epsilon')
     """
     return f"{key} (last reservation)" if plan.get("after") and key in BUDGETS else key

@@ -28,7 +28,7 @@ from fedpact.engines.served import GivenForm
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import RUN, Folder, named_columns
-from fedpact.ledger.family import of_run
+from fedpact.ledger.family import spend_of
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
 from fedpact.methods.released import CONSTANTS
@@ -91,7 +91,7 @@ class FinalModel:
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
         runs = receipt(self.ledger)["runs"] if self.ledger.exists() else {}
-        found = of_run(self.federation.run, runs)
+        found = spend_of(self.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
         # As Site does: of a run that may have been ended by what it released.

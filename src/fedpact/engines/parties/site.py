@@ -31,6 +31,7 @@ from fedpact.client import Client
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
+from fedpact.engines.parties.cost import Cost
 from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.final import FinalModel
@@ -60,7 +61,6 @@ from fedpact.params import FlatModel
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.reach import check_grid
-from fedpact.theory.accounting import epsilon
 
 _log = logging.getLogger("fedpact.site")
 
@@ -117,6 +117,7 @@ class Site:
                 examine=partial(self._examiner.examine, self.ledger),
             )
             self._take_part()
+            self.cost = Cost(self.run, self._terms, self.ledger)
         except BaseException:
             self.ledger.close()
             raise
@@ -196,8 +197,8 @@ class Site:
         of = self._directory, self.name, self.federation, self.plan, self.ledger.path
         # How long it went may have depended on what it released: what holds is what was reserved.
         early = self.plan.budget.early and task.round < self.plan.rounds
-        spent = self._before + self._terms.budget.epsilon if early else self.epsilon()
-        FinalModel(*of).keep(task, spent, self.delta)
+        spent = self.cost.most if early else self.cost.epsilon
+        FinalModel(*of).keep(task, spent, self.cost.delta)
         self._examiner.note(task, self._client.remembered(task), self._bench)
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
@@ -250,36 +251,6 @@ class Site:
     def most_vectors(self) -> int:
         """How many vectors a message may have: of secure aggregation, a few for each site."""
         return MOST_VECTORS + 4 * len(self.federation.sites)
-
-    def epsilon(self) -> float:
-        """Return ε spent by this run so far at `delta`, of all its reservations if it was extended.
-
-        Adjacency and accountant are its terms'.
-        """
-        return self._before + self._terms.epsilon_after(self.ledger.spent(self.run))
-
-    @property
-    def _before(self) -> float:
-        """ε spent by the run's earlier reservations, each at its own δ."""
-        before, by = self.ledger.earlier(self.run), self._terms.accountant
-        return sum(epsilon(events, budget.delta, by) for events, budget in before)
-
-    @property
-    def delta(self) -> float:
-        """The δ of the run's reservations together."""
-        before = self.ledger.earlier(self.run)
-        return self._terms.budget.delta + sum(budget.delta for _, budget in before)
-
-    def spent(self) -> str:
-        """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
-        alone = ""
-        if self._terms.honest:
-            spent = self._terms.epsilon_alone_after(self.ledger.spent(self.run))
-            alone = f" with {self._terms.honest} honest sites, ε <= {spent!r} with none,"
-        return (
-            f"spent ε <= {self.epsilon()!r}{alone} at δ = {self.delta!r}, "
-            f"{self._terms.adjacency}, accountant {self.plan.privacy.accountant}"
-        )
 
     def note(self, block: bytes, seconds: float) -> None:
         """Count an answer that took so long, for the site's owner (parties.progress)."""
@@ -340,7 +311,7 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
         message = from_bytes(encoded, site.most_vectors)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
-        return encoded, f"round {number}: {what}; {site.spent()}"
+        return encoded, f"round {number}: {what}; {site.cost.told()}"
     except Exception as error:  # the text may speak of records: it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told

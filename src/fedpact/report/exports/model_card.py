@@ -14,7 +14,7 @@ from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.registry import as_yaml
-from fedpact.report.reading import BUDGETS, named
+from fedpact.report.reading import BUDGETS, setting_called
 from fedpact.text import duration, number, percent
 
 NEEDED: Final = "[More Information Needed]"
@@ -71,7 +71,7 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
     """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
     usual = leaves(Plan().model_dump(mode="json"))
     return [
-        (named(facts.run.plan, key), str(value))
+        (setting_called(facts.run.plan, key), str(value))
         for key, value in leaves(facts.run.plan).items()
         if not (key in BUDGETS and isinstance(value, list))
         and (
