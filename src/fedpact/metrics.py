@@ -250,7 +250,7 @@ def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dic
 _TAKEN: Final = frozenset(
     (
         *("status", "private", "rounds", "worst_site", "fairness", "delta", "adjacency"),
-        *("accountant", "model_parameters", "folder", "report"),  # in summary.json
+        *("accountant", "model_parameters", "weights", "folder", "report"),  # in summary.json
         *("worst_accuracy", "worst_tenth", "accuracy_variance", "accuracy_entropy", "bytes"),
         *("runs", "missing"),  # in a comparison
     )

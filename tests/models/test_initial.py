@@ -66,6 +66,27 @@ def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(bef
     assert Plan.parse({**SMALL, "initial": said}).initial.told().endswith("public digits.")
 
 
+def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):
+    folder = tmp_path / "run"
+    fedpact.run(Plan.parse({**SMALL, "server": {"average": "exponential"}}), folder)
+    for name in ("model", "average"):
+        path = folder / f"{name}.safetensors"
+        assert "private run" in Plan.parse({**SMALL, "initial": str(path)}).initial.trained_on
+    # A file of somebody else's that came to lie there, or in the model's place.
+    tensors = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
+    for name in ("other", "model"):
+        save_file(tensors, folder / f"{name}.safetensors")
+        told = f"{name}.safetensors is none of the weights that the run in .* wrote: say what"
+        with pytest.raises(PlanError, match=told):
+            Plan.parse({**SMALL, "initial": str(folder / f"{name}.safetensors")})
+    # An older version's summary does not say which they are.
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["weights"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(PlanError, match=r"summary\.json does not say which weights .*: say what"):
+        Plan.parse({**SMALL, "initial": str(folder / "average.safetensors")})
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -3,6 +3,7 @@
 A simulation and a deployment's server differ in where the sites are; what they leave is one form.
 """
 
+import hashlib
 import math
 import platform
 import time
@@ -99,18 +100,23 @@ def finish(
     Where the server keeps an average beside the model, it is written as well. form: what sites were
     asked to sum of held-out records.
     """
-    model = FlatModel(module)
+    model, files = FlatModel(module), dict[str, str]()
     for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
         if w is not None:
             model.load(w)
             tensors = {key: value.clone() for key, value in module.state_dict().items()}
-            write_whole(folder.path / f"{name}.safetensors", save_tensors(tensors), private=False)
+            block = save_tensors(tensors)
+            path = folder.path / f"{name}.safetensors"
+            write_whole(path, block, private=False)
+            files[path.name] = hashlib.sha256(block).hexdigest()
     if CONSTANTS in at.state.vectors:
         # Whoever uses the model scales records by the same.
         found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json("columns.json", found)
     found = _summary(plan, terms, sizes, records, status) | {
         "model_parameters": model.size,
+        # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
+        "weights": files,
         "evaluation": outcome(records, form, plan.evaluation_terms),
         "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
     }

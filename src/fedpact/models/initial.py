@@ -71,7 +71,7 @@ class InitialSettings(BaseModel):
                 raise ValueError(str(error)) from None
             self._found("sha256", hashlib.sha256(block).hexdigest())
             if self.trained_on is None:
-                self._found("trained_on", _told_by(self._path(Path()).parent))
+                self._found("trained_on", _told_by(self.file(), self.sha256)[0])
         return self
 
     def _found(self, name: str, value: str | None) -> None:
@@ -94,6 +94,7 @@ class InitialSettings(BaseModel):
         if self.weights is not None:
             return (
                 f"initial.weights = {self.weights!r} without initial.trained_on: {_RELEASED}; "
+                f"{_told_by(self.file(), self.sha256)[1]}"
                 'say what they were trained on (trained_on = "ImageNet-1k"), or name the '
                 "folder of a private run that has ended, which says it by itself"
             )
@@ -202,15 +203,27 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) and bool((one != one.flatten()[:1]).any())
 
 
-def _told_by(run: Path) -> str | None:
-    """Return what a private run's folder says of its model; None where it says nothing."""
+def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
+    """Return what the private run in a file's folder says of it, and else why not, if there is one.
+
+    Of another file than the run has written it says nothing, nor of its own where it has not
+    written which they are.
+    """
+    run = file.parent
     try:
         summary, plan = (
             json.loads((run / f"{name}.json").read_bytes()) for name in ("summary", "plan")
         )
         spent, deltas = summary["epsilon"], summary["delta"]
         if not (summary["private"] is True and spent and deltas):
-            return None
+            return None, ""
+        if "weights" not in summary:
+            return None, (
+                f"{run / 'summary.json'} does not say which weights are the run's, as older "
+                "versions wrote none, so nobody can tell whether these are: "
+            )
+        if sha256 not in summary["weights"].values():
+            return None, f"{file.name} is none of the weights that the run in {run} wrote: "
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
         # What that run began with, or computed with, is in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
@@ -220,6 +233,6 @@ def _told_by(run: Path) -> str | None:
             f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "
             f"{adjacency}{others}, by itself: it adds to this run's for whoever is in both"
         )
-        return "; before that, on: ".join([told, *filter(None, before)])
+        return "; before that, on: ".join([told, *filter(None, before)]), ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+        return None, ""
