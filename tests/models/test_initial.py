@@ -93,6 +93,10 @@ def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):
         (lambda tensors: tensors.popitem(), "missing, expected"),
         (lambda tensors: tensors.update(more=torch.zeros(2)), "expected none"),
         (lambda tensors: next(iter(tensors.values())).fill_(torch.nan), "NaN or infinity"),
+        (
+            lambda tensors: tensors.update({n: v.long() for n, v in tensors.items()}),
+            r"int64 \(10, 64\), expected float32 \(10, 64\).*converted to its types of number",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(before, tmp_path, change, told):
@@ -115,3 +119,16 @@ def test_a_file_that_was_changed_since_is_refused(before, tmp_path):
         Plan.parse({**PLAIN, "initial": str(tmp_path / "nowhere")})
     with pytest.raises(PlanError, match=r"without initial\.weights"):
         Plan.parse({**PLAIN, "initial": {"trained_on": "x"}})
+
+
+def test_what_is_no_state_dict_is_told_what_to_save(before, tmp_path):
+    tensors, path = load_file(before / "model.safetensors"), tmp_path / "w.pt"
+    checkpoint = {"state_dict": tensors, "epoch": 3}
+    told = {r"holds state_dict \(dict\), epoch \(int\)": checkpoint, "holds list": [tensors]}
+    for match, content in told.items():
+        torch.save(content, path)
+        with pytest.raises(ModelError, match=rf"{match}, which is no tensor.*that part, as torch"):
+            Scene.of(Plan.parse({**PLAIN, "initial": str(path)}))
+    torch.save(torch.load(path.with_name("w.pt"))[0], path)
+    found = Scene.of(Plan.parse({**PLAIN, "initial": str(path)})).module()
+    assert same(found, before / "model.safetensors")

@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -142,19 +142,21 @@ class InitialSettings(BaseModel):
     def tensors(self, at: Path = Path()) -> Mapping[str, Tensor] | None:
         """Return the weights by name, None without any. at: where a relative path begins.
 
-        Raises ModelError: no such file, another SHA-256, or one that cannot be read.
+        Raises ModelError: no such file, another SHA-256, one that cannot be read, or something
+        else than tensors in it.
         """
         if self.weights is None:
             return None
         path = self._path(at)
         block = checked(path, self.sha256, _SETTING)
         try:
-            return dict(tensors_of(path, block))
+            found: object = tensors_of(path, block)
         except Exception as error:
             raise ModelError(
                 f"{_SETTING}: {path} cannot be read ({type(error).__name__}: {error}): expected a "
                 "state_dict, as safetensors.torch.save_file or torch.save writes it"
             ) from error
+        return _tensors(path, found)
 
     def file(self) -> Path:
         """Return the file, of a folder the model in it, relative to the working directory."""
@@ -169,9 +171,11 @@ class InitialSettings(BaseModel):
 
 
 def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
-    """Set a module's weights. Raises ModelError: other names or shapes, or numbers not finite."""
-    needed = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in start.items()}
+    """Set a module's weights.
+
+    Raises ModelError: other names, shapes or types of number, or numbers that are not finite.
+    """
+    needed, given = _forms(module.state_dict()), _forms(start)
     odd = sorted(name for name in needed | given if needed.get(name) != given.get(name))
     if odd:
         told = "; ".join(
@@ -179,12 +183,32 @@ def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
         )
         raise ModelError(
             f"{_SETTING} does not fit the plan's model: {told}; give the weights of the same "
-            "model, on records of the same form"
+            "model, on records of the same form, converted to its types of number"
         )
     for name, value in start.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise ModelError(f"{_SETTING}: {name} holds NaN or infinity: expected finite numbers")
     module.load_state_dict(dict(start))
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return each tensor's type of number and shape, in words."""
+    return {n: f"{str(v.dtype)[6:]} {tuple(v.shape)}" for n, v in tensors.items()}
+
+
+def _tensors(path: Path, found: object) -> dict[str, Tensor]:
+    """Return what a file holds if it is tensors by name. Raises ModelError: it is not."""
+    what = f"{type(found).__name__}"
+    if isinstance(found, Mapping):
+        held = cast(Mapping[object, object], found)
+        odd = {str(n): type(v).__name__ for n, v in held.items() if not isinstance(v, Tensor)}
+        if not odd:
+            return {str(name): cast(Tensor, value) for name, value in held.items()}
+        what = ", ".join(f"{name} ({kind})" for name, kind in list(odd.items())[:4])
+    raise ModelError(
+        f"{_SETTING}: {path} holds {what}, which is no tensor: expected the state_dict alone; of a "
+        'checkpoint save that part, as torch.save(torch.load(path)["state_dict"], "model.pt")'
+    )
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
