@@ -75,19 +75,20 @@ STUDIES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """An entrant at an ε, with its rounds, its η, and its λ, 0 where it has none."""
+    """An entrant at an ε, with its rounds, its η, and its λ and κ, 0 where it has none."""
 
     entrant: str
     epsilon: float
     rounds: int
     rate: float
     weight: float = 0.0
+    noise: float = 0.0
 
     def plan(self, tables: dict[str, Any], delta: float, seed: int) -> Plan:
         """Return one run's plan."""
         settings = {"learning_rate": self.rate}
         if self.entrant != "fedavg":
-            settings["proximal"] = self.weight
+            settings |= {"proximal": self.weight, "proximal_noise": self.noise}
         return Plan.parse(
             {
                 **tables,
@@ -101,9 +102,8 @@ class Setting:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.entrant} λ={self.weight:g} η={self.rate:g} T={self.rounds} ε={self.epsilon:g}"
-        )
+        held = f"κ={self.noise:g}" if self.noise else f"λ={self.weight:g}"
+        return f"{self.entrant} {held} η={self.rate:g} T={self.rounds} ε={self.epsilon:g}"
 
 
 class Results:

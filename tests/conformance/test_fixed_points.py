@@ -23,7 +23,7 @@ class Quadratic:
     a: float
     b: Tensor
     size: float
-    noise_variance = 0.0
+    noise_variance: float = 0.0
 
     @property
     def batch_size(self):

@@ -151,11 +151,13 @@ def test_what_evaluations_hold_out_tells_what_joining_was_worth(tmp_path):
 
 
 def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():
-    settings = ["settings.learning_rate=0.3", "settings.proximal=0.2"]
+    settings = ["learning_rate=0.3", "proximal=0.2", "proximal_noise=7.0"]
+    settings = [f"settings.{each}" for each in settings]
     plans = read_plans([], ["fedavg", "mr_mtl", "local"], settings)
     assert plans["local"].algorithm == "mr_mtl"
-    assert plans["local"].settings == {"learning_rate": 0.3, "proximal": 0.0}
-    assert plans["mr_mtl"].settings == {"learning_rate": 0.3, "proximal": 0.2}
+    alone = {"learning_rate": 0.3, "proximal": 0.0, "proximal_noise": 0.0}
+    assert plans["local"].settings == alone
+    assert plans["mr_mtl"].settings == alone | {"proximal": 0.2, "proximal_noise": 7.0}
     sizes = {"a": 100.0}
     # What mr_mtl sends is no single release, so its sums are rounded more finely.
     local = replace(plans["local"].terms(sizes)["a"], grid=plans["fedavg"].method.units)

@@ -11,7 +11,7 @@ from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.report.equality import DATA, differences
 
-_ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0",))}
+_ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}
 """A name for `--algorithms` -> the algorithm that it is, with what is set."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -24,7 +24,7 @@ def read_plans(
 
     Without a file it is the embedded default, whose settings are those of its own algorithm alone;
     without chosen algorithms, each file's own.
-    "local" is each site by itself, under the same privacy: mr_mtl with λ = 0. Of a
+    "local" is each site by itself, under the same privacy: mr_mtl with λ = κ = 0. Of a
     file's [settings], an algorithm gets those that it knows; an override `settings.KEY=VALUE` goes
     to the algorithms that know KEY. Raises PlanError: a file or an override that does not fit, or a
     setting that none of the algorithms knows.
