@@ -1,6 +1,6 @@
 """The plan: one configuration, validated whole and frozen; `fedpact settings` lists its keys."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +14,14 @@ from fedpact.configuration import DEFAULTS, given, left, plan_error, read_config
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
+from fedpact.draws.participants import Participants
 from fedpact.errors import PlanError
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.ledger.about import About
 from fedpact.methods import Method
-from fedpact.methods.combine import check_extended, check_mode, combined
+from fedpact.methods.combine import check_extended, check_mode, check_part, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.effective import in_effect, with_iterations
@@ -40,7 +41,6 @@ from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
 from fedpact.shown.plans import ShownPlan
 from fedpact.tasks.settings import TaskSettings
-from fedpact.theory.accounting import round_rate_up
 
 _RATE = 0.5  # q where neither it nor a batch size is given
 
@@ -58,6 +58,8 @@ class Plan(ShownPlan, BaseModel):
     algorithm: its name; `fedpact algorithms` lists them.
     after: how many of the rounds were done under earlier reservations; `fedpact extend` writes it.
     rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.
+    sites_per_round: m, how many of the sites take part in a round, drawn anew for each from the
+    seed and its number, so that anybody can tell who; left out, all of them do.
     seed: what a simulation draws from, so that it can be repeated bit for bit.
     sampling_rate: q, each record's chance to be in a batch; 0.5 where batch_size is left out too.
     batch_size: B, the expected size of a batch, in place of q: q_i = B / N_i.
@@ -75,6 +77,7 @@ class Plan(ShownPlan, BaseModel):
     rounds: int = Field(default=30, ge=1)
     after: int = Field(default=0, ge=0)
     sites: int = Field(default=5, ge=1)
+    sites_per_round: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
     batch_size: float | None = Field(default=None, gt=0)
@@ -133,6 +136,8 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
+        if self.sites_per_round is not None:
+            check_part(method, self.secure_aggregation.threshold)
         if self.after:
             self.check_extended()
         self.budget.check_method(method.controlled, self.task.kind)
@@ -219,23 +224,22 @@ class Plan(ShownPlan, BaseModel):
         """Whether sites release their sizes with noise, instead of declaring them."""
         return self.private and self.privacy.sizes == "noisy"
 
+    def participants(self, sites: Iterable[str]) -> Participants:
+        """Return who of these sites, which are all, takes part in which round. Raises PlanError."""
+        return Participants(self.seed, tuple(sorted(sites)), self.sites_per_round)
+
     @property
     def steps(self) -> int:
-        """The most joint events (or plain batches) of a site's run: τ times the rounds.
+        """The most joint events (or plain batches) of a site that takes part in every round.
 
-        Of a run that was extended, of the last reservation's rounds. Of a controlled τ, its
-        iterations where they are given.
+        τ times the rounds; of a run that was extended, of the last reservation's. Of a controlled
+        τ, its iterations where they are given.
         """
         return self.method.iterations or (self.rounds - self.after) * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
-        grant = self.privacy.per_site.get(site)
-        if grant is not None and grant.sampling_rate is not None:
-            return grant.sampling_rate
-        if self.batch_size is None:
-            return self.sampling_rate or _RATE
-        return round_rate_up(min(1.0, self.batch_size / size))
+        return self.privacy.rate(site, size, self.sampling_rate or _RATE, self.batch_size)
 
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
         """Return each site's terms for these sizes, declared or released; empty in a plain run.
@@ -248,11 +252,9 @@ class Plan(ShownPlan, BaseModel):
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
         self.privacy.check_shared(self.secure_aggregation.threshold, len(names))
-        requests = {name: self._request(name, sizes[name], names) for name in names}
-        result = dict[str, Terms]()
-        for name, request in requests.items():
-            sigma = self.privacy.noise(name, names)
-            result[name] = request.calibrated() if sigma is None else request.with_noise(sigma)
+        each = self.participants(names).rounds(self.after, self.rounds)
+        requests = (self._request(name, sizes[name], names, each[name]) for name in names)
+        result = {request.site: self.privacy.terms(names, request) for request in requests}
         if self.privacy.honest:
             # Every site relies on the others' shares: all add what the most careful one needs.
             loudest = max(result.values(), key=lambda one: one.event.sigma)
@@ -269,9 +271,9 @@ class Plan(ShownPlan, BaseModel):
             return None
         return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
 
-    def _request(self, name: str, size: float, names: tuple[str, ...]) -> TermsRequest:
-        """Return what one of these sites' terms follow from."""
-        mode, spare = self.privacy.mode, self.budget.spare_rounds
+    def _request(self, name: str, size: float, names: tuple[str, ...], rounds: int) -> TermsRequest:
+        """Return what one of these sites' terms follow from. rounds: that it takes part in."""
+        mode, spare = self.privacy.mode, self.budget.spare_rounds if rounds else 0
         if mode == "none":
             raise PlanError('privacy.mode = "none": a plain run has no terms')
         return TermsRequest(
@@ -281,9 +283,9 @@ class Plan(ShownPlan, BaseModel):
             clip=self.privacy.clip,
             clips=self.privacy.clips(self.rounds),
             channels=self.method.channels,
-            steps=self.steps + spare * self.method.steps(),
+            steps=self.method.iterations or (rounds + spare) * self.method.steps(),
             opening=self.method.opening,
-            openings=self.rounds - self.after + spare if self.method.opening else 0,
+            openings=rounds + spare if self.method.opening else 0,
             budget=self.privacy.budget(name, names),
             accountant=self.privacy.accountant,
             mechanism=mode,

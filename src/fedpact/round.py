@@ -1,8 +1,9 @@
 """The server's loop over rounds. Read this file first.
 
 A round: the algorithm says what every site is told (`task`); the transport carries it to the sites
-and brings back their replies; the algorithm folds the replies into the next state (`update`); the
-state is evaluated, recorded and committed. Nothing feeds back but through the state, so a run goes
+that take part (all, or those drawn for the round) and brings back their replies; the algorithm
+folds the replies into the next state (`update`); the state is evaluated, recorded and committed.
+Nothing feeds back but through the state, so a run goes
 on from (plan, state, site directories, round).
 
 Where the plan has [evaluation], sites are asked for noisy sums over records that they hold out, of
@@ -20,8 +21,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Protocol
 
+from fedpact.draws.participants import Participants
 from fedpact.errors import FedpactError
 from fedpact.evaluation.early import Early
 from fedpact.folder import Checkpoint
@@ -32,9 +36,8 @@ from fedpact.messages import (
     RoundRecord,
     State,
     Task,
-    encoded_length,
 )
-from fedpact.methods.folding import folded
+from fedpact.methods.folding import Tally, folded
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.short import START, ShortenedTask, unshortened
 from fedpact.params import all_finite
@@ -52,7 +55,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Send each site its task; yield the answers in the order of site names as they come."""
+        """Send each of these sites its task; yield the answers in the order of their names."""
         ...
 
     @property
@@ -128,7 +131,7 @@ class Rounds:
         if not self.plan.method.opens_run:
             return at, record
         tasks = self._tasks(at, self._begin(at), 0)
-        tally = _Tally()
+        tally = Tally()
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
         if first is None:
@@ -137,7 +140,7 @@ class Rounds:
                 f"round 0, in which sites release what scales their columns: no site replied "
                 f"({refused or 'none was asked'}); see to what they refuse, and start again"
             )
-        state = self._updated(at.state, _put_back(first, replies), tally)
+        state = self._updated(at.state, chain([first], replies), tally)
         down = sum(task.wire_bytes for task in tasks.values())
         down, up = self.transport.traffic or (down, tally.bytes)
         costs = replace(at.costs, sent=at.costs.sent + down + up)
@@ -150,13 +153,13 @@ class Rounds:
         started = time.perf_counter()
         began, method, state = self._clock(), self.plan.method, self._begin(at)
         tasks = self._tasks(at, state, at.round + 1)
-        tally = _Tally()
+        tally = Tally()
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
         if first is None:
             return None
         steps = method.steps(state)
-        state = self._updated(state, _put_back(first, replies), tally)
+        state = self._updated(state, chain([first], replies), tally)
         down = sum(task.wire_bytes for task in tasks.values())
         down, up = self.transport.traffic or (down, tally.bytes)
         number = at.round + 1
@@ -174,6 +177,7 @@ class Rounds:
             steps=steps,
             bytes_down=down,
             bytes_up=up,
+            asked=[*tasks] if self._participants.partial else [],
             refused=tally.refused,
             numbers=state.numbers,
             evaluation=evaluated.evaluation,
@@ -205,7 +209,7 @@ class Rounds:
         """Ask the sites for what they release of their held-out records at a state."""
         if not self.sums:
             return RoundRecord(number)
-        tasks, tally = self._questions(number, state, included), _Tally()
+        tasks, tally = self._questions(number, state, included), Tally()
         evaluation = dict[str, dict[str, list[float]]]()
         try:
             for reply in tally.through(self.transport.exchange(tasks)):
@@ -236,7 +240,7 @@ class Rounds:
             distinct[each] = Task(self.run, number, EVALUATION, vectors, {}, each)
         return {site: distinct[each] for site, each in last.items()}
 
-    def _updated(self, state: State, replies: Iterator[Reply], tally: "_Tally") -> State:
+    def _updated(self, state: State, replies: Iterator[Reply], tally: Tally) -> State:
         """Fold the replies; strangers' that bring the update down count as refusals."""
         if self.own:
             return self.plan.method.update(state, replies)
@@ -250,6 +254,10 @@ class Rounds:
         """Whether a controlled τ has no local iterations left."""
         method = self.plan.method
         return method.controlled and method.steps(self._begin(at)) < 1
+
+    @cached_property
+    def _participants(self) -> Participants:
+        return self.plan.participants(self.transport.sites)
 
     def _clock(self) -> float:
         """Seconds, for a run that has a budget of them; else nothing of time enters the state."""
@@ -275,7 +283,7 @@ class Rounds:
         if short is not None and START in short and at.round:
             # Of a run that was begun before changes were told: nobody has its model.
             short = None
-        included = {site: at.included.get(site, -1) for site in self.transport.sites}
+        included = {site: at.included.get(site, -1) for site in self._participants.of(number)}
         # Sites that are told the same share one Task, which is then encoded and hashed once.
         distinct = dict[int, Task]()
         for last in set(included.values()):
@@ -322,31 +330,3 @@ class Rounds:
 
 def _finite(at: Checkpoint) -> bool:
     return all(map(all_finite, at.state.vectors.values()))
-
-
-class _Tally:
-    """Counts answers on their way to `update`, and takes out the refusals."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.replied: list[str] = []
-        self.refused: dict[str, str] = {}
-
-    def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
-        for answer in answers:
-            self.bytes += encoded_length(answer)
-            if isinstance(answer, Refusal):
-                self.refused[answer.site] = answer.code
-            else:
-                self.replied.append(answer.site)
-                yield answer
-
-    def reject(self, site: str) -> None:
-        """Count a reply that was taken for a refusal."""
-        self.replied.remove(site)
-        self.refused[site] = "rejected: update"
-
-
-def _put_back(first: Reply, rest: Iterator[Reply]) -> Iterator[Reply]:
-    yield first
-    yield from rest

@@ -14,7 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -44,9 +44,16 @@ EVEN_IS_NOT_SUMMED = Summed(
 
 
 class BaseSettings(BaseModel):
-    """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
+    """The base of every algorithm's Settings: frozen, no unknown names, no conversion.
+
+    needs_all_sites: why each round needs every site; "": a part of them will do, as `update` asks
+    for no more than this round's replies, and a site's memory may be of any earlier round.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    needs_all_sites: ClassVar[str] = (
+        "its file does not say that a round of some of the sites is what its paper means"
+    )
 
     @property
     def weighs_records(self) -> bool:

@@ -25,6 +25,7 @@ Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -43,6 +44,9 @@ NEUTRAL: Neutral | None = Neutral(
 class Settings(BaseSettings, Ali):
     """Symbols at the top, and control.Ali."""
 
+    needs_all_sites: ClassVar[str] = (
+        "its τ follows what is left at every site, and its estimates are of all of them"
+    )
     learning_rate: float = Field(default=0.5, gt=0)
 
     @property

@@ -16,6 +16,7 @@ Differs   Poisson batches, divided by their expected size, where the paper runs 
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -31,6 +32,7 @@ NEUTRAL: Neutral | None = None
 class Settings(BaseSettings):
     """Symbols at the top."""
 
+    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
 

@@ -32,6 +32,7 @@ a coordinate, v_i the gradients', and does not grow.
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -64,6 +65,10 @@ class Settings(fedprox.Settings):
     aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
     """
 
+    needs_all_sites: ClassVar[str] = (
+        "each reply carries its site's share of h, so a round of some sites would leave out the "
+        "others' h_i; with the paper's h, the server would need what each of them has sent"
+    )
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"

@@ -22,6 +22,7 @@ Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -46,6 +47,7 @@ class Settings(BaseSettings):
     1 + λ (ℓ/F - 1).
     """
 
+    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=2, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)

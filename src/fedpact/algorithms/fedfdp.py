@@ -42,6 +42,7 @@ Differs   The weight is clamped at 0 from below: as printed, a contribution can 
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -64,6 +65,7 @@ class Settings(FairRelease, BaseSettings):
     by 1 + λ (ℓ/F - 1).
     """
 
+    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)

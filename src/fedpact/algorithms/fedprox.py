@@ -20,7 +20,7 @@ back. A step along w - w̄ overshoots at η μ > 1; η μ >= 2 grows without end
 it is fedavg whatever μ is.
 """
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,7 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
 class Settings(fedavg.Settings):
     """Symbols at the top."""
 
+    needs_all_sites: ClassVar[str] = ""
     local_steps: int = Field(default=5, ge=1)
     proximal: float = Field(default=0.1, ge=0)
 

@@ -54,7 +54,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     in the anchor.
     """
 
+    needs_all_sites: ClassVar[str] = ""
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
     iterate: Literal["last", "random"] = "last"
     smoothness: float = Field(default=1.0, gt=0)

@@ -32,7 +32,7 @@ numbers that follow from a site's terms.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     length κ d, see theory.aggregation.
     """
 
+    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=1.0, gt=0)
     step_schedule: Literal["inverse", "constant"] = "inverse"
     aggregation: Literal["batch_size", "least_noise"] = "batch_size"

@@ -40,7 +40,7 @@ An own model is made of released numbers, and as private as w̄; it is evaluated
 on the public test set.
 """
 
-from typing import Final
+from typing import ClassVar, Final
 
 from pydantic import Field
 from torch import Tensor
@@ -73,6 +73,10 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 1e300})
 class Settings(fedavg.Settings):
     """Symbols at the top."""
 
+    needs_all_sites: ClassVar[str] = (
+        "it holds each site's model to the mean of all of them, and those of the sites that were "
+        "not asked would be missing in it"
+    )
     proximal: float = Field(default=0.01, ge=0)
     proximal_noise: float = Field(default=0.0, ge=0)
 

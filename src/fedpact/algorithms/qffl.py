@@ -33,6 +33,7 @@ loss near the floor shortens it. q is not the sampling rate, which has its lette
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -71,6 +72,7 @@ class Settings(LossRelease, BaseSettings):
     what sites count by beside: their "size", or "uniform".
     """
 
+    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_exponent: float = Field(default=1.0, ge=0, le=20)

@@ -32,6 +32,7 @@ Any τ > 1 is worth it where sites differ. At τ = 1 fedavg is the same and is t
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -65,6 +66,10 @@ class Settings(fedavg.Settings):
     aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
     """
 
+    needs_all_sites: ClassVar[str] = (
+        "its c is the mean of the c_i of those who reply, so a round of some sites would leave out "
+        "the others' c_i; with the paper's c, each reply would carry how its c_i moved, too"
+    )
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
 

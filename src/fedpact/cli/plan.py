@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     if not scene.plan.private:
         raise PlanError(
             f"--optimise chooses how to spend ε: with {scene.plan.why_unprotected} there is none"
+        )
+    if scene.participants.partial:
+        raise PlanError(
+            f"--optimise with sites_per_round = {scene.plan.sites_per_round}: it chooses for sites "
+            "that take part in every round; leave one of them out"
         )
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
@@ -111,21 +117,23 @@ def forecast(scene: Scene) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
     plan, rounds = scene.plan, _own_rounds(scene.plan)
     total = _iterations(scene)
-    size_of_message = _message_bytes(scene)
+    size_of_message, size_of_all = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
     of_held = released_of_held(plan, scene.form, scene.dataset.person is not None)
+    own = scene.participants.rounds(plan.after, plan.rounds)
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
         "rounds": rounds,
         # Of an extended run, which had so many rounds before, under reservations of their own.
         "after": plan.after,
+        "sites_per_round": plan.sites_per_round,
         # As a mean, where τ is chosen on the way.
         "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
         "iterations": total,
         "model_parameters": FlatModel(scene.module()).size,
         "bytes_per_round": size_of_message,
-        "bytes": size_of_message * rounds,
+        "bytes": size_of_all,
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
         "per_person": per_person(sites, plan.privacy.unit, of_held),
@@ -136,8 +144,9 @@ def forecast(scene: Scene) -> dict[str, Any]:
                 **terms,
                 # Nothing is charged yet, so a noisy size is not known yet.
                 "size": None if plan.noisy_sizes else terms["size"],
-                "epsilon_by_round": _by_round(scene.terms[name], plan, total),
-                "epsilon_alone_by_round": _by_round(scene.terms[name], plan, total, alone=True),
+                "rounds": own[name],
+                "epsilon_by_round": _by_round(scene, name, total),
+                "epsilon_alone_by_round": _by_round(scene, name, total, alone=True),
             }
             for name, terms in sites.items()
         },
@@ -158,40 +167,48 @@ def _iterations(scene: Scene) -> int:
     return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
 
 
-def _by_round(terms: Terms, plan: Plan, total: int, *, alone: bool = False) -> list[float]:
+def _by_round(scene: Scene, site: str, total: int, *, alone: bool = False) -> list[float]:
     """ε after round 1, 2, ...; a site whose events are used up stays where it is.
 
     alone: without the noise of other sites.
 
     Where τ is chosen on the way, as if the rounds shared the iterations evenly.
     """
+    plan, terms, rounds = scene.plan, scene.terms[site], _own_rounds(scene.plan)
     after = terms.epsilon_alone_after if alone else terms.epsilon_after
-    rounds = _own_rounds(plan)
+    own = (site in scene.participants.of(t) for t in range(plan.after + 1, plan.rounds + 1))
     return [
         after(
             terms.history(
                 min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done)
             )
         )
-        for done in range(1, rounds + 1)
+        for done in accumulate(own)
     ]
 
 
-def _message_bytes(scene: Scene) -> int:
-    """Bytes of one round: what the algorithm tells every site, and a reply of the same vectors.
+def _message_bytes(scene: Scene) -> tuple[int, int]:
+    """Bytes of a round and of all: what the algorithm tells a site, and a reply of such vectors.
 
-    Where both are coded, as if they were noise: it is most of them.
+    Where both are coded, as if they were noise: it is most of them. Who had no part in the round
+    before is told in full.
     """
-    method = scene.plan.method
+    method, plan, who = scene.plan.method, scene.plan, scene.participants
     told = method.task(method.init(FlatModel(scene.module()).vector))
     up, down = {"w": told.vectors["w"]}, told.vectors
     if method.coded:
         up = {name: _coded(vector, UNITS) for name, vector in up.items()}
-    if scene.plan.compression.kind == "grid":
+    if plan.compression.kind == "grid":
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
-    task = Task("run", 1, scene.plan.algorithm, down, told.numbers)
+    task = Task("run", 1, plan.algorithm, down, told.numbers)
+    full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
     reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
-    return (task.wire_bytes + encoded_length(reply)) * len(scene.sites)
+    rounds = _own_rounds(plan)
+    whole = (task.wire_bytes + encoded_length(reply)) * rounds * len(who.of(1))
+    if who.partial:
+        newcomers = who.newcomers(plan.after, plan.rounds)
+        whole += (full.wire_bytes - task.wire_bytes) * newcomers
+    return round(whole / rounds), whole
 
 
 def _coded(like: Tensor, units: float) -> Tensor:
@@ -221,6 +238,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         return
     honest = plan.privacy.honest
     table = Table("site", "N", "q", "σ", "T", "ε after 1", "ε at the end", "δ")
+    if scene.participants.partial:
+        table.add_column("rounds")
     several = plan.privacy.told_records
     records = (plan.privacy.person_records or 5) if several else None
     if records:
@@ -237,10 +256,13 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             upper(terms["epsilon_by_round"][0]),
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
+            *([f"{terms['rounds']} of {document['rounds']}"] if scene.participants.partial else []),
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
     out.print(table)
+    if told_of_draw := scene.participants.told():
+        out.print(told_of_draw)
     if honest:
         out.print(
             f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
@@ -283,7 +305,8 @@ def _rounds(scene: Scene, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.controlled:
         return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
-    return f"{rounds} rounds of {document['iterations_per_round']} iterations"
+    part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
+    return f"{part}{rounds} rounds of {document['iterations_per_round']} iterations"
 
 
 def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:

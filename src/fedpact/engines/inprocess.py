@@ -115,7 +115,7 @@ class InProcess:
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See round.Transport."""
         waiting = deque[Future[list[Reply | Refusal]]]()
-        names, size = list(self._clients), self._together
+        names, size = sorted(tasks), self._together
         longest = max((task.wire_bytes for task in tasks.values()), default=1)
         some = max(1, min(_SOME, _BYTES // longest) // size)
         for start in range(0, len(names), size):

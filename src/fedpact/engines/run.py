@@ -176,7 +176,6 @@ def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) ->
     return sum(
         record.steps * batch[name] + opening * sizes[name]
         for record in records
-        if record.round
         for name in sizes
-        if name not in record.refused
+        if record.took_part(name)
     )

@@ -16,6 +16,7 @@ from fedpact.data.given.handed import refitted
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import kept_records, numbered
 from fedpact.data.tables import SUFFIXES
+from fedpact.draws.participants import Participants
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import Bench
 from fedpact.engines.parties.entrance import taken
@@ -81,7 +82,7 @@ class Scene:
                 own = terms.get(site.name) if plan.private else None
                 policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
-        _ = scene.form
+        _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
         released = plan.evaluation_terms is not None
         check_public(early=plan.budget.early, private=plan.private, released=released, test=public)
@@ -153,6 +154,11 @@ class Scene:
     def released(self) -> tuple[int, ...]:
         """The places in a record that are scaled by what sites release."""
         return self.plan.stage().released(self.raw.x[0], self.raw.features)
+
+    @cached_property
+    def participants(self) -> Participants:
+        """Who takes part in which round. Raises PlanError: more of them than there are sites."""
+        return self.plan.participants(site.name for site in self.sites)
 
     @property
     def sizes(self) -> dict[str, float]:

@@ -108,9 +108,11 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "simulator_only": list(side.simulator_only),
         "features": plan.features.told() or plan.views.told(),
         "initial": plan.initial.told(),
+        "sites_per_round": plan.sites_per_round,
         "covers": [
             *side.covers,
             *_own_models(plan),
+            *filter(None, [plan.participants(terms).told() if plan.private else ""]),
             *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
             *_secure_lines(plan, sites),
         ],
@@ -246,9 +248,14 @@ def released_columns(plan: Plan) -> list[str]:
 
 
 def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
-    """Return each site's terms as plain data; empty where the run protects nobody."""
-    told = plan.privacy.told_records
-    return {name: described(one, told) for name, one in terms.items()} if plan.private else {}
+    """Return each site's terms as plain data; empty where the run protects nobody.
+
+    rounds: in how many of the whole run's a site takes part.
+    """
+    if not plan.private:
+        return {}
+    told, rounds = plan.privacy.told_records, plan.participants(terms).rounds(0, plan.rounds)
+    return {n: described(one, told) | {"rounds": rounds[n]} for n, one in terms.items()}
 
 
 def per_person(

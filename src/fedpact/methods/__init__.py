@@ -81,12 +81,18 @@ class Method:
     @property
     def needs_own_noise(self) -> str:
         """Why noise that sites share out would not protect it; empty where it would."""
+        return self._said_of_its_own("needs_own_noise")
+
+    @property
+    def needs_all_sites(self) -> str:
+        """Why no part of the sites can be asked in a round; empty where it can."""
+        return self._said_of_its_own("needs_all_sites")
+
+    def _said_of_its_own(self, name: str) -> str:
         # Not what it inherits or borrows: a file that takes another's settings says it for itself.
         kind = type(self.settings)
-        own = kind.__module__ == getattr(self._algorithm, "__name__", "")
-        if own and "needs_own_noise" in vars(kind):
-            return self.settings.needs_own_noise
-        return BaseSettings().needs_own_noise
+        own = kind.__module__ == getattr(self._algorithm, "__name__", "") and name in vars(kind)
+        return str(getattr(self.settings if own else BaseSettings(), name))
 
     def steps(self, state: State | None = None) -> int:
         """Return τ of the next round; without a state, the most that it can be."""
@@ -194,6 +200,11 @@ class Around(Method):
     def needs_own_noise(self) -> str:
         """See Method."""
         return self.inner.needs_own_noise
+
+    @property
+    def needs_all_sites(self) -> str:
+        """See Method."""
+        return self.inner.needs_all_sites
 
     def steps(self, state: State | None = None) -> int:
         """See Method."""

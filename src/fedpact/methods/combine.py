@@ -119,6 +119,10 @@ NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
 }
 """Table of a plan -> why it does not go with [secure_aggregation]."""
 
+NEEDS_THE_LIST: Final = (
+    "masks, shares of noise and the threshold are of one list of sites for all rounds"
+)
+
 RELEASED_NEEDS_SIZES: Final = (
     "it weighs replies by other numbers than declared sizes, by which means over sites are"
 )
@@ -244,6 +248,18 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
             f"algorithm = {algorithm!r} with these settings weights each record in its own clip, "
             f"and under privacy.mode = {mode!r} records have none: use privacy.mode = 'per_sample'"
         )
+
+
+def check_part(method: Method, threshold: int) -> None:
+    """Raise ValueError where no part of the sites can be asked in a round.
+
+    threshold: of secure aggregation, 0 for none.
+    """
+    whose, why = f"algorithm = {method.name!r} with these tables", method.needs_all_sites
+    if threshold:
+        whose, why = "[secure_aggregation]", NEEDS_THE_LIST
+    if why:
+        raise ValueError(f"sites_per_round does not go with {whose}: {why}; leave it out")
 
 
 def check_extended(

@@ -57,6 +57,11 @@ class Controlled(Around):
         return self._ali.iterations
 
     @property
+    def needs_all_sites(self) -> str:
+        """See Method."""
+        return "[control]: τ follows what is left at every site, and its estimates are of all"
+
+    @property
     def unprotected(self) -> bool:
         """See Method."""
         return self.inner.unprotected or self._ali.estimator == "raw"

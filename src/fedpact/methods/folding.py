@@ -6,10 +6,10 @@ have no single replies behind them: there all are to blame or none.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fedpact.messages import Reply, State
+from fedpact.messages import Refusal, Reply, State, encoded_length
 from fedpact.methods import Method
 from fedpact.params import all_finite
 
@@ -46,6 +46,30 @@ def folded(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
         good.remove(worst)
         blamed[worst.site] = why
     return Folded(method.update(state, iter(replies)), {})
+
+
+class Tally:
+    """Counts answers on their way to `update`, and takes out the refusals."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.replied: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
+        """Yield the replies among the answers."""
+        for answer in answers:
+            self.bytes += encoded_length(answer)
+            if isinstance(answer, Refusal):
+                self.refused[answer.site] = answer.code
+            else:
+                self.replied.append(answer.site)
+                yield answer
+
+    def reject(self, site: str) -> None:
+        """Count a reply that was taken for a refusal."""
+        self.replied.remove(site)
+        self.refused[site] = "rejected: update"
 
 
 def _tried(method: Method, state: State, replies: Sequence[Reply]) -> tuple[State | None, str]:

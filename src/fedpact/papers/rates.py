@@ -107,8 +107,7 @@ def _undefined(run: RunFacts) -> str:
 
 def _replies(run: RunFacts) -> dict[str, int]:
     """Return how often each site replied."""
-    rounds = [record for record in run.records if record.round]
-    return {name: sum(name not in r.refused for r in rounds) for name in run.site_privacy}
+    return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
 
 
 def _divisor(run: RunFacts, site: SiteFacts) -> float:

@@ -32,7 +32,7 @@ def wire(run: RunFacts, sites: int) -> Wire | str:
     """Return the table, or in a sentence why there is none. sites: how many take part."""
     d = int(run.summary.get("model_parameters") or 0)
     rounds = [record for record in run.records if record.round]
-    asked = sites * len(rounds)
+    asked = sum(len(record.asked) or sites for record in rounds)
     replies = asked - sum(len(record.refused) for record in rounds)
     if not (d and replies > 0):
         return "No bits a coordinate yet: the run has not ended, or no site has replied."
@@ -44,7 +44,7 @@ def wire(run: RunFacts, sites: int) -> Wire | str:
         # Before the first one every site has the model.
         told = sum(record.bytes_down for record in later)
         name = "to the sites, as measured after the first round"
-        rows.append(_measured(name, told, sites * len(later), d))
+        rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
     rounded = [_entropy(name, units, d) for name, units in _grids(run.plan).items()]
     notes = [_WHAT.format(d=d), *([_ENTROPY] if rounded else [])]
     return Wire(rows + rounded, notes)

@@ -1,6 +1,7 @@
 """The [privacy] table of a plan: what each site grants a run."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +14,9 @@ from fedpact.persample.bounds import check_clip
 from fedpact.privacy import columns
 from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
 from fedpact.privacy.once import Once
-from fedpact.theory.accounting import ACCOUNTANTS, UNITS, Accountant, Budget
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import ACCOUNTANTS, UNITS, Accountant, Budget, round_rate_up
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -265,6 +268,16 @@ class Privacy(BaseModel):
             grant.epsilon or _at(self.epsilon, place), grant.delta or _at(self.delta, place)
         )
 
+    def rate(self, site: str, size: float, rate: float, batch: float | None) -> float:
+        """Return q_i of a site of nominal size N_i: its own, else B / N_i, else that of all.
+
+        B / N_i is rounded up to the shared grid.
+        """
+        own = self.per_site.get(site, SiteGrant()).sampling_rate
+        if own is not None:
+            return own
+        return rate if batch is None else round_rate_up(min(1.0, batch / size))
+
     def release_of(
         self, released: tuple[str, ...], site: str, sites: tuple[str, ...], times: int
     ) -> Once | None:
@@ -274,12 +287,19 @@ class Privacy(BaseModel):
         budget = self.budget(site, sites)
         return columns.release(len(released), budget, self.accountant, self.column_share, times)
 
-    def noise(self, site: str, sites: tuple[str, ...]) -> float | None:
-        """Return σ_i where it is given, None where it is to be calibrated."""
-        grant = self.per_site.get(site, SiteGrant())
-        if grant.sigma is not None or self.sigma is None:
-            return grant.sigma
-        return _at(self.sigma, sites.index(site))
+    def terms(self, sites: tuple[str, ...], request: TermsRequest) -> Terms:
+        """Return one of these sites' terms: with σ_i where it is given, else calibrated.
+
+        A site that is never asked has those of a single round, and nothing reserved.
+        Raises PlanError: a given σ does not allow a single step.
+        """
+        once = replace(request, steps=1, opening=None, openings=0)
+        asked = request if request.steps else once
+        sigma = self.per_site.get(request.site, SiteGrant()).sigma
+        if sigma is None and self.sigma is not None:
+            sigma = _at(self.sigma, sites.index(request.site))
+        found = asked.calibrated() if sigma is None else asked.with_noise(sigma)
+        return found if request.steps else replace(found, steps=0)
 
 
 def _at(value: float | list[float], place: int) -> float:

@@ -45,7 +45,9 @@ def declared(model: Model) -> dict[str, Declared]:
     for base in reversed(_bases(model)):
         found |= declared(base)
     for line in _class(model).body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+            continue
+        if not ast.unparse(line.annotation).startswith("ClassVar["):
             found[line.target.id] = Declared(model[0], line.annotation, line.value)
     return found
 

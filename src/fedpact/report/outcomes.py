@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def iterations(self) -> float:
-        """Local iterations of all rounds: batches that each site was asked for."""
+        """Local iterations of all rounds: batches that a site was asked for which is in each."""
         return sum(record.steps for record in self.run.records)
 
     @property

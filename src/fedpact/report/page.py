@@ -230,6 +230,8 @@ def _facts(run: RunFolder) -> list[str]:
     if d := run.summary.get("model_parameters"):
         facts.append(f"{d:,} parameters")
     facts.append(f"{len(run.sites) or run.plan.get('sites', 0):,} sites")
+    if run.drawn:
+        facts.append(f"{run.plan.get('sites_per_round')} of them in each round")
     facts.append(_STATUS.get(run.status, run.status))
     return [*facts, str(run.environment.get("run", run.path.resolve().name))]
 
@@ -275,7 +277,10 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
             each = ("; ".join(map(number, part)) for part in zip(*privacy.mechanisms, strict=True))
             terms = (*map(upper, bounds), *map(number, rest), *each)
         over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
-        rows.append({"name": name, "privacy": terms, "score": scores, "over": over})
+        asked = sum(record.was_asked(name) for record in run.records)
+        rounds = f"{sum(record.took_part(name) for record in run.records)} of {asked}"
+        row = {"name": name, "privacy": terms, "rounds": rounds, "score": scores, "over": over}
+        rows.append(row)
     return rows
 
 

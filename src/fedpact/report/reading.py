@@ -106,6 +106,11 @@ class RunFolder:
         return [record for record in self.records if record.accuracy is not None]
 
     @property
+    def drawn(self) -> bool:
+        """Whether a part of the sites took part in each round."""
+        return any(record.asked for record in self.records)
+
+    @property
     def released(self) -> Document | None:
         """The last evaluation that sites released, as summary.json has it; None without one."""
         return self.summary.get("evaluation")

@@ -43,6 +43,7 @@ def _figures(plan: Any) -> list[CardFigure]:
         CardFigure("data", plan.data),
         CardFigure("model", str(plan.model)),
         CardFigure("sites", f"{plan.sites:,}"),
+        *([CardFigure("sites per round", str(part))] if (part := plan.sites_per_round) else []),
         # What ε is of: the rounds before were another reservation's.
         CardFigure("rounds", f"{plan.after + 1:,} to " * bool(plan.after) + f"{plan.rounds:,}"),
         CardFigure("ε", bound if plan.private else "NOT PRIVATE", bad=not plan.private),

@@ -93,7 +93,7 @@ class RayTransport:
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """See round.Transport. Raises FedpactError: a site failed, or its actor ended."""
         waiting = deque[Future[Reply | Refusal]]()
-        for site in self.sites:
+        for site in sorted(tasks):
             if len(waiting) >= 2 * self._backend.num_workers:
                 yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._ask, site, tasks[site]))

@@ -6,6 +6,7 @@ run/                         the run's folder; a server that is started again go
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,7 +217,8 @@ class _Evaluator:
     """See round.Evaluate: the public test set, and ε by the number of tasks sent."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._terms, self._steps = coordinator.terms, 0
+        self._terms = coordinator.terms
+        self._steps, self._rounds = Counter[str](), Counter[str]()
         self._model = FlatModel(coordinator.module())
         self._after, self._earlier = coordinator.plan.after, Earlier.read(coordinator.folder).spent
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
@@ -230,15 +232,26 @@ class _Evaluator:
 
     def go_on(self, records: list[RoundRecord]) -> None:
         """Count on from the rounds that are committed."""
-        self._steps = sum(record.steps for record in records if record.round > self._after)
+        self._steps.clear()
+        self._rounds.clear()
+        for record in records:
+            self._count(record)
+
+    def _count(self, record: RoundRecord) -> None:
+        for site in self._terms if record.round > self._after else ():
+            self._steps[site] += record.steps * record.was_asked(site)
+            self._rounds[site] += record.was_asked(site)
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
-        self._steps += record.steps
+        self._count(record)
         # Each new attempt is charged as a round is; τ is fixed where there are any.
         extra = Attempts(self._attempts).extra
-        steps = self._steps + extra * self._each
-        rounds = record.round - self._after + extra
-        spent = {name: _history(terms, steps, rounds) for name, terms in self._terms.items()}
+        spent = {
+            name: _history(
+                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra
+            )
+            for name, terms in self._terms.items()
+        }
         record = with_epsilon(record, self._terms, spent, self._earlier)
         if self._test is None:
             return record

@@ -174,6 +174,12 @@ class Federation(BaseModel):
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
             )
+        if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
+            raise PlanError(
+                f"plan.json has sites_per_round = {plan.sites_per_round}, and federation.toml "
+                f"patience.least_replies = {self.patience.least_replies}: no round could have "
+                "enough replies; lower the second"
+            )
         if plan.task.kind != "classification":
             raise PlanError(
                 f"plan.json has task.kind = {plan.task.kind!r}: a deployment learns classes; "

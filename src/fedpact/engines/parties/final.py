@@ -81,7 +81,9 @@ class FinalModel:
         flat = FlatModel(module)
         w = read_model(path, module, flat)
         rounds = _rounds_beside(path)
-        memory = remembered(self.directory / "memory.safetensors", rounds or self.plan.rounds)
+        part = self.plan.participants(self.federation.names)
+        last = part.last_of(self.name, rounds or self.plan.rounds)
+        memory = remembered(self.directory / "memory.safetensors", last)
         own = self.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}

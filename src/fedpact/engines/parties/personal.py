@@ -58,8 +58,9 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     flat = FlatModel(module)
     initial = flat.vector.clone()
     w = read_model(source, module, flat)
-    # With the final model every site's last reply counts as included, if it was of the last round.
-    own = plan.method.own_model(w, remembered(directory / "memory.safetensors", plan.rounds))
+    # With the final model a site's last reply counts as included, if it was of its last round.
+    last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
+    own = plan.method.own_model(w, remembered(directory / "memory.safetensors", last))
     found = own_records(directory, settings, federation, plan)
     x, y = found.records.x, found.records.y
     whose = numbered(found.whose, np.arange(len(y)))

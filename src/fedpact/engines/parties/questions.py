@@ -17,12 +17,13 @@ _MOST_ATTEMPTS = 1000
 
 
 class Questions:
-    """Checks tasks. w: the model before the first round [d]."""
+    """Checks tasks of a site. w: the model before the first round [d]. sites: the names of all."""
 
-    def __init__(self, plan: Plan, w: Tensor) -> None:
+    def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
         told = plan.method.task(plan.method.init(w))
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
         self._numbers, self._rounds = plan.method.asked(), plan.rounds
+        self._site, self._participants = site, plan.participants(sites)
         self._always = frozenset(told.numbers)
         self._first = 0 if plan.method.opens_run else 1
         model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
@@ -83,6 +84,8 @@ class Questions:
         ):
             if not least <= value <= most:
                 return f"its {name} is {value}: expected an integer from {least} to {most}"
+        if not (other or self._site in (drawn := self._participants.of(task.round))):
+            return f"round {task.round} is drawn to be of {_few(drawn)}: expected one of this site"
         found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
         if found != vectors:
             return f"its vectors are {_few(found)}: expected {_few(vectors)}"

@@ -90,7 +90,8 @@ class Site:
         workshop = self.federation.workshop(self.plan, directory)
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
-        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector)
+        whose = self.name, self.federation.names
+        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector, *whose)
         path = directory / self.settings.ledger
         self._examiner = Examiner(directory, self.name, self.federation, self.plan, path)
         self._records = ColumnRecords(self._load())

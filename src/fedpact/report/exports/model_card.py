@@ -26,7 +26,7 @@ _ALWAYS: Final = (
 # follows how many there are.
 _NEVER: Final = (
     *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS),
-    *("sites", "secure_aggregation", "privacy.honest", "robust.liars"),
+    *("sites", "sites_per_round", "secure_aggregation", "privacy.honest", "robust.liars"),
 )
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
