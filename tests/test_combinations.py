@@ -10,6 +10,7 @@ from fedpact.methods.combine import (
     NEEDS_ONE_CLIP,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
+    NEEDS_THE_LIST,
     READS_SINGLE_REPLIES,
     REFUSED,
 )
@@ -24,6 +25,7 @@ COLUMNS = {
     "secure_aggregation": {"secure_aggregation": {"threshold": 3}},
     "server": {"server": {"optimiser": "momentum"}},
     "local": {"local": {"momentum": 0.9}},
+    "sites_per_round": {"sites_per_round": 1},
     "per_sample": {},
     "batch_clipped": {"privacy": {"mode": "batch_clipped"}},
     "none": {},
@@ -35,7 +37,7 @@ def runs(algorithm, column):
     tables = {"algorithm": algorithm, **COLUMNS[column]}
     if "iterations" in algorithms.load(algorithm).Settings.model_fields:
         tables["settings"] = {"iterations": 9}
-    if column in REFUSED or column == "none":
+    if column in REFUSED or column in ("none", "sites_per_round"):
         tables["privacy"] = {"mode": "none"}
     try:
         Plan.parse(tables).terms({"a": 100.0})
@@ -83,6 +85,9 @@ def test_what_other_tables_refuse_is_the_codes():
     assert block("plain") == single(NEEDS_PLAIN_STEPS)
     heads = {**NEEDS_ONE_MODEL, **NEEDS_ONE_MODEL_TABLES}
     assert block("heads") == "\n".join(f"* `{n}`: {why}." for n, why in heads.items())
+    part = {name: algorithms.load(name).Settings.needs_all_sites for name in algorithms.names()}
+    assert block("part") == "\n".join(f"* `{n}`: {why}." for n, why in part.items() if why)
+    assert NEEDS_THE_LIST in PAGE.read_text(encoding="utf-8")
     assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in NEEDS_ONE_CLIP.items())
 
 

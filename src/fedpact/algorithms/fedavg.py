@@ -12,7 +12,8 @@ Releases  τ gradient sums: τ events
 Bounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see privacy.reach
 Neutral   nothing: FedAvg is what others reduce to
 Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
-          batches; every site takes part in every round. The mean of the replies has weights p_i.
+          batches; a fixed number of sites (sites_per_round) in place of a fraction C, by default
+          all of them. The mean of the replies has weights p_i, of those who take part.
 """
 
 from collections.abc import Iterable

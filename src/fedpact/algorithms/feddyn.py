@@ -21,7 +21,8 @@ Differs   τ steps, where the paper solves the local problem: h_i approaches ∇
           h is not kept: u_i carries each site's share of it, in the d numbers of w_i. So the sites
           that reply are the federation: one that stops takes its h_i along, and one that returns,
           or whose reply was lost, goes on with the h_i of its last reply that was included. The
-          paper's h keeps those of sites that were not asked; here all are asked.
+          paper's h keeps those of sites that were not asked; here all are asked, and
+          sites_per_round is refused.
           Weights p_i, and with them the optimum of Σ p_i F_i; the paper's are even.
 
 Choose α near 1/(τη), and η <= 1/(β + α) for β-smooth loss. In the end a gradient moves w by 1/α,

@@ -25,7 +25,8 @@ Differs   D_i is freed of the energy of the gradients' noise, which would shorte
           more the larger the model: τ η² d v_i, as far as the noise of one step does not bend the
           next. In a plain run v_i = 0.
           Losses are released, clipped and floored: a noisy one may be negative.
-          All sites take part, with weights p_i, where the paper samples them by p_i.
+          Sites take part alike (all, or sites_per_round of them) with weights p_i, where the paper
+          samples them by p_i.
 
 A step is never longer than the way to the mean, so noise in F_i cannot blow it up; with q < 1 a
 loss near the floor shortens it. q is not the sampling rate, which has its letter everywhere else.

@@ -22,7 +22,7 @@ Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d
           The sites that reply are the federation: c is the mean of their c_i, whoever replied
           before. So a site that stops takes its c_i along, and one that returns, or whose reply was
           lost, brings a c_i that only bends its own path. The paper's c keeps the c_i of sites that
-          were not asked; here all are asked.
+          were not asked; here all are asked, and sites_per_round is refused.
           Weights p_i, and with them the optimum of Σ p_i F_i; the paper's are even.
 
 Noise: c_i has that of a mean of τ gradients, v_i/τ a coordinate, new in every round; it does not

@@ -17,7 +17,7 @@ class Limits(BaseModel):
     of held-out records with [evaluation], else of a public test set, or of a plain run.
     patience: it ends when so many evaluations in a row had no better accuracy than before them.
     when_spent: where a site has spent its privacy budget, the others "continue" with weights among
-    themselves until none is left, or the run is to "stop" after that round.
+    themselves until none of a round's sites is left, or the run is to "stop" after that round.
     spare_rounds: rounds whose events are reserved beyond the run's, at the cost of a little more
     noise. A deployed site that dies in mid-round computes, and is charged for, that round again.
     """
