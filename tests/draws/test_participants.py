@@ -61,6 +61,8 @@ def test_rounds_are_counted_as_they_are_drawn():
         assert of.last_of(site, 20) == own[-1]
     new = sum(len(set(now) - set(was)) for was, now in pairwise(everybody))
     assert of.newcomers(0, 20) == new
+    new = sum(len({*everybody[t]} - {*everybody[t - 1]}) for t in range(5, 20))
+    assert of.newcomers(5, 20) == new
     # Before the first round something may be released, by everybody.
     assert of.of(0) == tuple("abcde")
     assert of.last_of("nobody", 20) == 0
