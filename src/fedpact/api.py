@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
-from fedpact.engines.extended import as_it_is, extended, put_back, put_on
+from fedpact.engines.extended import CHANGED, extended, put_on
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
-from fedpact.errors import FedpactError, PlanError
+from fedpact.errors import PlanError
+from fedpact.files import keep_before, put_back
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
 from fedpact.own.named import handed_name, is_handed, name_of
@@ -133,6 +134,7 @@ def run(
         plan, data = plan_of(first, settings), data if second is None else second
     plan, records = with_own(plan, model=model, data=data, test=test)
     folder = check_out(default_folder(plan) if out is None else Path(out))
+    put_back(folder)
     if on_round is None:
         on_round = _bar(plan) if in_notebook() else lambda _: None
     result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
@@ -230,15 +232,15 @@ def extend(
     not allow it; the run is then as it was.
     """
     place = Folder(Path(folder))
+    put_back(place.path)
     plan = extended(place, rounds, epsilon)
-    kept = as_it_is(place)
-    put_on(place, plan)
+    keep_before(place.path, *(place.path / name for name in CHANGED))
     try:
+        put_on(place, plan)
         result = simulate(plan, place.path, data=data, engine=engine, on_round=on_round, stop=stop)
-    except FedpactError:
-        if place.restore()[0].round == plan.after:
-            put_back(place, kept)
-        raise
+    finally:
+        # Whatever ended it: nothing was promised yet, or it is settled, and goes on when resumed.
+        put_back(place.path)
     write_report(place.path)
     return Result(**vars(result))
 

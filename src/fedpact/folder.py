@@ -12,6 +12,7 @@ columns.json        what released columns are scaled by, after their range
 records.json        what a record is: shape, labels' names, a table's columns
 summary.json        the outcome, once there is one
 earlier.json        what the run had reserved and spent before it was extended, if it was
+before.json         what files held that an extension is changing, until all of them are (files)
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page

@@ -1,15 +1,20 @@
 """More rounds on a deployment that has ended: each owner has to allow a second reservation."""
 
+import itertools
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from tests.deploy.grid import Run
+from tests.killed import killed_after
 
 from fedpact.api import load
 from fedpact.cli.deploy import _spend
 from fedpact.deploy import local
 from fedpact.deploy.extend import extend
 from fedpact.deploy.receipts import handed_on
+from fedpact.engines.parties.federation import restored
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
 from fedpact.errors import PolicyRefused
@@ -76,3 +81,60 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         assert (by_owner["delta"], by_owner["rounds"]) == ({node.site.name: delta}, 4)
         told = handed_on(node.directory / "ledger.jsonl")["runs"].values()
         assert [run["purpose"] for run in told] == ["trying it"] * 2
+
+
+def files_of(directory):
+    found = (path for path in directory.rglob("*") if path.suffix in (".toml", ".json"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def ended(federate):
+    run = federate(None, rounds=1)
+    run()
+    for node in run.nodes:
+        node.site.ledger.close()
+    return run.directory
+
+
+def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path, monkeypatch):
+    """Killed between any two changes of the disk: when a party is started, all are of one plan."""
+    before = files_of(ended)
+    whole = Path(shutil.copytree(ended, tmp_path / "whole"))
+    extend(whole, 1, None)
+    after = files_of(whole)
+    assert {name for name in after if before.get(name) != after[name]} == {
+        *("server/run/earlier.json", "server/run/environment.json"),
+        *("server/run/plan.json", "server/run/privacy.json"),
+        *(f"{place}/{name}" for place in parties_of(ended) for name in SHARED),
+    }
+    for changes in itertools.count():
+        place = Path(shutil.copytree(ended, tmp_path / f"cut-{changes}"))
+        with killed_after(monkeypatch, changes) as died:
+            extend(place, 1, None)
+        if not died:
+            break
+        restored(place / ("server", "sites/site-01")[changes % 2])
+        assert files_of(place) in (before, after)
+    assert changes > 20
+
+
+SHARED = ("plan.json", "federation.toml")
+
+
+def parties_of(directory):
+    return ["server", *(f"sites/{site.name}" for site in (directory / "sites").iterdir())]
+
+
+def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):
+    before = files_of(ended)
+    (ended / "server" / "run" / "privacy.json").write_text("{}")
+    changed = files_of(ended)
+    with pytest.raises(KeyError):
+        extend(ended, 1, None)
+    assert files_of(ended) == changed
+    (ended / "server" / "run" / "privacy.json").write_bytes(before["server/run/privacy.json"])
+    monkeypatch.setattr("fedpact.deploy.extend._restate", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extend(ended, 1, None)
+    assert files_of(ended) == before

@@ -3,26 +3,30 @@
 References: a run of as many rounds in one go (plain: the same bits), and the ledger's own sums.
 """
 
+import itertools
 import json
 import shutil
 
 import pytest
 import torch
+from tests.killed import killed_after
 from typer.testing import CliRunner
 
 import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
 from fedpact.errors import DataError, PlanError, PolicyRefused
+from fedpact.files import put_back
 from fedpact.ledger.about import About
 from fedpact.ledger.family import family, next_name
+from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.model_card import as_text
 from fedpact.report.outcomes import Outcome
 from fedpact.report.reading import read_run
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 PLAIN = {"sites": 3, "algorithm": "scaffold", "privacy": {"mode": "none"}}
 PRIVATE = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp", "epsilon": 1.0}}
@@ -139,14 +143,25 @@ def test_it_can_be_extended_again_by_the_command(private):
         assert len(receipt(folder / "sites" / site / "ledger.jsonl")["runs"]) == 3
 
 
-def test_a_site_whose_policy_does_not_allow_it_refuses_and_the_run_is_as_it_was(tmp_path):
-    policy = tmp_path / "policy.toml"
-    policy.write_text(
+def policy_of(folder, ever):
+    path = folder / "policy.toml"
+    path.write_text(
         'algorithms = ["fedavg"]\nreleases = ["gradient"]\n'
         "epsilon_per_run = 1.0\ndelta_per_run = 1e-5\n"
-        "epsilon_ever = 1.5\ndelta_ever = 1e-4\nsmallest_sigma = 0.0001\n"
+        f"epsilon_ever = {ever}\ndelta_ever = 1e-4\nsmallest_sigma = 0.0001\n"
     )
-    plan = {**PRIVATE, "policy": str(policy)}
+    return str(path)
+
+
+def bytes_of(folder):
+    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(name): path.read_bytes() for name, path in found.items() if path.suffix != ".partial"
+    }
+
+
+def test_a_site_whose_policy_does_not_allow_it_refuses_and_the_run_is_as_it_was(tmp_path):
+    plan = {**PRIVATE, "policy": policy_of(tmp_path, 1.5)}
     fedpact.run(Plan.parse(plan), tmp_path / "run")
     files = ("plan.json", "environment.json", "privacy.json", "summary.json", "rounds.jsonl")
     before = {name: (tmp_path / "run" / name).read_bytes() for name in files}
@@ -155,6 +170,74 @@ def test_a_site_whose_policy_does_not_allow_it_refuses_and_the_run_is_as_it_was(
     assert {name: (tmp_path / "run" / name).read_bytes() for name in files} == before
     assert not (tmp_path / "run" / "earlier.json").exists()
     assert extend(tmp_path / "run", 1, epsilon=0.5).summary["rounds"] == 3
+
+
+def test_where_one_site_refuses_none_has_promised_anything(tmp_path):
+    """The ledgers are kept, so each site's own policy has other room; so with another unit."""
+    kept = tmp_path / "kept"
+    plan = {**PRIVATE, "policy": policy_of(tmp_path, 3.0), "run": {"ledgers": str(kept)}}
+    fedpact.run(Plan.parse(plan), tmp_path / "run")
+    with Ledger(kept / "site-01.ledger.jsonl", "site-01", hypothetical=True) as ledger:
+        ledger.reserve("another", Budget(1.5, 1e-5), {SampledGaussian(0.5, 9.0): 1})
+    before = bytes_of(kept), bytes_of(tmp_path / "run")
+    with pytest.raises(PolicyRefused, match="ever"):
+        extend(tmp_path / "run", 1)
+    assert (bytes_of(kept), bytes_of(tmp_path / "run")) == before
+    # With less it is the same reservation's name, and no site has other terms under it.
+    assert extend(tmp_path / "run", 1, epsilon=0.25).summary["rounds"] == 3
+    new = {**PRIVATE, "run": {"ledgers": str(tmp_path / "new")}}
+    with Ledger(tmp_path / "new" / "site-01.ledger.jsonl", "site-01", hypothetical=True) as ledger:
+        ledger.reserve("p", Budget(1.5, 1e-5), {SampledGaussian(0.5, 9.0): 1}, unit="person")
+    with pytest.raises(PolicyRefused, match="per person"):
+        fedpact.run(Plan.parse(new), tmp_path / "other")
+    assert not receipt(tmp_path / "new" / "site-00.ledger.jsonl")["runs"]
+
+
+def test_a_run_that_is_killed_while_it_is_extended_is_either_as_it_was_or_goes_on(
+    tmp_path, monkeypatch
+):
+    """Between any two changes of the disk; then what was begun has the bits of one never cut."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda _: None)
+    plan = {**PRIVATE, "rounds": 1, "policy": policy_of(tmp_path, 1.5)}
+    fedpact.run(Plan.parse(plan), tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "whole")
+    whole = extend(tmp_path / "whole", 1, epsilon=0.5)
+    undone, resumed = 0, 0
+    for changes in itertools.count():
+        run = tmp_path / f"cut-{changes}"
+        shutil.copytree(tmp_path / "base", run)
+        with killed_after(monkeypatch, changes) as died:
+            extend(run, 1, epsilon=0.5)
+        if not died:
+            break
+        put_back(run)
+        if json.loads((run / "plan.json").read_text())["rounds"] == 1:
+            undone += 1
+            assert bytes_of(run) == bytes_of(tmp_path / "base")
+            found = extend(run, 1, epsilon=0.5)
+        else:
+            resumed += 1
+            found = fedpact.run(Plan.read(run / "plan.json"), run)
+        assert found.summary["epsilon"] == whole.summary["epsilon"]
+        for one, other in zip(found.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        for site in found.summary["epsilon"]:
+            told = receipt(run / "sites" / site / "ledger.jsonl")
+            assert [[e["spent"] for e in r["events"]] for r in told["runs"].values()] == [[1], [1]]
+            assert told["epsilon_reserved"] == 1.5
+    assert undone > 5
+    assert resumed > 5
+
+
+@pytest.mark.parametrize("budget", [{"bytes": 20_000}, {"seconds": 1e-9}])
+def test_what_is_used_up_is_refused_before_anything_is_reserved(budget, tmp_path):
+    (name,) = budget
+    done = fedpact.run(Plan.parse({**PRIVATE, "rounds": 30, "budget": budget}), tmp_path / "run")
+    assert done.summary["status"] == name
+    before = bytes_of(tmp_path / "run")
+    with pytest.raises(PlanError, match=f"a larger budget.{name}"):
+        extend(tmp_path / "run", 1)
+    assert bytes_of(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize(

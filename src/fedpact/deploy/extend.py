@@ -10,11 +10,11 @@ from pathlib import Path
 
 from fedpact.deploy.local import parties
 from fedpact.deploy.texts import federation as as_toml
-from fedpact.engines.extended import as_it_is, extended, put_back, put_on, with_rounds
-from fedpact.engines.parties.coordinator import Coordinator
-from fedpact.engines.parties.federation import Federation, read_plan
-from fedpact.errors import FedpactError, PlanError
-from fedpact.files import write_whole
+from fedpact.engines.extended import CHANGED, extended, put_on, with_rounds
+from fedpact.engines.parties.coordinator import ATTEMPTS, Coordinator
+from fedpact.engines.parties.federation import Federation, read_plan, restored
+from fedpact.errors import PlanError
+from fedpact.files import keep_before, put_back, settle, write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.family import next_name
 from fedpact.plan import Plan
@@ -26,22 +26,35 @@ def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, st
     budget: the new reservation's ε at every site, None for the plan's.
     Raises InputError of some kind: it cannot be extended; then nothing is changed.
     """
+    restored(directory)
     places = parties(directory)
     found = {place: _planned(place, rounds, budget) for place in places.values()}
     plan = next(iter(found.values()))
     odd = [str(place) for place, one in found.items() if one != plan]
     if odd:
         raise PlanError(f"{', '.join(odd)} have other plans than the rest: put plan.json back")
-    name = ""
-    for place in found:
-        name = _write(place, plan)
-    return plan, name
+    keep_before(directory, *(path for place in found for path in _files(place)))
+    try:
+        names = {_write(place, plan) for place in found}
+        if len(names) > 1:
+            raise PlanError(f"the parties name other runs than one another: {', '.join(names)}")
+        settle(directory)
+    finally:
+        put_back(directory)
+    return plan, names.pop()
+
+
+def _files(place: Path) -> list[Path]:
+    """Return the files of a party that are changed."""
+    own = [place / "plan.json", place / "federation.toml"]
+    run = [place / "run" / name for name in (*CHANGED, ATTEMPTS)]
+    return [*own, *run] if _is_server(place) else own
 
 
 def _planned(place: Path, rounds: int, budget: float | None) -> Plan:
     plan = read_plan(place / "plan.json")
     folder = Folder(place / "run")
-    if not (place / "server.key").exists():
+    if not _is_server(place):
         return with_rounds(plan, plan.rounds, rounds, budget)
     found = extended(folder, rounds, budget)
     if found.after != plan.rounds:
@@ -56,21 +69,17 @@ def _write(place: Path, plan: Plan) -> str:
     path = place / "federation.toml"
     federation = Federation.read(path)
     renamed = federation.model_copy(update={"run": next_name(federation.run)})
-    server = (place / "server.key").exists()
-    folder = Folder(place / "run")
-    kept = as_it_is(folder) if server else {}
-    try:
-        if server:
-            put_on(folder, plan)
-        Folder(place).write_json("plan.json", plan.document())
-        path.write_text(as_toml(renamed), encoding="utf-8")
-        if server:
-            _restate(place)
-    except FedpactError:
-        if server:
-            put_back(folder, kept)
-        raise
+    if _is_server(place):
+        put_on(Folder(place / "run"), plan)
+    Folder(place).write_json("plan.json", plan.document())
+    write_whole(path, as_toml(renamed).encode(), private=False)
+    if _is_server(place):
+        _restate(place)
     return renamed.run
+
+
+def _is_server(place: Path) -> bool:
+    return (place / "server.key").exists()
 
 
 def _restate(place: Path) -> None:

@@ -18,7 +18,7 @@ from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.engines.parties.standing import Standing
 from fedpact.errors import DataError
-from fedpact.files import PRIVATE, only_one, understood, write_whole
+from fedpact.files import PRIVATE, only_one, put_back, understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
@@ -48,8 +48,9 @@ def parties(directory: Path) -> dict[str, Path]:
 
 def start(directory: Path, only: str | None = None) -> dict[str, int]:
     """Start every party that does not run, or one of them; return name -> process number."""
-    places = parties(directory)
     with _one_at_a_time(directory):
+        put_back(directory)
+        places = parties(directory)
         running = _running(directory, places)
         for name, where in places.items():
             if name not in running and only in (None, name):

@@ -20,6 +20,7 @@ import torch
 
 from fedpact.engines.flower import QUIET, program, require_flower
 from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.federation import restored
 from fedpact.engines.parties.site import Site
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import only_one, private_opener
@@ -43,6 +44,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     from fedpact.engines.flower import credentials, database
     from fedpact.engines.flower.server import serve
 
+    restored(directory)
     coordinator = Coordinator.of(directory)
     credentials.check_server(directory, coordinator.federation)
     _prepare(coordinator.federation.seeds == "test")
@@ -74,6 +76,7 @@ def run_site(directory: Path) -> None:
     from fedpact.engines.flower import credentials, gate
     from fedpact.engines.flower.worker import work
 
+    restored(directory)
     with _files_told(), Site(directory) as site:
         credentials.check_site(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")

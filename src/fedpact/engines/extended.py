@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from fedpact.engines.statement import per_person
 from fedpact.errors import DataError, PlanError
-from fedpact.files import write_whole
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.family import next_name
 from fedpact.ledger.reservations import EACH_FIXED, WHY_EXTENDED
@@ -22,7 +21,7 @@ from fedpact.text import upper
 from fedpact.theory.accounting import History
 
 FILE: Final = "earlier.json"
-_CHANGED: Final = (FILE, "plan.json", "environment.json", "privacy.json", "summary.json")
+CHANGED: Final = (FILE, "plan.json", "environment.json", "privacy.json", "summary.json")
 _ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
 _OWN: Final = (*_ADDED, "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
@@ -127,13 +126,32 @@ def extended(folder: Folder, rounds: int, budget: float | None) -> Plan:
     """
     raw = folder.read_json("plan.json")
     at, _ = folder.restore()
-    status = _status(folder)
+    plan, status = Plan.parse(raw), _status(folder)
     if status in ("not ended", "stopped", "diverged") or not at.round:
         raise PlanError(
             f"run {folder.path} is {status}, after {at.round} rounds: expected one that has ended, "
             "as `fedpact resume` ends it; a run that diverged is begun anew"
         )
-    return with_rounds(Plan.parse(raw), at.round, rounds, budget)
+    _check_room(folder, plan, at)
+    return with_rounds(plan, at.round, rounds, budget)
+
+
+def _check_room(folder: Folder, plan: Plan, at: Checkpoint) -> None:
+    """Raise PlanError: bytes or seconds are used up, so that more rounds reserve for nothing."""
+    sent, seconds, allowed = at.costs.sent, at.costs.seconds, plan.budget
+    # One more round as long as they were on the way.
+    full = allowed.bytes is not None and sent + sent / at.round > allowed.bytes
+    late = allowed.seconds is not None and seconds >= allowed.seconds
+    for name, used, most in (
+        ("bytes", full, f"{sent:,} of {allowed.bytes} are sent"),
+        ("seconds", late, f"{seconds:.4g} of {allowed.seconds} are over"),
+    ):
+        if used or _status(folder) == name:
+            raise PlanError(
+                f"budget.{name} of run {folder.path} is used up ({most}): more rounds would be "
+                f"reserved, and not one carried out; begin a new run with a larger budget.{name}, "
+                f'and initial = "{folder.path}"'
+            )
 
 
 def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Plan:
@@ -155,6 +173,7 @@ def put_on(folder: Folder, plan: Plan) -> str:
     """Write into a run's folder that it goes on with an extended plan; return its new name.
 
     What it has promised and spent so far becomes earlier.json. Its statement is to be written anew.
+    Whoever calls it keeps the files CHANGED as they are (files.keep_before) until all is done.
     """
     before, environment = Earlier.read(folder), folder.read_json("environment.json")
     said, summary = folder.read_json("privacy.json"), folder.read_json("summary.json")
@@ -168,20 +187,6 @@ def put_on(folder: Folder, plan: Plan) -> str:
     folder.write_json("plan.json", plan.document())
     (folder.path / "summary.json").unlink()
     return name
-
-
-def as_it_is(folder: Folder) -> dict[str, bytes]:
-    """Return the files that `put_on` changes, by name."""
-    paths = [folder.path / name for name in _CHANGED]
-    return {path.name: path.read_bytes() for path in paths if path.exists()}
-
-
-def put_back(folder: Folder, kept: Mapping[str, bytes]) -> None:
-    """Undo `put_on` before anything was trained. kept: what `as_it_is` returned."""
-    if FILE not in kept:
-        (folder.path / FILE).unlink()
-    for name, block in kept.items():
-        write_whole(folder.path / name, block, private=False)
 
 
 def _status(folder: Folder) -> str:

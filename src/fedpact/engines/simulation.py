@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
 from fedpact.evaluation.early import Early
+from fedpact.files import settle
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, SiteScore, State
@@ -45,6 +46,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import reserved
 from fedpact.privacy.sizes import charge_size
+from fedpact.privacy.terms import Terms
 from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
 from fedpact.shown.cards import frame
@@ -140,6 +142,9 @@ def simulate(
     with ExitStack() as stack:
         sites = _sites(scene, folder, run)
         ledgers = _open_ledgers(sites, stack)
+        # From the first promise on an extended run goes on, and is not as it was before.
+        settle(out)
+        _promise(sites, ledgers)
         if not known:
             # It states the released sizes, so it is written after they were charged.
             folder.write_json("privacy.json", of_simulation(scene))
@@ -279,6 +284,7 @@ def _write_setting(folder: Folder, scene: Scene, *, given: bool) -> None:
 
 
 def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:
+    """Open each site's ledger, and ask whether it may reserve the run; nothing is promised."""
     ledgers = dict[str, Ledger]()
     allow_open_files(len(sites))
     for site in sites:
@@ -290,13 +296,23 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
             others = reserved(ledger, site.run, site.policy)
             of_held = site.plan.evaluation_terms
             site.policy.check_run(site.plan.algorithm, terms, *others, evaluation=of_held)
-        ledger.reserve(
-            site.run, terms.budget, terms.history(terms.steps), terms.shared, unit=terms.protects
-        )
-        _reserve_evaluation(site, ledger)
-        charge_size(ledger, site.run, terms)
+        _reserve(site, ledger, terms, only_ask=True)
         ledgers[site.name] = ledger
     return ledgers
+
+
+def _promise(sites: list[VirtualSite], ledgers: Mapping[str, Ledger]) -> None:
+    """Have every site reserve the run: none refuses, as all were asked before the first does."""
+    for site in sites:
+        if site.terms is not None and site.name in ledgers:
+            _reserve(site, ledgers[site.name], site.terms)
+            _reserve_evaluation(site, ledgers[site.name])
+            charge_size(ledgers[site.name], site.run, site.terms)
+
+
+def _reserve(site: VirtualSite, ledger: Ledger, terms: Terms, *, only_ask: bool = False) -> None:
+    events, unit = terms.history(terms.steps), terms.protects
+    ledger.reserve(site.run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
 
 
 def _reserve_evaluation(site: VirtualSite, ledger: Ledger) -> None:

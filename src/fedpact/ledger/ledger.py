@@ -114,6 +114,7 @@ class Ledger:
         shared: Shared | None = None,
         beside: Beside | None = None,
         unit: str = "record",
+        only_ask: bool = False,
     ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
@@ -122,6 +123,7 @@ class Ledger:
         shared: where the events have the noise of several sites' shares; None where it is its own.
         beside: where they are of other records than another run's. unit: whom (ε, δ) is of, a
         "record" or a "person"; a ledger has one of them, as only such ε add up.
+        only_ask: whether it would be refused; nothing is promised.
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms, or
         the ledger's runs another unit.
         LedgerError: the promise cannot be written down.
@@ -141,7 +143,8 @@ class Ledger:
                         f"{budget.delta:g} ({UNITS[unit]}), more than the ε = "
                         f"{promised:g} they were promised for"
                     )
-            self._append({"run": run, **promise.entry})
+            if not only_ask:
+                self._append({"run": run, **promise.entry})
 
     def _check_unit(self, run: str, unit: str) -> None:
         others = {one.unit for one in self._reserved.values()} - {unit}

@@ -64,6 +64,9 @@ _EPSILON = (
     "was reserved."
 )
 
+ATTEMPTS = "attempts.json"
+"""In the run's folder: the attempts at rounds under secure aggregation."""
+
 
 @dataclass(frozen=True)
 class Coordinator:
@@ -101,7 +104,7 @@ class Coordinator:
     @property
     def attempts(self) -> Path:
         """Where the attempts at rounds under secure aggregation are kept."""
-        return self.folder.path / "attempts.json"
+        return self.folder.path / ATTEMPTS
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
