@@ -145,12 +145,9 @@ def simulate(
         # From the first promise on an extended run goes on, and is not as it was before.
         settle(out)
         _promise(sites, ledgers)
-        if not known:
+        if not known or (earlier.runs and not (folder.path / "summary.json").exists()):
             # It states the released sizes, so it is written after they were charged.
-            folder.write_json("privacy.json", of_simulation(scene))
-        elif earlier.runs and not (folder.path / "summary.json").exists():
-            said = earlier.over(of_simulation(scene), run, plan)
-            folder.write_json("privacy.json", said)
+            folder.write_json("privacy.json", earlier.over(of_simulation(scene), run, plan))
         workshop = replace(scene.workshop, device=plan.run.device)
         if engine == "ray":
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
