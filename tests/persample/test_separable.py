@@ -12,7 +12,7 @@ from tests.persample.uses import USES
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.losses import cross_entropy
+from fedpact.losses import WeightedEntropy, cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import norms
 from fedpact.persample.apart.separable import _RULES
@@ -215,7 +215,27 @@ def _centred(outputs, y):
     return cross_entropy(outputs - outputs.mean(0), y)
 
 
-@pytest.mark.parametrize("loss", [_reweighted, _branching, _centred])
+class _Derived(WeightedEntropy):
+    """Of a class that keeps records apart, which it does not."""
+
+    def __call__(self, outputs, y):
+        return _reweighted(outputs, y)
+
+
+class _Equal:
+    """Says that it is any loss."""
+
+    def __eq__(self, _):
+        return True
+
+    __hash__ = None
+    __call__ = staticmethod(_reweighted)
+
+
+LYING = _Derived((1.0,) * 3), _Equal()
+
+
+@pytest.mark.parametrize("loss", [_reweighted, _branching, _centred, *LYING])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_loss_that_mixes_records_is_exact_on_each_or_refused(loss, layers):
     torch.manual_seed(0)
