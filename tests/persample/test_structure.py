@@ -87,6 +87,14 @@ def test_a_parameter_used_outside_its_module(reference):
     reference.check_structure(reference.Apply(outside, linear=nn.Linear(4, 4)))
 
 
+def test_a_number_that_is_a_parameter_and_what_follows_from_it(reference):
+    """A temperature, as a layer of numbers is scaled by, or its logarithm."""
+    for f in (lambda m, x: m.linear(x) * m.t, lambda m, x: m.linear(x) * m.t.exp()):
+        model = reference.Apply(f, linear=nn.Linear(4, 3))
+        model.t = nn.Parameter(torch.tensor(0.3))
+        reference.check_structure(model, reference.data(5, 4))
+
+
 class Tokens(nn.Module):
     """A class token and positions: parameters of a module's own, given to every record."""
 

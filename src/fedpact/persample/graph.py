@@ -187,7 +187,7 @@ class Graph:
             def rows(given: Tensor) -> Tensor:
                 with without_advice():
                     each = cast(Any, vmap(one))(given.view(-1, *shape))
-                return each.flatten(1)
+                return each.reshape(-1, weights[name].numel())
 
             return rows
 
