@@ -120,6 +120,22 @@ def test_a_server_that_is_started_again_goes_on_with_the_same_draws(federate):
         assert charged(node) == own(node.site.plan, node.directory.name)
 
 
+def test_a_site_that_is_never_drawn_opens_again_and_has_the_final_model(federate):
+    """Its ledger knows of the run, so that what it leaves beside is not older than its ledger."""
+    run = federate(None, rounds=1, sites_per_round=1)
+    run()
+    for node in run.nodes:
+        drawn = own(node.site.plan, node.directory.name) == [1]
+        assert (charged(node) == [1]) == drawn
+        assert (run.summary["epsilon"][node.directory.name] > 0) == drawn
+        assert (node.directory / "run" / "model.safetensors").exists()
+        node.site.ledger.close()
+        (node.directory / "flower").mkdir(exist_ok=True)
+        (node.directory / "flower" / "node").touch()
+        with Site(node.directory) as again:
+            assert again.ledger.runs == (again.run,)
+
+
 def test_an_evaluation_asks_everybody(federate):
     held = {"share": 0.3, "every": 2, "epsilon": 4.0}
     run = federate(None, **PLAN, evaluation=held)

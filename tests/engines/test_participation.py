@@ -198,12 +198,13 @@ def test_more_rounds_draw_on_and_reserve_their_own(tmp_path):
         assert said[site]["rounds"] == len(own_rounds(Plan.parse(PLAN), site))
 
 
-def test_a_site_that_is_never_drawn_promises_and_spends_nothing(tmp_path):
+def test_a_site_that_is_never_drawn_promises_no_event_and_spends_nothing(tmp_path):
     plan = Plan.parse({**PLAN, "rounds": 1, "sites_per_round": 1})
     result = simulate(plan, tmp_path / "run")
     for site in SITES:
         drawn = own_rounds(plan, site) == [1]
-        assert bool(entries(result.folder, site, "reserve")) == drawn
+        (promised,) = entries(result.folder, site, "reserve")
+        assert sum(n for _, _, n in promised["events"]) == 2 * drawn
         assert (result.summary["epsilon"][site] > 0) == drawn
     write_report(result.folder)
     # As with noise that is given, and with an opening of each round.
@@ -284,19 +285,30 @@ def test_it_goes_with_what_goes_around_an_algorithm(tmp_path, choice):
             assert set(record.evaluation) == asked
 
 
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 @pytest.mark.parametrize("name", algorithms.names())
-def test_an_algorithm_says_itself_whether_a_part_will_do(name, tmp_path):
-    why = algorithms.load(name).Settings.needs_all_sites
-    mode = {"privacy": {"mode": "none"}}
+def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path):
+    settings = algorithms.load(name).Settings()
+    if private and settings.plain_only:
+        return
+    mode = {"privacy": {"mode": "none"}} if not private else {}
     asked = {**PLAN, **mode, "rounds": 2, "algorithm": name, "settings": {}}
-    if why:
+    if why := settings.needs_all_sites:
         with pytest.raises(PlanError, match="sites_per_round does not go with") as error:
             Plan.parse(asked)
         assert why in str(error.value)
         return
-    result = simulate(Plan.parse(asked), tmp_path / "run")
+    plan = Plan.parse(asked)
+    result = simulate(plan, tmp_path / "run")
     assert [len(r.asked) for r in result.records] == [0, 2, 2]
     assert all(np.isfinite(v.numpy()).all() for v in result.model.state_dict().values())
+    for site in SITES if private else ():
+        rounds = {e["round"] for e in entries(tmp_path / "run", site, "charge")}
+        assert rounds == {*own_rounds(plan, site)}
+        (promised,) = entries(tmp_path / "run", site, "reserve")
+        charges = entries(tmp_path / "run", site, "charge")
+        # All of it was for these rounds: batches, and what opens a round.
+        assert sum(e["count"] for e in charges) == sum(n for _, _, n in promised["events"])
 
 
 def test_an_algorithm_that_says_nothing_is_refused_whatever_it_borrows():

@@ -118,8 +118,6 @@ class Ledger:
     ) -> None:
         """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
 
-        Of no event at all nothing is promised: such a site takes part in no round.
-
         shared: where the events have the noise of several sites' shares; None where it is its own.
         beside: where they are of other records than another run's. unit: whom (ε, δ) is of, a
         "record" or a "person"; a ledger has one of them, as only such ε add up.
@@ -129,8 +127,6 @@ class Ledger:
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        if not asked:
-            return
         promise = FixedSequence(budget, asked, shared, beside, unit)
         with self._lock:
             if self._is_promised(run, promise):
