@@ -174,6 +174,14 @@ def test_list_has_own_files_of_the_directory_and_every_name_that_can_be_read(mni
     assert [name for name in told if name.endswith(".csv")] == [str(own)]
 
 
+def test_a_name_in_brackets_is_a_name_and_no_mark_up(mnist_dir, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    own = mnist_dir.parent / "[bold]" / "patients.csv"
+    own.parent.mkdir()
+    own.write_text("age,ill\n1,0\n")
+    assert str(own) in run("list").stdout
+
+
 def test_verify_finds_the_damaged_file(mnist_dir):
     assert run("verify").exit_code == 0
     assert run("verify", "mnist").stdout.count(" ok ") == 4

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedpact.data import files
 from fedpact.data.datasets import NAMES
@@ -48,13 +49,14 @@ def list_(as_json: bool) -> None:
     if as_json:
         _print_json({"directory": str(files.data_dir()), "data_sets": rows})
         return
-    table = Table(title=f"data directory {files.data_dir()}")
+    table = Table(title=Text(f"data directory {files.data_dir()}"))
     table.add_column("data =", no_wrap=True)
     for column in ("what", "present", "licence"):
         table.add_column(column)
     for row in rows:
         present = "yes" if row["present"] else "no"
-        table.add_row(f'"{row["name"]}"', row["what"], present, row["licence"])
+        cells = (f'"{row["name"]}"', row["what"], present, row["licence"])
+        table.add_row(*map(Text, cells))
     Console().print(table)
     if missing := [row["name"] for row in rows if not row["present"]]:
         print(f"what is not there: `fedpact data download {_ABOUT[missing[0]][0]}`")
@@ -82,12 +84,12 @@ def verify(names: list[str], as_json: bool) -> None:
     if as_json:
         _print_json({"directory": str(files.data_dir()), "data_sets": found})
     else:
-        table = Table(title=f"data directory {files.data_dir()}")
+        table = Table(title=Text(f"data directory {files.data_dir()}"))
         for column in ("data set", "file", "state"):
             table.add_column(column)
         for name, states in found.items():
             for file, state in states.items():
-                table.add_row(name, file, state)
+                table.add_row(*map(Text, (name, file, state)))
         Console().print(table)
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:

@@ -138,13 +138,13 @@ def _print(found: dict[str, Any]) -> None:
     table = Table("party", "started by up", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
-        table.add_row(name, "runs" if runs else "-", *_spend(ledger, found["run"]))
+        table.add_row(Text(name), "runs" if runs else "-", *_spend(ledger, found["run"]))
     last = last or {"epsilon": {}, "epsilon_alone": {}}
     for name, epsilon in last["epsilon"].items():
         if name not in found["running"]:
             # Its ledger is on a machine of its own: what the server counts.
             alone = last["epsilon_alone"].get(name, epsilon)
-            table.add_row(name, "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
+            table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
     out.print(table)
     if found["own_figures"]:
         _print_own(out, found["own_figures"])

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import LedgerError
@@ -139,8 +140,8 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
         site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
         for run, spend in each["runs"].items():
             table.add_row(
-                site,
-                run,
+                Text(site),
+                Text(run),
                 f"{spend['epsilon_reserved']:g}",
                 upper(spend["epsilon_spent"]),
                 f"{spend['delta']:g}",

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from fedpact.cli.console import show
@@ -248,7 +249,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         table.add_column("ε alone")
     for name, terms in document["sites"].items():
         table.add_row(
-            name,
+            Text(name),
             "noisy" if terms["size"] is None else f"{terms['size']:g}",
             f"{terms['rate']:.4g}",
             f"{terms['sigma_joint']:.4f}",

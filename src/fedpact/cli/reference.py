@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as Grid
+from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import InputError
@@ -36,7 +36,8 @@ def algorithms(name: str | None, as_json: bool) -> None:
             return
         grid = _grid("algorithm", "what", "settings")
         for one in found:
-            grid.add_row(one.name, one.title, ", ".join(key.last for key in one.settings.keys))
+            keys = ", ".join(key.last for key in one.settings.keys)
+            grid.add_row(*map(Text, (one.name, one.title, keys)))
         Console().print(grid)
 
     show({"algorithms": [asdict(one) for one in found]}, as_json, text)
@@ -65,8 +66,9 @@ def init(file: Path, overrides: list[str], as_json: bool) -> None:
 def _overview(found: list[tables.KeyTable]) -> None:
     grid = _grid("table", "what", "keys")
     for table in found:
-        name = escape(f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)")
-        grid.add_row(name, table.about, ", ".join(key.last for key in table.keys))
+        name = f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)"
+        keys = ", ".join(key.last for key in table.keys)
+        grid.add_row(*map(Text, (name, table.about, keys)))
     Console().print(grid)
     print("`fedpact settings NAME` shows a table or a key; `fedpact algorithms` has [settings].")
 
@@ -83,7 +85,7 @@ def _print(table: tables.KeyTable) -> None:
     for key in table.keys:
         told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
         cells = (key.last, f"{key.type} {key.range}".strip(), default(key), told)
-        grid.add_row(*map(escape, cells))
+        grid.add_row(*map(Text, cells))
     console.print(grid)
 
 

@@ -21,7 +21,7 @@ from fedpact.errors import ModelError
 
 
 class ViewSettings(BaseModel):
-    """The [views] table of a plan.
+    """Which views of an image are averaged before the clip.
 
     mirror: the image's mirror image, left for right, too. shift: so many pixels, >= 0, by which it
     is moved up, down, left and right, too; what moves in at an edge is the image mirrored there.
