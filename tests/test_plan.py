@@ -68,6 +68,11 @@ def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
         Plan.read(path)
 
 
+def test_a_file_may_be_named_by_a_string(tmp_path):
+    (tmp_path / "p.toml").write_text("rounds = 7\n")
+    assert Plan.read(str(tmp_path / "p.toml")) == Plan.read(tmp_path / "p.toml")
+
+
 def test_a_resolved_plan_reads_back_as_itself(tmp_path):
     plan = Plan.read(None, ["algorithm=fedfdp", "batch_size=20", "privacy.sigma=2"])
     path = tmp_path / "plan.json"

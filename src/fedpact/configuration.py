@@ -32,7 +32,7 @@ def unmarked(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_configuration(
-    path: Path | None,
+    path: Path | str | None,
     overrides: Sequence[str] = (),
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = unmarked,
 ) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_configuration(
     own algorithm's: another one has its own defaults.
     Raises PlanError: the file or an override cannot be read.
     """
-    raw = read(read_file(_DEFAULT if path is None else path))
+    raw = read(read_file(_DEFAULT if path is None else Path(path)))
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
     for setting in overrides:

@@ -316,7 +316,7 @@ class Plan(ShownPlan, BaseModel):
         return _validated(given(raw, _document))
 
     @staticmethod
-    def read(path: Path | None, overrides: Sequence[str] = ()) -> "Plan":
+    def read(path: Path | str | None, overrides: Sequence[str] = ()) -> "Plan":
         """Read a .toml or .json file (None: the embedded default) and apply `key=value` overrides.
 
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,

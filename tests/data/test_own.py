@@ -119,6 +119,12 @@ def test_what_is_clamped_is_used_and_told_of(tmp_path, caplog):
     path.write_text(text(rows))
     assert torch.equal(read(path).x[:, 1], torch.tensor([0.1, -0.1, 0.05]))
     assert "2 of 3 records hold a value that was clamped" in caplog.records[0].message
+    path.write_text(text(rows * 100))
+    read(path)
+    told = caplog.records[1].message
+    # Whoever declared `clamp` asked for it: a few places, and how many more.
+    assert told.count("column") == 3
+    assert "and 197 others; correct it" in told
 
 
 def test_a_site_whose_records_are_all_bad_still_has_a_form(tmp_path, caplog):

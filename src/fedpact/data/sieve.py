@@ -10,7 +10,9 @@ import numpy as np
 _logger = logging.getLogger("fedpact")
 
 _PLACES: Final = 20
-"""So many places are told of in full; of all others, which records they are."""
+"""So many places are told of in full; of all others that are left out, which records they are."""
+_CLAMPED: Final = 3
+"""So many where a value was clamped, as whoever declared `clamp` asked for; the others counted."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Sieve:
         )
         return [
             f"{self.origin}: {len(rows)} of {self.count} records {what}: "
-            f"{self._places(rows, values)}; {advice}"
+            f"{self._places(rows, values, rows is clamped)}; {advice}"
             for rows, what, advice in found
             if rows
         ]
@@ -64,14 +66,15 @@ class Sieve:
         place = f"column {column}, " if column else ""
         return f"{place}row {row + self.first} (counted from {self.first}) {why}"
 
-    def _places(self, rows: dict[int, tuple[str, Any]], values: bool) -> str:
-        ordered = sorted(rows)
+    def _places(self, rows: dict[int, tuple[str, Any]], values: bool, few: bool) -> str:
+        ordered, most = sorted(rows), _CLAMPED if few else _PLACES
         shown = [
             told + (f": {value!r}" if values and value is not None else "")
-            for told, value in (rows[row] for row in ordered[:_PLACES])
+            for told, value in (rows[row] for row in ordered[:most])
         ]
-        if len(ordered) > _PLACES:
-            shown.append(f"and rows {_runs([r + self.first for r in ordered[_PLACES:]])}")
+        if len(ordered) > most:
+            others = [r + self.first for r in ordered[most:]]
+            shown.append(f"and {len(others)} others" if few else f"and rows {_runs(others)}")
         return "; ".join(shown)
 
 
