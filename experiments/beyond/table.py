@@ -1,0 +1,198 @@
+"""Beyond the papers' data: accuracy by (ε, δ) and number of sites, `local` beside it.
+
+    FEDPACT_DATA=DIR python experiments/beyond/table.py adult [SITES ...]       results-adult.json
+    FEDPACT_DATA=DIR python experiments/beyond/table.py shakespeare             …
+    python experiments/beyond/table.py adult --page                             the table as stored
+
+Entrants: federated with each site's own noise, federated with noise for the sum (all but one site
+honest), each site alone under the same (ε, δ), and, in words below the table, each alone and exact.
+Rounds and η are chosen for each cell at seed 0; figures are of other seeds, each with another
+partition and other noise, on what each site holds out. Resumable: each result is stored as it
+comes, with the digest of its partition and what each site's receipt says was spent.
+"""
+
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import fedpact
+from fedpact.engines.joining import of_run
+from fedpact.ledger.receipt import receipt
+
+HERE = Path(__file__).parent
+EPSILONS = (1.0, 2.0, 4.0, 8.0)
+ENTRANTS = ("own", "sum", "local")
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared. ways: (rounds, η) to choose from. seeds: of the figures."""
+
+    plan: str
+    overrides: Sequence[str]
+    sites: Sequence[int]
+    ways: Sequence[tuple[int, float]]
+    seeds: Sequence[int] = (1, 2, 3)
+
+
+STUDIES = {
+    # Dirichlet(0.3) of adult.toml leaves some of a hundred sites without ten records.
+    "adult": Study(
+        "../adult/adult.toml",
+        ["partition.beta=1.0", "partition.held_out=0.2"],
+        (4, 10, 30, 100),
+        ((10, 2.0), (40, 0.5), (40, 2.0)),
+    ),
+    "shakespeare": Study(
+        "../shakespeare/lstm.toml",
+        ["partition.held_out=0.2"],
+        (71,),
+        ((60, 2.0),),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An entrant at an ε and a number of sites."""
+
+    entrant: str
+    sites: int
+    epsilon: float
+
+    def plan(self, study: Study, way: tuple[int, float], seed: int) -> fedpact.Plan:
+        """Return one run's plan. Each site alone is MR-MTL with λ = 0."""
+        rounds, rate = way
+        own = [f"sites={self.sites}", f"seed={seed}", f"rounds={rounds}"]
+        own += [f"settings.learning_rate={rate}", f"privacy.epsilon={self.epsilon}"]
+        own += ["run.evaluate_every=1000", "run.workers=1"]
+        if self.entrant == "sum":
+            own += ["privacy.trust=sum", f"privacy.honest={self.sites - 1}"]
+            own += [f"secure_aggregation.threshold={self.sites}"]
+        if self.entrant == "local":
+            own += ["algorithm=mr_mtl", "settings.proximal=0"]
+        return fedpact.Plan.read(HERE / study.plan, [*study.overrides, *own])
+
+    def __str__(self) -> str:
+        return f"{self.entrant} sites={self.sites} ε={self.epsilon:g}"
+
+
+class Results:
+    """A study with a JSON file of what was found, by key."""
+
+    def __init__(self, name: str) -> None:
+        self.study, self._path = STUDIES[name], HERE / f"results-{name}.json"
+        self.found: dict[str, Any] = (
+            json.loads(self._path.read_text()) if self._path.exists() else {}
+        )
+
+    def of(self, cell: Cell, way: tuple[int, float], seed: int) -> dict[str, Any]:
+        """Return one run's figures; compute and store them where they are missing."""
+        key = f"{cell} T={way[0]} η={way[1]:g} seed={seed}"
+        if key not in self.found:
+            with tempfile.TemporaryDirectory() as folder:
+                run = Path(folder) / "run"
+                last = fedpact.run(cell.plan(self.study, way, seed), run).records[-1]
+                figures = self._figures(run, {s: x.accuracy for s, x in last.scores.items()})
+                alone = f"{ALONE} sites={cell.sites} seed={seed}"
+                if cell.entrant == "own" and seed in self.study.seeds and alone not in self.found:
+                    sites = of_run(run)["sites"].values()
+                    self.found[alone] = _summary([each["local"] for each in sites])
+            self.found[key] = figures
+            self._path.write_text(json.dumps(self.found, indent=0, sort_keys=True) + "\n")
+        return self.found[key]
+
+    def _figures(self, run: Path, accuracies: dict[str, float]) -> dict[str, Any]:
+        partition = (run / "partition.json").read_bytes()
+        ledgers = sorted((run / "sites").glob("*/ledger.jsonl"))
+        spent = {receipt(path)["site"]: _spent(path) for path in ledgers}
+        return {
+            **_summary(list(accuracies.values())),
+            "partition": hashlib.sha256(partition).hexdigest(),
+            # What a site spent by its own ledger, most sites alike.
+            "spent": {f"{x:.6f}": sorted(spent.values()).count(x) for x in set(spent.values())},
+            "version": fedpact.__version__,
+        }
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield every cell of the study."""
+        for sites, epsilon, entrant in product(self.study.sites, EPSILONS, ENTRANTS):
+            yield Cell(entrant, sites, epsilon)
+
+    def chosen(self, cell: Cell) -> tuple[int, float]:
+        """Return the rounds and η of the best mean over sites at seed 0."""
+        ways = self.study.ways
+        if len(ways) == 1:
+            return ways[0]
+        return max(ways, key=lambda way: self.of(cell, way, 0)["mean"])
+
+
+def _spent(ledger: Path) -> float:
+    (run,) = receipt(ledger)["runs"].values()
+    return run["epsilon_spent"]
+
+
+def _summary(accuracies: list[float]) -> dict[str, float]:
+    return {"mean": round(statistics.fmean(accuracies), 5), "worst": round(min(accuracies), 5)}
+
+
+def told(runs: list[dict[str, Any]], figure: str) -> str:
+    """Return a figure's mean ± standard deviation over runs, in percent."""
+    values = [100 * run[figure] for run in runs]
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"
+
+
+def page(results: Results) -> Iterator[str]:
+    """Yield the table's rows, of what is stored alone."""
+    yield "| sites | ε | " + " | ".join(f"{e}: mean | worst" for e in ENTRANTS) + " |"
+    yield "|" + " --- |" * (2 + 2 * len(ENTRANTS))
+    for sites, epsilon in product(results.study.sites, EPSILONS):
+        row = list[str]()
+        for entrant in ENTRANTS:
+            cell = Cell(entrant, sites, epsilon)
+            try:
+                way = results.chosen(cell)
+                runs = [results.of(cell, way, seed) for seed in results.study.seeds]
+                row += [told(runs, "mean"), told(runs, "worst")]
+            except LookupError:
+                row += ["not run", ""]
+        yield f"| {sites} | {epsilon:g} | {' | '.join(row)} |"
+    for sites in results.study.sites:
+        keys = [f"{ALONE} sites={sites} seed={seed}" for seed in results.study.seeds]
+        runs = [results.found[key] for key in keys if key in results.found]
+        if runs:
+            yield f"Alone and exact, {sites} sites: {told(runs, 'mean')}, {told(runs, 'worst')}."
+
+
+class Stored(Results):
+    """What is stored, of which nothing is computed anew. Raises KeyError for what is missing."""
+
+    def of(self, cell: Cell, way: tuple[int, float], seed: int) -> dict[str, Any]:
+        """Return one run's figures."""
+        return self.found[f"{cell} T={way[0]} η={way[1]:g} seed={seed}"]
+
+
+def main(name: str, rest: list[str]) -> None:
+    """Compute what is missing, or print the table of what is not."""
+    if rest == ["--page"]:
+        print("\n".join(page(Stored(name))))
+        return
+    results = Results(name)
+    for cell in results.cells():
+        if not rest or str(cell.sites) in rest:
+            way = results.chosen(cell)
+            runs = [results.of(cell, way, seed) for seed in results.study.seeds]
+            print(cell, way, told(runs, "mean"), told(runs, "worst"), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
