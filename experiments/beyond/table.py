@@ -14,6 +14,7 @@ comes, with the digest of its partition and what each site's receipt says was sp
 import hashlib
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fedpact
 from fedpact.engines.joining import of_run
@@ -119,7 +122,7 @@ class Results:
             "partition": hashlib.sha256(partition).hexdigest(),
             # What a site spent by its own ledger, most sites alike.
             "spent": {f"{x:.6f}": sorted(spent.values()).count(x) for x in set(spent.values())},
-            "version": fedpact.__version__,
+            "made": f"{_commit()}, torch {torch.__version__}",
         }
 
     def cells(self) -> Iterator[Cell]:
@@ -138,6 +141,11 @@ class Results:
 def _spent(ledger: Path) -> float:
     (run,) = receipt(ledger)["runs"].values()
     return run["epsilon_spent"]
+
+
+def _commit() -> str:
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def _summary(accuracies: list[float]) -> dict[str, float]:

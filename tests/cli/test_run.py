@@ -5,6 +5,7 @@ Most calls go through main() in this process; the interrupt needs a process of i
 
 import contextlib
 import html
+import importlib.metadata
 import io
 import json
 import re
@@ -195,5 +196,6 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
     assert package.__all__ == sorted(package.__all__)
+    assert package.__version__ == importlib.metadata.version("fedpact")
     code = "import sys, fedpact.theory.accounting; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
