@@ -170,3 +170,15 @@ def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
     assert Book(stored).accuracy(other, 4) == "not run [1]"
     stored.add(other, 0, {"looks": {"4": {"accuracy": 1.0}}})
     assert stored.seeds(run) == {}
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "cifar10", "mnist"])
+@pytest.mark.parametrize("noise", ["", "-sum"])
+@pytest.mark.parametrize("page", ["README.md", "experiments/features/README.md"])
+def test_rows_of_features_are_of_three_stored_seeds(name, noise, page):
+    root = HERE.parents[1]
+    stored = json.loads((root / f"experiments/features/results/{name}{noise}.json").read_text())
+    values = [100 * run["accuracy"] for run in stored["runs"].values()]
+    assert len(values) >= 3
+    row = f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+    assert row in (root / page).read_text(encoding="utf-8")
