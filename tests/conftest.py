@@ -1,4 +1,4 @@
-"""For the whole suite: one thread, no waits, no model tried twice, no cards, a reference.
+"""For the whole suite: one thread, no waits, no model tried twice, few figures, a reference.
 
 The reference is per-sample gradients by torch.func or ordinary autograd, clipped as written.
 """
@@ -15,6 +15,8 @@ import importlib
 import math
 import pkgutil
 import stat
+from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +32,7 @@ from fedpact.params import FlatModel
 from fedpact.persample.alone import Alone
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.report.charts.drawing import Chart
 
 # As reproducible runs have and xdist needs; in operations this small more cost more than they save.
 torch.set_num_threads(1)
@@ -70,6 +73,22 @@ def _once(shop: Workshop, kernel: PerSampleKernel | BatchClippedKernel) -> None:
 
 
 Workshop._verify = _once
+
+_SVG, _DRAWN = Chart.svg, Path(__file__).parent / "report"
+
+
+def _undrawn(chart: Chart) -> str:
+    """In place of Chart.svg, which is over half of a small run with its report.
+
+    Figures are drawn where they are what is tested: in tests/report and in processes of their own.
+    """
+    return f'<svg role="img" aria-label="{escape(chart.title)}"></svg>'
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    Chart.svg = _SVG if item.path.is_relative_to(_DRAWN) else property(_undrawn)
+    return (yield)
 
 
 def pytest_collection():
