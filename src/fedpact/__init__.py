@@ -10,19 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedpact.api import Result, load, run
+    from fedpact.api import Result, extend, load, run
     from fedpact.comparison.compare import compare
     from fedpact.data.datasets import from_arrays
     from fedpact.errors import FedpactError
     from fedpact.plan import Plan
 
-__all__ = ["FedpactError", "Plan", "Result", "compare", "from_arrays", "load", "run"]
+__all__ = ["FedpactError", "Plan", "Result", "compare", "extend", "from_arrays", "load", "run"]
 
 _HOMES = {
     "FedpactError": "fedpact.errors",
     "Plan": "fedpact.plan",
     "Result": "fedpact.api",
     "compare": "fedpact.comparison.compare",
+    "extend": "fedpact.api",
     "from_arrays": "fedpact.data.datasets",
     "load": "fedpact.api",
     "run": "fedpact.api",

@@ -219,7 +219,9 @@ def extend(
     rounds: int,
     *,
     epsilon: float | None = None,
-    data: Dataset | None = None,
+    data: Any = None,
+    model: Any = None,
+    test: Any = None,
     engine: str = "local",
     on_round: OnRound = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
@@ -227,17 +229,27 @@ def extend(
     """Carry out so many more rounds of a simulated run that has ended, in its folder.
 
     Each site reserves them anew, beside what it had reserved: both ε and both δ count together.
-    epsilon: of the new reservation, None for the plan's. data: instead of the plan's. on_round,
-    stop: as of `run`. Raises InputError: it cannot be extended. PrivacyError: a site's policy does
-    not allow it; the run is then as it was.
+    epsilon: of the new reservation, None for the plan's. data, model, test: what was handed in, if
+    it was. engine, on_round, stop: as of `run`. Raises InputError: it cannot be extended, or other
+    records or another model are handed in. PrivacyError: a site's policy does not allow it; the run
+    is then as it was.
     """
     place = Folder(Path(folder))
     put_back(place.path)
-    plan = extended(place, rounds, epsilon)
+    plan, records = extended(place, rounds, epsilon), data
+    if not isinstance(data, Dataset):
+        own, records = with_own(plan, model=model, data=data, test=test)
+        if own != plan:
+            raise PlanError(
+                f"{place.path} is a run of {plan.model} on {plan.data}, and what is handed in is "
+                f"{own.model} on {own.data}: hand in the same, or begin a new run"
+            )
     keep_before(place.path, *(place.path / name for name in CHANGED))
     try:
         put_on(place, plan)
-        result = simulate(plan, place.path, data=data, engine=engine, on_round=on_round, stop=stop)
+        result = simulate(
+            plan, place.path, data=records, engine=engine, on_round=on_round, stop=stop
+        )
     finally:
         # Whatever ended it: nothing was promised yet, or it is settled, and goes on when resumed.
         put_back(place.path)

@@ -12,6 +12,8 @@ columns.json        what released columns are scaled by, after their range
 records.json        what a record is: shape, labels' names, a table's columns
 summary.json        the outcome, once there is one
 earlier.json        what the run had reserved and spent before it was extended, if it was
+first-plan.json     of such a run, the plan that it began with
+model-N.safetensors of such a run, the model that it had after N rounds
 before.json         what files held that an extension is changing, until all of them are (files)
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
@@ -38,6 +40,9 @@ from fedpact.records.rounds import strict
 
 WAITS = "waits.json"
 """Of the last question, how long each site took or is waited for: for whoever watches."""
+
+FIRST_PLAN = "first-plan.json"
+"""What a run that was extended began with."""
 
 RUN = "run"
 """A party's folder of its run, in its directory."""

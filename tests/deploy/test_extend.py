@@ -105,7 +105,7 @@ def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path,
     after = files_of(whole)
     assert {name for name in after if before.get(name) != after[name]} == {
         *("server/run/earlier.json", "server/run/environment.json"),
-        *("server/run/plan.json", "server/run/privacy.json"),
+        *("server/run/plan.json", "server/run/privacy.json", "server/run/first-plan.json"),
         *(f"{place}/{name}" for place in parties_of(ended) for name in SHARED),
     }
     for changes in itertools.count():

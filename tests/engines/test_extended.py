@@ -5,6 +5,8 @@ References: a run of as many rounds in one go (plain: the same bits), and the le
 
 import itertools
 import json
+import re
+import shlex
 import shutil
 
 import pytest
@@ -26,6 +28,7 @@ from fedpact.report.exports.facts import Facts
 from fedpact.report.exports.model_card import as_text
 from fedpact.report.outcomes import Outcome
 from fedpact.report.reading import read_run
+from fedpact.report.repeat import repeat
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
 PLAIN = {"sites": 3, "algorithm": "scaffold", "privacy": {"mode": "none"}}
@@ -101,7 +104,7 @@ def test_what_is_said_of_a_reservation_is_of_that_one_alone(private):
             assert cost == part["epsilon_reserved"] <= part["epsilon"]
         assert sum(part["epsilon_reserved"] for part in parts) == site["epsilon_reserved"]
     run = read_run(folder)
-    sigmas = sorted({sigma for s in run.site_privacy.values() for sigma, _ in s.mechanisms})
+    sigmas = sorted({r.sigma for s in run.site_privacy.values() for r in s.reservations})
     assert Outcome(0, run, None).sigma == (sigmas[0], sigmas[-1])
     page, card = (folder / "report.html").read_text(), as_text(Facts(run, About()))
     for shown in (page, card):
@@ -227,6 +230,78 @@ def test_a_run_that_is_killed_while_it_is_extended_is_either_as_it_was_or_goes_o
             assert told["epsilon_reserved"] == 1.5
     assert undone > 5
     assert resumed > 5
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+    """Audited, begun with by another plan, then extended twice, in that order."""
+    folder = tmp_path_factory.mktemp("twice") / "run"
+    first = fedpact.run(Plan.parse({**PRIVATE, "rounds": 1}), folder)
+    done = audited(folder)
+    assert done.exit_code == 0, done.output
+    other = Plan.parse({**PRIVATE, "initial": str(folder)}).document()
+    extend(folder, 1, epsilon=0.5)
+    return folder, first, other, extend(folder, 2)
+
+
+def audited(folder):
+    words = ["audit", str(folder), "--method", "one-run", "--canaries", "40"]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+def test_what_its_report_prints_repeats_it_bit_for_bit(twice):
+    folder, _, _, last = twice
+    for step in repeat(read_run(folder)).command.split(" && "):
+        program, *words = shlex.split(step)
+        assert program == "fedpact"
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+    again = fedpact.load(folder.with_name("run-again"))
+    assert again.summary["rounds"] == 4
+    assert again.summary["epsilon"] == last.summary["epsilon"]
+    for one, other in zip(again.model.parameters(), last.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_audit_is_of_one_reservation_and_says_so(twice):
+    folder, *_ = twice
+    before = read_run(folder).audit
+    assert (before.epsilon, read_run(folder).site_privacy["site-00"].epsilon_allowed) == (1.0, 2.0)
+    done = audited(folder)
+    assert done.exit_code == 0, done.output
+    assert "attacked is its last reservation, of the rounds after 2" in done.stdout
+    assert read_run(folder).audit.epsilon == 0.5
+    page = re.sub(r"\s+", " ", (folder / "report.html").read_text())
+    assert "one of the reservations that the run has" in page
+
+
+def test_another_plan_begins_with_the_model_that_it_has_named(twice):
+    folder, first, other, last = twice
+    begins = dict(Plan.parse(other).initial.tensors())
+    assert_equal(begins, first.model.state_dict())
+    assert_equal(dict(Plan(initial=str(folder)).initial.tensors()), last.model.state_dict())
+    # Named by its file it is known as the run's, whose ε is at least what it has cost.
+    kept = Plan(initial=str(folder / "model-1.safetensors")).initial
+    assert kept.sha256 == other["initial"]["sha256"]
+    assert f"ε <= {max(last.summary['epsilon'].values())!r}" in kept.trained_on
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_was_handed_in_is_handed_in_again(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(80, 4, generator=generator).numpy()
+    y = (x[:, 0] > 0.5).astype(int)
+    settings = {"rounds": 1, "sites": 2, "privacy": PRIVATE["privacy"]}
+    fedpact.run("logistic", (x, y), out=tmp_path / "run", **settings)
+    with pytest.raises(PlanError, match="hand in the records"):
+        fedpact.extend(tmp_path / "run", 1, data=(x + 1, y))
+    with pytest.raises(PlanError, match="hand in the same"):
+        fedpact.extend(tmp_path / "run", 1, data=(x, y), model="mlp")
+    assert fedpact.extend(tmp_path / "run", 1, data=(x, y)).summary["rounds"] == 2
 
 
 @pytest.mark.parametrize("budget", [{"bytes": 20_000}, {"seconds": 1e-9}])

@@ -5,13 +5,14 @@ has seen what it released, so its reservations add up by basic composition, ε a
 event of the first can be used for the second. The rounds go on in number, so no draw comes again.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from fedpact.engines.statement import per_person
 from fedpact.errors import DataError, PlanError
-from fedpact.folder import Checkpoint, Folder
+from fedpact.folder import FIRST_PLAN, Checkpoint, Folder
 from fedpact.ledger.family import next_name
 from fedpact.ledger.reservations import EACH_FIXED, WHY_EXTENDED
 from fedpact.messages import RoundRecord
@@ -21,7 +22,7 @@ from fedpact.text import upper
 from fedpact.theory.accounting import History
 
 FILE: Final = "earlier.json"
-CHANGED: Final = (FILE, "plan.json", "environment.json", "privacy.json", "summary.json")
+CHANGED: Final = (FILE, FIRST_PLAN, "plan.json", "environment.json", "privacy.json", "summary.json")
 _ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
 _OWN: Final = (*_ADDED, "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
@@ -31,13 +32,14 @@ class Earlier:
     """What a run had before its last reservation. runs: their names in ledgers, in order.
 
     sites: of each site what its statement says of all of them together. spent: ε of each.
-    told: what was said of each reservation, in words.
+    told: what was said of each reservation, in words. more: what the extensions among them asked.
     """
 
     runs: tuple[str, ...] = ()
     sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
     told: tuple[str, ...] = ()
+    more: tuple[Mapping[str, Any], ...] = ()
 
     @staticmethod
     def read(folder: Folder) -> "Earlier":
@@ -52,7 +54,8 @@ class Earlier:
             return Earlier()
         raw = folder.read_json(FILE)
         try:
-            return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], tuple(raw["told"]))
+            told, more = tuple(raw["told"]), tuple(raw.get("more", ()))
+            return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], told, more)
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"{folder.path / FILE} has no {error}: put it back from a backup; without it "
@@ -180,13 +183,42 @@ def put_on(folder: Folder, plan: Plan) -> str:
     run, old = environment["run"], Plan.parse(folder.read_json("plan.json"))
     last = {name: _parts(each)[-1] for name, each in said["sites"].items()}
     own = _told(run, old.after, plan.after, last)
-    earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], (*before.told, own))
+    more = (*before.more, asked(old.document())) if old.after else ()
+    told = (*before.told, own)
+    earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], told, more)
     name = next_name(run)
     folder.write_json(FILE, asdict(earlier))
+    if not old.after:
+        folder.write_json(FIRST_PLAN, old.document())
     folder.write_json("environment.json", {**environment, "run": name})
     folder.write_json("plan.json", plan.document())
     (folder.path / "summary.json").unlink()
     return name
+
+
+def asked(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `extend` was asked for, which made this plan.json: rounds and ε, None for none.
+
+    An ε that was left out and stands for all sites is told as well: it is the same.
+    """
+    privacy = plan["privacy"]
+    own = privacy["mode"] == "none" or privacy["per_site"] or privacy["sigma"] is not None
+    known = None if own or isinstance(privacy["epsilon"], list) else privacy["epsilon"]
+    return {"rounds": plan["rounds"] - plan["after"], "epsilon": known}
+
+
+def kept_model(folder: Folder, plan: Plan) -> dict[str, str]:
+    """Keep the model that an extended run had before, as model-ROUNDS.safetensors.
+
+    Other plans may begin with it (models.initial). Returns names and digests of all that are kept.
+    """
+    if not plan.after:
+        return {}
+    path = folder.path / f"model-{plan.after}.safetensors"
+    if not path.exists():
+        (folder.path / "model.safetensors").replace(path)
+    kept = sorted(folder.path.glob("model-*.safetensors"))
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in kept}
 
 
 def _status(folder: Folder) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from fedpact.engines.extended import Earlier, check_begun
+from fedpact.engines.extended import Earlier, check_begun, kept_model
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import write_whole
@@ -100,7 +100,7 @@ def finish(
     Where the server keeps an average beside the model, it is written as well. form: what sites were
     asked to sum of held-out records.
     """
-    model, files = FlatModel(module), dict[str, str]()
+    model, files = FlatModel(module), kept_model(folder, plan)
     for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
         if w is not None:
             model.load(w)

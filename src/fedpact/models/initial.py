@@ -164,10 +164,15 @@ class InitialSettings(BaseModel):
 
     def _path(self, at: Path) -> Path:
         path = at / str(self.weights)
-        if not path.is_dir():
+        if path.is_dir():
+            run = path / "run" if (path / "federation.toml").exists() else path
+            path = run / "model.safetensors"
+        # A run that was extended since keeps the model that it had then beside the new one.
+        kept = sorted(path.parent.glob("model-*.safetensors"))
+        if self.sha256 is None or path.name != "model.safetensors" or not kept:
             return path
-        run = path / "run" if (path / "federation.toml").exists() else path
-        return run / "model.safetensors"
+        named = (p for p in kept if hashlib.sha256(p.read_bytes()).hexdigest() == self.sha256)
+        return next(named, path)
 
 
 def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:

@@ -274,7 +274,8 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
             )
             rest = (privacy.size, privacy.rate, privacy.clip)
             # Of a run that was extended, of each reservation.
-            each = ("; ".join(map(number, part)) for part in zip(*privacy.mechanisms, strict=True))
+            sigmas, steps = zip(*((e.sigma, e.steps) for e in privacy.reservations), strict=True)
+            each = ("; ".join(map(number, of)) for of in (sigmas, steps))
             terms = (*map(upper, bounds), *map(number, rest), *each)
         over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
         asked = sum(record.was_asked(name) for record in run.records)

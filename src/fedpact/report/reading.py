@@ -24,6 +24,16 @@ BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """One reservation's budget and mechanism. sigma: of all channels together. steps: T."""
+
+    epsilon: float
+    delta: float
+    sigma: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and what of it is spent.
 
@@ -31,7 +41,7 @@ class SitePrivacy:
     epsilon_allowed: of the budget. epsilon_reserved: of all steps that the run may take.
     sigmas: channel -> noise over that channel's bound. honest: of how many sites of each sum these
     ε need the noise, 0 for none; epsilon_alone: spent without it, the same where it needs none.
-    mechanisms: (σ of all channels, T) of each reservation; one, unless the run was extended.
+    reservations: one, unless the run was extended.
     """
 
     epsilon_spent: float
@@ -41,7 +51,7 @@ class SitePrivacy:
     size: float
     rate: float
     clip: float
-    mechanisms: tuple[tuple[float, int], ...]
+    reservations: tuple[Reserved, ...]
     sigmas: Mapping[str, float]
     honest: int
     epsilon_alone: float
@@ -162,8 +172,13 @@ class RunFolder:
                 size=float(terms["size"]),
                 rate=float(terms["rate"]),
                 clip=float(terms["clip"]),
-                mechanisms=tuple(
-                    (float(each["sigma_joint"]), int(each["steps"]))
+                reservations=tuple(
+                    Reserved(
+                        float(each["epsilon"]),
+                        float(each["delta"]),
+                        float(each["sigma_joint"]),
+                        int(each["steps"]),
+                    )
                     for each in terms.get("reservations") or [terms]
                 ),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
@@ -331,7 +346,8 @@ def _check(run: RunFolder) -> None:
 
 def _check_audit(run: RunFolder, audit: Audit) -> None:
     site = run.site_privacy.get(audit.site)
-    if site is None or (site.epsilon_allowed, site.delta) != (audit.epsilon, audit.delta):
+    granted = {(each.epsilon, each.delta) for each in site.reservations} if site else set()
+    if (audit.epsilon, audit.delta) not in granted:
         raise DataError(
             f"audit.json in {run.path} speaks of {audit.claim}, which privacy.json does not grant: "
             "expected the audit of this run; remove it, or audit the folder again"

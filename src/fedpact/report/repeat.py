@@ -1,11 +1,13 @@
 """How a run can be repeated, and what comes of it: what the report says under that heading."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedpact.engines.extended import Earlier, asked
+from fedpact.folder import FIRST_PLAN, Folder
 from fedpact.own.named import is_handed
 from fedpact.report.reading import RunFolder
 
@@ -45,6 +47,10 @@ _SECURE = (
     "seed: a simulation, which spends nothing. To train the same sites anew, name a new run in "
     "federation.toml at every party; each site's ledger then reserves and spends anew."
 )
+_FORGOTTEN = (
+    "It cannot be repeated from this folder: the run was extended by an earlier version, which did "
+    "not keep the plan that it began with."
+)
 _LEDGERS = "run.ledgers names ledgers that are kept: the repetition reserves and spends there anew."
 _TIMED = "budget.seconds ends a run by measured time, which no repetition has to the second."
 _CARD = "It trained on a GPU, whose noise a CPU does not draw."
@@ -52,8 +58,17 @@ _CARD = "It trained on a GPU, whose noise a CPU does not draw."
 
 def repeat(run: RunFolder) -> Repeat:
     """Return how the run can be repeated."""
-    path = run.path / "plan.json"
-    shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(str(_beside(run.path)))}"
+    path, again = run.path / "plan.json", str(_beside(run.path))
+    more = _extensions(run)
+    if more:
+        if not (run.path / FIRST_PLAN).exists():
+            return Repeat(f"fedpact plan {shlex.quote(str(path))}", False, _FORGOTTEN)
+        path = run.path / FIRST_PLAN
+    steps = [f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"]
+    for one in more:
+        step = f"fedpact extend {shlex.quote(again)} --rounds {one['rounds']}"
+        steps.append(step + (f" --epsilon {one['epsilon']!r}" if one["epsilon"] else ""))
+    shell = " && ".join(steps)
     randomness = str(run.privacy["randomness"])
     if randomness.startswith("secure"):
         return Repeat(shell, False, _SECURE)
@@ -62,17 +77,37 @@ def repeat(run: RunFolder) -> Repeat:
     words = [_SAME, *_conditions(run)]
     own = _handed(run.plan)
     if own:
-        given = "".join(f", {key}=..." for key in own if "." not in key)
         forms = {"task.loss": "'loss': ...", "task.metrics": "'metrics': [...]"}
         task = ", ".join(form for key, form in forms.items() if key in own)
         known = f"fedpact.Plan(task={{{task}}}); " if task else ""
         told = _HANDED.format(what=" and ".join(f"{key} {name}" for key, name in own.items()))
-        call = f"{known}fedpact.run(fedpact.Plan.read(Path({str(path)!r})){given})"
+        given = [key for key in own if "." not in key]
+        call = known + _in_python(path, again, given, more)
         return Repeat(call, True, " ".join([told, *words]))
     if run.environment.get("data") == "given":
-        call = f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})), data=...)"
+        call = _in_python(path, again, ["data"], more)
         return Repeat(call, True, " ".join([_GIVEN, *words]))
     return Repeat(shell, False, " ".join(words))
+
+
+def _extensions(run: RunFolder) -> list[Mapping[str, Any]]:
+    """Return what was asked for at each extension of the run, none where it was not extended."""
+    if not run.plan.get("after"):
+        return []
+    return [*Earlier.read(Folder(run.path)).more, asked(run.plan)]
+
+
+def _in_python(
+    path: Path, again: str, given: Sequence[str], more: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the call that repeats a run. given: the keys of what is handed in."""
+    own = "".join(f", {key}=..." for key in given)
+    out = f", out={again!r}" if more else ""
+    steps = [f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){out}{own})"]
+    for one in more:
+        cost = f", epsilon={one['epsilon']!r}" if one["epsilon"] else ""
+        steps.append(f"fedpact.extend({again!r}, {one['rounds']}{cost}{own})")
+    return "; ".join(steps)
 
 
 def _handed(plan: Mapping[str, Any]) -> dict[str, str]:
