@@ -250,7 +250,7 @@ def _loss_axis(axes: Axes, lines: list[Line]) -> None:
 
 def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], against: Against) -> str:
     caption = {
-        "rounds": "Each round is one exchange with every site. ",
+        "rounds": "Each round is one exchange with every site that takes part in it. ",
         "bytes": "Messages as encoded, both ways, all sites together. ",
         "ε": f"{_guarantee(comparison)} ",
     }[against]
