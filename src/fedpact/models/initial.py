@@ -33,8 +33,8 @@ _RELEASED = (
 )
 _INSTEAD = (
     "hand in its class or a factory, which draws them from torch's generator and does not seed it, "
-    'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or "nothing: a table of '
-    'sines"'
+    'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or "nothing: a mask" in its '
+    "place"
 )
 
 
