@@ -5,6 +5,7 @@ values or, where the batch has no fixed size, on its length, and freezes Python'
 afterwards is what was traced.
 """
 
+import copy
 import logging
 import operator
 import threading
@@ -155,7 +156,9 @@ class Program:
         self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
     ) -> None:
         program = _exported(model.module, loss, x, y, batch)
-        self._module, self._constants = model.module, program.constants
+        self._module = model.module
+        # As they were: a pass that is not traced, as an evaluation, may write over a global tensor.
+        self._constants = copy.deepcopy(program.constants)
         of_parameter = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
         every = model.module.named_parameters(remove_duplicate=False)
         self.names = {n: of_parameter[id(p)] for n, p in every if id(p) in of_parameter}
