@@ -17,10 +17,11 @@ from fedpact.deploy.receipts import handed_on
 from fedpact.engines.parties.federation import restored
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
-from fedpact.errors import PolicyRefused
+from fedpact.errors import PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.watch.snapshot import look
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -124,6 +125,24 @@ SHARED = ("plan.json", "federation.toml")
 
 def parties_of(directory):
     return ["server", *(f"sites/{site.name}" for site in (directory / "sites").iterdir())]
+
+
+def test_a_site_by_itself_is_extended_once_for_each_run_that_has_ended(ended):
+    site = ended / "sites" / "site-00"
+    assert look(site)["status"].startswith("ended")
+    extend(site, 2, None)
+    # What watches it knows that this reservation's rounds are still to come.
+    found = look(site)
+    assert (found["status"], found["round"], found["rounds"]) == ("nothing answered yet", 1, 3)
+    after = files_of(site)
+    with pytest.raises(PlanError, match="not begun since it was extended"):
+        extend(site, 2, None)
+    assert files_of(site) == after
+    # One that was away at the end, and charged for it all the same.
+    other = ended / "sites" / "site-01"
+    (other / "run" / "summary.json").unlink()
+    extend(other, 2, None)
+    assert (other / "plan.json").read_bytes() == (site / "plan.json").read_bytes()
 
 
 def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):

@@ -8,7 +8,7 @@ policy is its owner's, and is left as it is: where it allows no second run, the 
 import json
 from pathlib import Path
 
-from fedpact.deploy.local import parties
+from fedpact.deploy.local import ledger_path, parties
 from fedpact.deploy.texts import federation as as_toml
 from fedpact.engines.extended import CHANGED, extended, put_on, with_rounds
 from fedpact.engines.parties.coordinator import ATTEMPTS, Coordinator
@@ -16,6 +16,7 @@ from fedpact.engines.parties.federation import Federation, read_plan, restored
 from fedpact.errors import PlanError
 from fedpact.files import keep_before, put_back, settle, write_whole
 from fedpact.folder import Folder
+from fedpact.ledger.chain import read_all
 from fedpact.ledger.family import next_name
 from fedpact.plan import Plan
 
@@ -28,7 +29,8 @@ def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, st
     """
     restored(directory)
     places = parties(directory)
-    found = {place: _planned(place, rounds, budget) for place in places.values()}
+    alone = not any(_is_server(place) for place in places.values())
+    found = {place: _planned(place, rounds, budget, alone=alone) for place in places.values()}
     plan = next(iter(found.values()))
     odd = [str(place) for place, one in found.items() if one != plan]
     if odd:
@@ -51,10 +53,29 @@ def _files(place: Path) -> list[Path]:
     return [*own, *run] if _is_server(place) else own
 
 
-def _planned(place: Path, rounds: int, budget: float | None) -> Plan:
+def _check_ended(place: Path, plan: Plan) -> None:
+    """Raise PlanError: nothing at a site that is by itself says that its run has ended."""
+    run, ledger = Federation.read(place / "federation.toml").run, ledger_path(place)
+    entries = read_all(ledger)[0] if ledger.exists() else []
+    charged = (e["round"] for e in entries if e["kind"] == "charge" and e["run"] == run)
+    path = place / "run" / "summary.json"
+    handed = json.loads(path.read_bytes()) if path.exists() else {}
+    if handed.get("run") == run and handed.get("rounds"):
+        return
+    if (last := max(charged, default=0)) < plan.rounds:
+        raise PlanError(
+            f"run {run!r} has charged this site up to round {last} of {plan.rounds}, and handed no "
+            "model over: it has not ended, or not begun since it was extended; of a run that the "
+            "server has extended, put the server's plan.json and federation.toml here"
+        )
+
+
+def _planned(place: Path, rounds: int, budget: float | None, *, alone: bool) -> Plan:
     plan = read_plan(place / "plan.json")
     folder = Folder(place / "run")
     if not _is_server(place):
+        if alone:
+            _check_ended(place, plan)
         return with_rounds(plan, plan.rounds, rounds, budget)
     found = extended(folder, rounds, budget)
     if found.after != plan.rounds:

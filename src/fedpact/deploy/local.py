@@ -153,10 +153,14 @@ def _spawn(kind: str, where: Path) -> int:
     )
 
 
+def ledger_path(site: Path) -> Path:
+    """Return where a site's owner says that its ledger is."""
+    return site / parse_toml(SiteSettings, site / "site.toml").ledger
+
+
 def ledger_of(site: Path) -> Mapping[str, Any] | None:
     """Return the receipt of a site's ledger, None before there is one."""
-    settings = parse_toml(SiteSettings, site / "site.toml")
-    path = site / settings.ledger
+    path = ledger_path(site)
     # The site may be about to write its first entry.
     return receipt(path) if path.exists() and b"\n" in path.read_bytes() else None
 

@@ -91,6 +91,9 @@ def _site(directory: Path) -> Document:
     federation = Federation.read(directory / "federation.toml")
     plan, path = _json(directory / "plan.json"), directory / settings.ledger
     progress = Progress.read(directory)
+    if progress.run != federation.run:
+        # Of a run that was extended since, which goes on from there.
+        progress = Progress(round=int(plan.get("after") or 0))
     ledger = _ledger(path, *_stamp(path)) if path.exists() else {"runs": {}, "entries": 0}
     handed = _json(directory / "run" / "summary.json")
     return {
@@ -98,7 +101,10 @@ def _site(directory: Path) -> Document:
         "name": settings.name,
         "run": federation.run,
         "algorithm": plan.get("algorithm"),
-        "status": "ended: the final model is here" if handed else progress.state,
+        "status": "ended: the final model is here"
+        # Of a run that was extended since, the model is of before.
+        if handed.get("run") == federation.run
+        else progress.state,
         "round": progress.round,
         "rounds": plan.get("rounds"),
         "answers": progress.answers,
