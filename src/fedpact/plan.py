@@ -141,6 +141,7 @@ class Plan(ShownPlan, BaseModel):
         if self.after:
             self.check_extended()
         self.budget.check_method(method.controlled, self.task.kind)
+        self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
         return self
 
     @cached_property

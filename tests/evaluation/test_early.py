@@ -72,3 +72,32 @@ def test_a_private_run_is_not_stopped_by_exact_numbers():
     limits = {"budget": {"patience": 1}, "partition": {"held_out": 0.2}}
     with pytest.raises(PlanError, match="no accuracy is released"):
         Scene.of(Plan.parse({**private, **limits}))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"every": 0}, "set evaluation.every = 1"),
+        ({"every": 4}, "set evaluation.every = 1"),
+        ({"every": 1, "releases": ["roc"]}, 'add "hits"'),
+    ],
+)
+@pytest.mark.parametrize("budget", [{"accuracy": 0.5}, {"patience": 1}])
+def test_what_could_never_end_a_run_is_refused_with_the_plan(change, told, budget):
+    changed = {**PRIVATE, "evaluation": {"share": 0.2, **change}}
+    Plan.parse(changed)
+    with pytest.raises(PlanError, match=told):
+        Plan.parse({**changed, "budget": budget})
+    # A plain run has its own accuracy.
+    plain = {"mode": "none"}
+    Plan.parse({**PRIVATE, "evaluation": {"share": 0.2}, "budget": budget, "privacy": plain})
+
+
+def test_without_an_accuracy_of_any_kind_it_is_said_what_to_set():
+    budget = {"budget": {"accuracy": 0.5}, "data": "synthetic_iid", "sites": 2}
+    plan = {**PRIVATE, **budget, "evaluation": {"share": 0.2, "releases": []}}
+    with pytest.raises(PlanError, match=r'set evaluation\.releases = \["hits"\]'):
+        Scene.of(Plan.parse(plan))
+    plan = {**PLAIN, **budget, "partition": {"held_out": 0.0}}
+    with pytest.raises(PlanError, match=r"set partition\.held_out"):
+        Scene.of(Plan.parse(plan))

@@ -84,8 +84,9 @@ class Scene:
         scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
         _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
-        released = plan.evaluation_terms is not None
-        check_public(early=plan.budget.early, private=plan.private, released=released, test=public)
+        held_out = any(len(site.y_held) for site in sites)
+        early = plan.budget.early, plan.private, plan.evaluation
+        check_public(*early, test=public, held=held_out)
         device_of(plan.run.device)
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)

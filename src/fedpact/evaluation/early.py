@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fedpact.errors import PlanError
 from fedpact.evaluation.outcome import released_accuracy
+from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
 from fedpact.privacy.once import Once
 from fedpact.records.rounds import RoundRecord
@@ -57,15 +58,30 @@ class Early:
         return ""
 
 
-def check_public(*, early: bool, private: bool, released: bool, test: bool) -> None:
-    """Raise PlanError: a private run would be stopped by a number that nobody released.
+def check_public(
+    early: bool, private: bool, evaluation: EvaluationSettings, *, test: bool, held: bool
+) -> None:
+    """Raise PlanError: a run is to be stopped by a number that nobody has, or has released.
 
-    early: whether an accuracy may end the run. released: sites release how their held-out records
-    are answered. test: there is a public test set that the shared model is tried on.
+    early: whether an accuracy may end the run. test: there is a public test set that the shared
+    model is tried on. held: there are held-out records, of which a plain run has the accuracy.
     """
-    if early and private and not (released or test):
+    if not early or test or (private and evaluation.used and evaluation.releases):
+        return
+    told = "budget.accuracy or budget.patience in a"
+    if private and evaluation.used:
         raise PlanError(
-            "budget.accuracy or budget.patience in a private run without [evaluation] and without "
-            "a public test set: no accuracy is released that it could be stopped by; declare "
-            "[evaluation] share = 0.2"
+            f"{told} private run with evaluation.releases = [] and without a public test set: of "
+            "the records that are held out nothing is released that it could be stopped by; set "
+            'evaluation.releases = ["hits"], and evaluation.every = 1'
+        )
+    if private:
+        raise PlanError(
+            f"{told} private run without [evaluation] and without a public test set: no accuracy "
+            "is released that it could be stopped by; declare [evaluation] share = 0.2, every = 1"
+        )
+    if not held:
+        raise PlanError(
+            f"{told} run without held-out records and without a public test set: no accuracy is "
+            "known that it could be stopped by; set partition.held_out = 0.1"
         )

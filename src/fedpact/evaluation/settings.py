@@ -77,6 +77,29 @@ class EvaluationSettings(BaseModel):
         """Whether records are held out."""
         return self.share > 0
 
+    def check_ends(
+        self, accuracy: float | None, patience: int | None, private: bool, rounds: int
+    ) -> None:
+        """Raise ValueError: an accuracy is to end a private run, and is not released on the way.
+
+        accuracy, patience, rounds: of the plan (control.limits.Limits).
+        """
+        early = accuracy is not None or patience is not None
+        if not (early and private and self.used and self.releases):
+            return
+        told = f"budget.accuracy = {accuracy} and patience = {patience} with evaluation."
+        if "hits" not in self.releases:
+            raise ValueError(
+                f"{told}releases = {self.releases}: there is no accuracy among them that could end "
+                'the run; add "hits"'
+            )
+        if not 0 < self.every < rounds:
+            raise ValueError(
+                f"{told}every = {self.every} and rounds = {rounds}: the last model alone is "
+                "evaluated, when there is nothing left to end; set evaluation.every = 1, or as "
+                "many rounds as there are to be between evaluations"
+            )
+
     def with_releases(self, releases: list[Release]) -> "EvaluationSettings":
         """Return the same with other sums."""
         return self.model_copy(update={"releases": releases})

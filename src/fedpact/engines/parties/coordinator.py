@@ -92,8 +92,7 @@ class Coordinator:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
         check_grid(found.terms.values())
         test = (directory / "test.npz").exists() and not plan.local.head
-        released = plan.evaluation_terms is not None
-        check_public(early=plan.budget.early, private=plan.private, released=released, test=test)
+        check_public(plan.budget.early, plan.private, plan.evaluation, test=test, held=False)
         return found
 
     @property
