@@ -25,11 +25,12 @@ from fedpact.report.page import headline, write_report
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.shown.cards import CardFigure, card, frame
 from fedpact.shown.progress import Bar, in_notebook
-from fedpact.text import percent, upper
+from fedpact.text import fares, upper
 
 _INSTEAD: Final = "result.records and result.summary"
 _DRAWN: Final = {
     "accuracy": figures.accuracy,
+    "loss": figures.loss,
     "sites": figures.site_accuracy,
     "epsilon": budgets.epsilon,
     "bytes": budgets.traffic,
@@ -45,8 +46,8 @@ class Result(Simulated):
         summary = self.summary
         rounds = summary.get("rounds", "no")
         parts = [f"{rounds} rounds", str(summary.get("status", "not ended"))]
-        if summary.get("accuracy") is not None:
-            parts.append(f"accuracy {percent(summary['accuracy'])}")
+        if summary.get("loss") is not None:
+            parts.append(" ".join(fares(summary.get("accuracy"), summary["loss"])))
         parts.append(self._privacy)
         return f"Result({', '.join(parts)}; {str(self.folder)!r})"
 
@@ -82,8 +83,8 @@ class Result(Simulated):
     def figures(self) -> dict[str, Any]:
         """Return the report's figures as matplotlib Figures, by name; what there is to draw.
 
-        Names: accuracy, psi and other metrics, sites, epsilon, bytes, labels. A notebook shows each
-        by itself; `figure.savefig(path)` writes it with its legend.
+        Names: accuracy (or loss), psi and other metrics, sites, epsilon, bytes, labels. A notebook
+        shows each by itself; `figure.savefig(path)` writes it with its legend.
         """
         run = self._run
         drawn = {name: draw(run) for name, draw in _DRAWN.items()}
@@ -143,15 +144,15 @@ def run(
 
 
 def _bar(plan: Plan) -> OnRound:
-    """A notebook's bar: the round, the last accuracy, and the largest ε so far."""
-    bar, seen = Bar(plan.rounds), {"accuracy": ""}
+    """A notebook's bar: the round, how good the last model is, and the largest ε so far."""
+    bar, seen = Bar(plan.rounds), {"fares": ""}
 
     def show(record: RoundRecord) -> None:
         if record.accuracy is not None:
-            seen["accuracy"] = f"accuracy {percent(record.accuracy)}, "
+            seen["fares"] = f"{' '.join(fares(record.accuracy, record.loss))}, "
         most = max(record.epsilon.values(), default=0.0)
         spent = f"ε {upper(most)}" if plan.private else "NOT PRIVATE"
-        bar(record.round, seen["accuracy"] + spent)
+        bar(record.round, seen["fares"] + spent)
 
     return show
 

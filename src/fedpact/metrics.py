@@ -234,8 +234,8 @@ METRICS: Final[dict[str, Metric]] = {
         form="number",
         note="spread of the sites' losses; 0 is even",
         about="Ψ(w) = Σ pᵢ (Fᵢ(w) − F(w))², the spread of the sites' mean losses; 0 means that all "
-        "sites fare alike. It is in squared units of the loss: compare it between runs of equal "
-        "accuracy only.",
+        "sites fare alike. It is in squared units of the loss: compare it between runs that are "
+        "equally good only.",
     ),
 }
 """Name -> metric. It stands in rounds.jsonl, summary.json, the page, the comparison and their JSON

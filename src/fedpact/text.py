@@ -1,6 +1,7 @@
 """Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
 
 import math
+from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Literal
 
@@ -81,6 +82,27 @@ def percent(value: float | None) -> str:
     if value is None:
         return _MISSING
     return f"{100 * value:.1f} %" if math.isfinite(value) else "not a number"
+
+
+def fares(
+    accuracy: float | None, loss: float | None, form: Callable[[float | None], str] = percent
+) -> tuple[str, str]:
+    """Return by what a model is judged, and its value: accuracy, or mean loss where there is none.
+
+    Labels that are numbers are not right or wrong: their accuracy is NaN. None: not evaluated.
+    form: of an accuracy.
+
+    >>> fares(0.9234, 0.25), fares(math.nan, 0.25), fares(None, None)
+    (('accuracy', '92.3 %'), ('mean loss', '0.25'), ('accuracy', '–'))
+    """
+    if loss is not None and (accuracy is None or math.isnan(accuracy)):
+        return "mean loss", number(loss)
+    return "accuracy", form(accuracy)
+
+
+def exact_percent(value: float | None) -> str:
+    """Return a fraction in per cent with two decimals, as a terminal has it: 92.34%."""
+    return _MISSING if value is None else f"{value:.2%}"
 
 
 def size(count: float) -> str:

@@ -31,7 +31,7 @@ from fedpact.report.effort import NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort
 from fedpact.report.outcomes import Comparison
 from fedpact.tasks.measures import shown
-from fedpact.text import percent
+from fedpact.text import fares
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 
@@ -106,18 +106,18 @@ class _Live:
             style = "red" if news.failed is not None else None
             self._line(f"{run}: {'FAILED: ' + news.failed if news.failed else 'ended'}", style)
             return
-        rounds, accuracy = job.plan.rounds, percent(news.accuracy)
+        rounds, told = job.plan.rounds, " ".join(fares(news.accuracy, news.loss))
         if job not in self._tasks:
-            self._tasks[job] = self._progress.add_task(accuracy, total=rounds, run=run)
-        if news.accuracy is None:
+            self._tasks[job] = self._progress.add_task(told, total=rounds, run=run)
+        if news.accuracy is None and news.loss is None:
             self._progress.update(self._tasks[job], completed=news.round)
             return
-        self._progress.update(self._tasks[job], completed=news.round, description=accuracy)
+        self._progress.update(self._tasks[job], completed=news.round, description=told)
         now = time.monotonic()
         if now - self._told.get(job, -_BETWEEN_LINES) >= _BETWEEN_LINES:
             self._told[job] = now
             if not self._console.is_terminal:
-                self._line(f"{run}: round {news.round}/{rounds}  {accuracy}")
+                self._line(f"{run}: round {news.round}/{rounds}  {told}")
 
     def _line(self, text: str, style: str | None = None) -> None:
         self._console.print(Text(text, style=style or ""))
@@ -140,16 +140,16 @@ def _print(comparison: Comparison) -> None:
     table.add_column("")
     table.add_column("seeds", justify="right")
     metrics = [shown(name).label for name in comparison.measured]
-    for heading in ("accuracy", *metrics, "worst site", "ε", "rounds", "bytes", "seconds"):
+    for heading in (comparison.judged, *metrics, "worst site", "ε", "rounds", "bytes", "seconds"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):
-        figures = (row.accuracy, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
+        figures = (row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
     out.print(_effort(comparison))
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
-    pooled = ("accuracy (on held-out records)",) if comparison.pooled else ()
+    pooled = (f"{comparison.judged} (on held-out records)",) if comparison.pooled else ()
     simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")

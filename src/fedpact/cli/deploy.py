@@ -21,7 +21,7 @@ from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.family import spend_of
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.text import upper
+from fedpact.text import exact_percent, fares, upper
 
 _POLL_SECONDS = 0.5
 _SHOWN = 5
@@ -122,7 +122,8 @@ def _follow(directory: Path) -> None:
 
 
 def _line(record: RoundRecord) -> str:
-    accuracy = "" if record.accuracy is None else f"  accuracy {record.accuracy:.2%}"
+    found = fares(record.accuracy, record.loss, exact_percent)
+    accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
     refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
     alone = max(record.epsilon_alone.values(), default=None)
     spent = upper(max(record.epsilon.values()))

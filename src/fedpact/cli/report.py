@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from rich.text import Text
 from fedpact.api import load
 from fedpact.cli.console import show
 from fedpact.engines.served import Predictions
+from fedpact.errors import InputError
 from fedpact.files import write_whole
 from fedpact.report.page import headline, write_page
 from fedpact.report.reading import RunFolder, read_run
@@ -55,18 +57,30 @@ def _print(run: RunFolder, path: Path) -> None:
 
 
 def predict(run: Path, records: Path, out: Path | None, as_json: bool) -> None:
-    """Carry out `fedpact predict`. out: the .csv file to write, or None for standard output."""
+    """Carry out `fedpact predict`. out: the file to write, or None for standard output.
+
+    A .csv file, or of any model an .npz with arrays labels, probabilities, used and classes. Raises
+    InputError: answers of many pixels that no line of a CSV holds.
+    """
     found = load(run).predict(records)
-    text = _as_csv(found)
-    if out is not None:
+    arrays = out is not None and out.suffix.lower() == ".npz"
+    if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
+        raise InputError(
+            f"{run} answers each record with a class for every pixel, which no line of a CSV "
+            "holds: name an .npz file, --out answers.npz, or use --json"
+        )
+    text = "" if found.labels.ndim > 1 else _as_csv(found)
+    if out is not None and arrays:
+        stored = io.BytesIO()
+        np.savez_compressed(stored, **{**vars(found), "classes": np.array(found.classes, str)})
+        write_whole(out, stored.getvalue(), private=True)
+    elif out is not None:
         # What is said of single records is their holder's.
         write_whole(out, text.encode(), private=True)
     document = {
         "classes": list(found.classes),
         "labels": found.labels.tolist(),
-        "probabilities": [
-            [None if math.isnan(p) else p for p in row] for row in found.probabilities.tolist()
-        ],
+        "probabilities": found.probabilities.tolist(),
     }
 
     def tell() -> None:
@@ -81,8 +95,8 @@ def evaluate(run: Path, records: Path, as_json: bool) -> None:
 
     def tell() -> None:
         Console(highlight=False, soft_wrap=True).print(
-            f"accuracy {score.accuracy:.2%}, mean loss {score.loss:.4g}, on {score.records:,} "
-            "records that are used: exact figures, released to nobody"
+            f"{score}, on {score.records:,} records that are used: exact figures, released to "
+            "nobody"
         )
 
     show(asdict(score), as_json, tell)

@@ -1,6 +1,5 @@
 """`fedpact run`, `resume` and `extend`: carry out a plan and show it as it goes."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.tasks.measures import shown
-from fedpact.text import guarded, size, upper, written
+from fedpact.text import exact_percent, fares, guarded, size, upper, written
 
 
 def run(
@@ -95,7 +94,7 @@ class _Live:
 
     def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
         self._plan, self._folder, self._console = plan, Folder(folder), console
-        self._accuracy, self._sent = "-", 0
+        self._fares, self._sent = "accuracy -", 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
         self._progress = Progress(
@@ -117,11 +116,11 @@ class _Live:
 
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
-            self._accuracy = f"{record.accuracy:.2%}"
+            self._fares = " ".join(fares(record.accuracy, record.loss, exact_percent))
         self._metrics |= {shown(name).label: f"{v:.3g}" for name, v in record.metrics.items()}
         self._sent += record.bytes_up + record.bytes_down
         metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
-        line = f"accuracy {self._accuracy}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
+        line = f"{self._fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
         self._progress.update(self._task, completed=record.round, description=line)
         if not self._console.is_terminal:
             left = self._left(record.round)
@@ -171,22 +170,20 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     out.print(
         f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ends[summary['status']]}"
     )
-    if summary["accuracy"] is not None:
-        out.print(f"accuracy   {summary['accuracy']:.2%}")
-    if summary["average"]:
-        out.print(
-            f"average    {summary['average']['accuracy']:.2%} ({plan.server.average} average)"
-        )
+    if summary["loss"] is not None:
+        label, value = fares(summary["accuracy"], summary["loss"], exact_percent)
+        out.print(f"{label:<10} {value}")
+    if (average := summary["average"]) is not None:
+        label, value = fares(average["accuracy"], average["loss"], exact_percent)
+        its = "" if label == "accuracy" else f"{label} "
+        out.print(f"average    {its}{value} ({plan.server.average} average)")
     for name, value in result.records[-1].metrics.items():
         out.print(f"{shown(name).label:<10} {written(shown(name).form, value)}")
     if summary["worst_site"] is not None:
         worst = summary["worst_site"]
-        its = (
-            f"loss {worst['loss']:.4g}"
-            if math.isnan(worst["accuracy"])
-            else f"{worst['accuracy']:.2%}"
-        )
-        out.print(f"worst site {worst['site']} at {its} (simulator only)")
+        label, value = fares(worst["accuracy"], worst["loss"], exact_percent)
+        its = "" if label == "accuracy" else f"{label} "
+        out.print(f"worst site {worst['site']} at {its}{value} (simulator only)")
     if plan.private:
         out.print(
             f"privacy    ε <= {_spent(summary)} at δ = "

@@ -23,6 +23,7 @@ from fedpact.folder import Folder, check_out
 from fedpact.methods.released import check_as_declared
 from fedpact.own.named import is_handed
 from fedpact.plan import Plan
+from fedpact.records.rounds import strict
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.counted import counted as trying
 from fedpact.report.outcomes import (
@@ -105,7 +106,7 @@ def compare(
     if counted:
         comparison = replace(comparison, counted=trying(private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document(comparison), indent=2, default=str) + "\n"
+    text = json.dumps(strict(document(comparison)), indent=2, default=str) + "\n"
     write_whole(folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
     return Compared(**{each.name: getattr(comparison, each.name) for each in fields(comparison)})

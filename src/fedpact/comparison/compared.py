@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.metrics import METRICS
 from fedpact.report.charts.overlay import on_the_way, sweeps
 from fedpact.report.comparison import inequality, rows
 from fedpact.report.outcomes import Comparison
@@ -15,14 +14,14 @@ class Compared(Comparison):
     """A comparison that has been made; see report.outcomes.Comparison, whose fields these are."""
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{row.name} {row.accuracy}" for row in rows(self)[:8])
+        named = ", ".join(f"{row.name} {row.fares}" for row in rows(self)[:8])
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
         return f"Comparison({named}{more}; {len(self.outcomes)} runs{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        headings = ("", "seeds", "accuracy", "worst site", "ε", "bytes")
-        cells = [(r.name, r.seeds, r.accuracy, r.worst, r.epsilon, r.bytes) for r in rows(self)]
+        headings = ("", "seeds", self.judged, "worst site", "ε", "bytes")
+        cells = [(r.name, r.seeds, r.fares, r.worst, r.epsilon, r.bytes) for r in rows(self)]
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
         return listing(headings, cells, title=inequality(self) or "Comparison", note=note)
 
@@ -37,8 +36,9 @@ class Compared(Comparison):
                 "seed": outcome.seed,
                 **(self.points[entry.name].values if entry.name in self.points else {}),
                 "accuracy": outcome.accuracy,
+                "loss": outcome.loss,
                 "worst_accuracy": outcome.worst,
-                **{name: outcome.metric(name) for name in METRICS},
+                **{name: outcome.metric(name) for name in self.measured},
                 "epsilon": outcome.epsilon,
                 "delta": outcome.delta,
                 "rounds": outcome.rounds,

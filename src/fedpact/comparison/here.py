@@ -26,7 +26,7 @@ def carry_out_here(
 
 def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | None:
     def on_round(record: RoundRecord) -> None:
-        on_news(News(job, record.round, record.accuracy))
+        on_news(News(job, record.round, record.accuracy, record.loss))
 
     try:
         run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)

@@ -47,6 +47,7 @@ class News:
     job: Job
     round: int = 0
     accuracy: float | None = None
+    loss: float | None = None
     ended: bool = False
     failed: str | None = None
 
@@ -133,7 +134,7 @@ class _Pool:
                 said = json.loads(line)
                 refusal = said.get("error", refusal)
                 if "round" in said:
-                    self._queue.put(News(job, said["round"], said["accuracy"]))
+                    self._queue.put(News(job, said["round"], said["accuracy"], said["loss"]))
         return refusal
 
     def news(self) -> Iterable[News]:

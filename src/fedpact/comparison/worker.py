@@ -1,10 +1,10 @@
 """One run of a comparison in a process of its own: `python -m fedpact.comparison.worker`.
 
 Standard input: {"plan": plan.json's content, "folder": path, "path": where modules lie}. Standard
-output: one JSON object a line, {"round": r, "accuracy": a or null} after each round and at most one
-{"error": paragraph}. What else the run prints goes to standard error. Exit code 0:
-ended, or stopped by an interrupt after the round under way; 2: refused, with an error line; else a
-bug, with a traceback.
+output: one JSON object a line, {"round": r, "accuracy": a or null, "loss": likewise} after each
+round and at most one {"error": paragraph}. What else the run prints goes to standard error. Exit
+code 0: ended, or stopped by an interrupt after the round under way; 2: refused, with an error line;
+else a bug, with a traceback.
 """
 
 import json
@@ -18,6 +18,7 @@ from fedpact.api import run
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.records.rounds import strict
 
 
 class _Stop:
@@ -41,10 +42,10 @@ def main() -> int:
 
     def say(**line: Any) -> None:
         # Whoever reads may have died: the broken pipe then ends this process, too.
-        print(json.dumps(line), file=channel, flush=True)
+        print(json.dumps(strict(line)), file=channel, flush=True)
 
     def on_round(record: RoundRecord) -> None:
-        say(round=record.round, accuracy=record.accuracy)
+        say(round=record.round, accuracy=record.accuracy, loss=record.loss)
 
     asked = json.load(sys.stdin)
     sys.path += [place for place in asked["path"] if place not in sys.path]

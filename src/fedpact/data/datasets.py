@@ -16,7 +16,8 @@ import torch
 from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import RecordForm
-from fedpact.data.given import Given, array_of, check_shapes, sifted_arrays
+from fedpact.data.given import Given, array_of, check_shapes, labels_of, sifted_arrays
+from fedpact.data.given.classes import class_names, sorted_names
 from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
@@ -165,14 +166,14 @@ def from_arrays(
     """
     pairs = [(x, y)] if test is None else [(x, y), test]
     ends = ("", "_test")[: len(pairs)]
-    given = [
-        (array_of(name, "x" + end, a), array_of(name, "y" + end, b))
-        for end, (a, b) in zip(ends, pairs, strict=True)
-    ]
+    given = list[tuple[np.ndarray, np.ndarray]]()
+    for end, (a, b) in zip(ends, pairs, strict=True):
+        xs = array_of(name, "x" + end, a)
+        given.append((xs, labels_of(name, "y" + end, b, form.target.kind, xs.ndim)))
     for end, (xs, ys) in zip(ends, given, strict=True):
         check_shapes(name, end, xs, ys, kind=form.target.kind)
     labels = [ys for _, ys in given]
-    names = _class_names(labels, form) if classes is None else tuple(map(str, classes))
+    names = class_names(name, labels, form) if classes is None else tuple(map(str, classes))
     values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
     parts = [
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
@@ -233,7 +234,7 @@ def _from_table(
         classes = (table.label,)
     elif classes is None:
         used = sieve.good.tolist()
-        classes = _sorted_names([v for v, good in zip(labels, used, strict=True) if good])
+        classes = sorted_names(name, [v for v, good in zip(labels, used, strict=True) if good])
     names = tuple(map(str, classes))
     y = targets_of(labels, names, form, table.label, sieve, how="names")
     sites = None
@@ -283,29 +284,3 @@ def _dataset(
         person=None if persons is None else tuple(map(str, persons[own].tolist())),
         description=f"{name}: {what}" if features else f"{name}, {what}",
     )
-
-
-def _class_names(labels: list[np.ndarray], form: RecordForm) -> tuple[str, ...]:
-    if form.target.kind == "number":
-        return ("value",)
-    if form.target.kind == "several":
-        return tuple(map(str, range(labels[0].shape[1])))
-    if labels[0].dtype.kind == "U":
-        return _sorted_names([str(v) for part in labels for v in part.tolist()])
-    found = np.concatenate([part[np.isfinite(part)] for part in labels])
-    largest, records = int(max(found, default=0)), sum(part.size for part in labels)
-    if largest >= max(records, 2):
-        raise DataError(
-            f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
-            f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
-        )
-    return tuple(map(str, range(max(largest, 0) + 1)))
-
-
-def _sorted_names(labels: Sequence[str]) -> tuple[str, ...]:
-    names = sorted({label.strip() for label in labels if not is_missing(label.strip())})
-    try:
-        numbers = [float(name) for name in names]
-    except ValueError:
-        return tuple(names)
-    return tuple(name for _, name in sorted(zip(numbers, names, strict=True)))

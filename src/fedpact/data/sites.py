@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpact.data.form import RecordForm
-from fedpact.data.given import Given, Sifted, array_of, check_shapes, sifted_arrays
+from fedpact.data.given import Given, Sifted, array_of, check_shapes, labels_of, sifted_arrays
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_table, persons_of
 from fedpact.data.sieve import Sieve
@@ -80,7 +80,8 @@ def _site_arrays(
             "[records] of federation.toml"
         )
     arrays = read_npz(path)
-    x, y = (array_of(str(path), what, arrays[what]) for what in ("x", "y"))
+    x = array_of(str(path), "x", arrays["x"])
+    y = labels_of(str(path), "y", arrays["y"], form.target.kind, x.ndim)
     check_shapes(str(path), "", x, y, least=0, kind=form.target.kind)
     _check_form(path, x.shape[1:], shape)
     found = sifted_arrays(str(path), (x, y), classes, form, values)

@@ -173,7 +173,7 @@ def _last_round(server: Path) -> dict[str, Any] | None:
         return None
     with understood(path, "the server says more when it is started"):
         record = RoundRecord.from_json(lines[-1].decode())
-    told = ("round", "accuracy", "epsilon", "epsilon_alone", "refused", "seconds")
+    told = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
     return {name: getattr(record, name) for name in told}
 
 

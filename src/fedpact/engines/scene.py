@@ -227,7 +227,9 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     train = stage(raw.x, example, raw.name, cache, features)
     of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
     data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
-    kernel = Workshop.of(plan, data.x[0], len(data.classes)).bench(check=True).kernel
+    workshop = Workshop.of(plan, data.x[0], len(data.classes))
+    kernel = workshop.bench(check=True).kernel
+    workshop.check_labels(data.y)
     good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
     if data.x_test is None or data.y_test is None or of_test is None:
         return _only(raw, data, good, None)

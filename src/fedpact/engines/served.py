@@ -4,9 +4,10 @@ They are read as the plan declares, scaled and turned into features by the same 
 what the sites released where they did. What is not fit to be used is answered with nothing.
 """
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,54 +17,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedpact.data.given import array_of
-from fedpact.data.given.handed import columns_of, named_labels
-from fedpact.data.given.targets import targets_of, unscaled
-from fedpact.data.own import numbers_of_array, numbers_of_table
-from fedpact.data.sieve import Sieve
-from fedpact.data.tables import Cells, Table, read_columns, read_npz
+from fedpact.data.given.targets import unscaled
+from fedpact.engines.asked import Asked, GivenForm, asked
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder, folder_of_run
-from fedpact.losses import Loss
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
 from fedpact.own.named import name_of
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
+from fedpact.tasks.measures import shown
+from fedpact.text import written
 
-FORM: Final = "records.json"
-_LABEL: Final = "\0label"
 _BATCH: Final = 1024
-
-
-@dataclass(frozen=True)
-class GivenForm:
-    """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
-
-    features: a table's columns in their order, () where nobody knows them or there are none.
-    """
-
-    shape: tuple[int, ...]
-    values: str
-    classes: tuple[str, ...]
-    features: tuple[str, ...] = ()
-
-    def write(self, folder: Folder) -> None:
-        """Write it into a run's folder."""
-        folder.write_json(FORM, asdict(self))
-
-    @staticmethod
-    def read(folder: Path) -> "GivenForm":
-        """Read it from a run's folder. Raises DataError: it has none."""
-        if not (folder / FORM).exists():
-            raise DataError(
-                f"{folder} has no {FORM}, which says what a record is: the run has not ended, or "
-                f"an earlier version made it; `fedpact resume {folder}` ends it, and writes that"
-            )
-        raw = Folder(folder).read_json(FORM)
-        shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
-        return GivenForm(shape, raw["values"], classes, features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +50,22 @@ class Predictions:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Evaluated(SiteScore):
+    """How good a model is on records. metrics: those of the plan's task, by name."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __str__(self) -> str:
+        """Return it as a sentence: accuracy, where there is any, mean loss, and the measures."""
+        found = [] if math.isnan(self.accuracy) else [f"accuracy {self.accuracy:.2%}"]
+        found.append(f"mean loss {self.loss:.4g}")
+        for name, value in self.metrics.items():
+            about = shown(name)
+            found.append(f"{about.label} {written(about.form, value)}")
+        return ", ".join(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,10 +119,12 @@ class Served:
     def staged(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return what the model is given of records, [m, ...], and which of the n these are.
 
-        records: a .csv, .parquet or .npz file, a table (a mapping or a DataFrame of columns), or an
-        array [n, *shape]; labels are passed over. Raises DataError: they are of another form.
+        records: as `asked` has them; labels are passed over. Raises DataError: of another form.
         """
-        x, sieve, features = self._read(records)
+        return self._staged(asked(records, self.plan, self.form))
+
+    def _staged(self, given: Asked) -> tuple[Tensor, np.ndarray]:
+        x, sieve, features = given.x, given.sieve, given.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         staged = stage(x, example, sieve.origin, None, features)
         made, good = staged.x, torch.from_numpy(sieve.good) & staged.good
@@ -179,27 +164,26 @@ class Served:
         best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
         return Predictions(names[best], found, used, classes)
 
-    def evaluate(self, records: Any, labels: Any = None) -> SiteScore:
-        """Return accuracy, mean loss and number of records that are used.
+    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
+        """Return how good the model is on records that are used: accuracy, mean loss, measures.
 
-        labels: the classes' names or numbers [n]; None where a file or a table has them, in the
-        plan's label column or in the array y. Raises DataError: none, or none that is used.
+        labels: the classes' names or numbers [n]; None where the records have their own, as in a
+        file, a table with the plan's label column, or pairs (x, y).
+        Raises DataError: none, or none that is used.
         """
-        given = self._labels(records) if labels is None else labels
-        x, used = self.staged(records)
-        column = self.plan.label or "y"
-        sieve = Sieve("labels", len(used), 0)
-        if len(given) != len(used):
-            raise DataError(f"there are {len(given)} labels for {len(used)} records: give one each")
-        how = self.plan.records.labels or ("names" if self._is_table(records) else None)
-        cells = given if self._is_table(records) else array_of("labels", "y", given)
-        form = self.plan.form.model_copy(update={"labels": how})
-        y = targets_of(cells, self.form.classes, form, column, sieve)
-        sieve.warn(values=True)
-        both = used & sieve.good
+        given = asked(records, self.plan, self.form)
+        given = given if labels is None else given.given(labels)
+        y, good = given.targets(self.plan.label or "y")
+        x, used = self._staged(given)
+        both = used & good
         if not both.any():
             raise DataError("no record with a label is used: there is nothing to evaluate")
-        return evaluate(self.model, self._loss, x[sieve.good[used]], torch.from_numpy(y[both]))
+        kept, classes = list[tuple[Tensor, Tensor]](), len(self.form.classes)
+        x, right = x[good[used]], torch.from_numpy(y[both])
+        score = evaluate(self.model, self.plan.task.per_record(classes), x, right, kept=kept)
+        outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        measures = self.plan.task.measures(classes).items()
+        return Evaluated(**vars(score), metrics={name: of(outputs, y) for name, of in measures})
 
     def export(self, path: Path) -> None:
         """Write the model alone for use without fedpact: .pt as TorchScript, .onnx as ONNX.
@@ -234,77 +218,9 @@ class Served:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
 
     @property
-    def _loss(self) -> Loss:
-        return self.plan.task.per_record(len(self.form.classes))
-
-    @property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.form.values)
 
     @property
     def _stage(self) -> Any:
         return self.plan.stage(self.at)
-
-    def _read(self, records: Any) -> tuple[Tensor, Sieve, tuple[str, ...]]:
-        form, own = self.plan.records.shared(), self.form
-        if self._is_table(records):
-            origin, table = self._table(records)
-            sieve = Sieve(origin, table.count, 1)
-            x = numbers_of_table(table, form, own.values, sieve)
-            return torch.from_numpy(x), sieve, table.features
-        origin, given = "records", records
-        if isinstance(records, str | Path):
-            origin, given = str(records), read_npz(Path(records), labelled=False)["x"]
-        array = array_of(origin, "x", given)
-        if array.shape[1:] != own.shape:
-            shape = ", ".join(map(str, own.shape))
-            raise DataError(
-                f"{origin}: x has shape {array.shape}: expected [n, {shape}], as the run's records "
-                "have; bring them into that form"
-            )
-        sieve = Sieve(origin, len(array), 0)
-        return (
-            torch.from_numpy(numbers_of_array(array, form, own.values, sieve)),
-            sieve,
-            own.features,
-        )
-
-    def _table(self, records: Any) -> tuple[str, Table]:
-        origin, columns, broken = _columns(records)
-        names = self.form.features
-        if not names:
-            roles = {self.plan.label, self.plan.site, self.plan.person}
-            names = tuple(name for name in columns if name not in roles)
-        missing = [name for name in names if name not in columns]
-        if missing or (len(names),) != self.form.shape:
-            raise DataError(
-                f"{origin} has the columns {', '.join(map(str, columns))}: expected the run's "
-                f"{self.form.shape[0]} features {', '.join(self.form.features)}"
-                + (f"; it lacks {', '.join(missing)}" if missing else "")
-            )
-        rows = len(columns[names[0]])
-        used: dict[str, Cells] = {name: columns[name] for name in names}
-        return origin, Table({**used, _LABEL: [""] * rows}, _LABEL, None, broken)
-
-    def _labels(self, records: Any) -> Sequence[Any]:
-        if self._is_table(records):
-            origin, columns, _ = _columns(records)
-            if self.plan.label in columns:
-                return named_labels(records, self.plan.label, columns)
-            raise DataError(f"{origin} has no column {self.plan.label!r}: give the labels")
-        if isinstance(records, str | Path):
-            return read_npz(Path(records))["y"].tolist()
-        raise DataError("labels is None: give the labels of an array's records")
-
-    @staticmethod
-    def _is_table(records: Any) -> bool:
-        if isinstance(records, str | Path):
-            return Path(records).suffix.lower() in (".csv", ".parquet")
-        named = (hasattr(records, key) for key in ("columns", "column_names"))
-        return isinstance(records, Mapping) or any(named)
-
-
-def _columns(records: Any) -> tuple[str, Mapping[str, Cells], Mapping[int, str]]:
-    if isinstance(records, str | Path):
-        return str(records), *read_columns(Path(records))
-    return "table", columns_of(records) or {}, {}

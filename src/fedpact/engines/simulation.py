@@ -21,6 +21,7 @@ from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.draws.seeded import DRAWS
+from fedpact.engines.asked import GivenForm
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
@@ -30,7 +31,7 @@ from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
 from fedpact.engines.run import environment_of, finish, start, tell_waits
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
-from fedpact.engines.served import GivenForm, Predictions, Served
+from fedpact.engines.served import Evaluated, Predictions, Served
 from fedpact.engines.statement import of_simulation
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
@@ -40,7 +41,7 @@ from fedpact.evaluation.early import Early
 from fedpact.files import settle
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
-from fedpact.messages import RoundRecord, SiteScore, State
+from fedpact.messages import RoundRecord, State
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
@@ -82,8 +83,8 @@ class Simulated:
         """Return what the model says of records, read as in training; see served.Served.staged."""
         return self._served.predict(records)
 
-    def evaluate(self, records: Any, labels: Any = None) -> SiteScore:
-        """Return accuracy and loss on labelled records; see served.Served.evaluate."""
+    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
+        """Return accuracy, loss and measures on labelled records; see served.Served.evaluate."""
         return self._served.evaluate(records, labels)
 
     def export(self, path: Path | str) -> None:

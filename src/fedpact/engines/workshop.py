@@ -27,6 +27,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.tasks.losses import check_loss
+from fedpact.tasks.measures import check_measures
 
 if TYPE_CHECKING:
     from fedpact.engines.stacked import Ask
@@ -95,6 +96,21 @@ class Workshop:
         if check:
             self._verify(kernel)
         return Bench(kernel)
+
+    def check_labels(self, y: Tensor) -> None:
+        """Try outputs and metrics on made-up records with labels like y [n, ...].
+
+        Raises ModelError: a mask of another size than the model's, or a metric that is no number.
+        """
+        with torch.no_grad():
+            outputs = self.module().eval()(self.made_up()[0])
+        if y.ndim > 2 and outputs.shape[2:] != y.shape[1:]:
+            raise ModelError(
+                f"model {self.plan.model!r} answers a record with {tuple(outputs.shape[1:])}, and "
+                f"its mask has shape {tuple(y.shape[1:])}: expected {self.classes} scores for each "
+                "pixel of the mask; let the model keep height and width, or bring the masks to its"
+            )
+        check_measures(self.plan.task.measures(self.classes), outputs, y, self.classes)
 
     def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
         try:

@@ -54,7 +54,9 @@ def build(
         except Exception as error:
             raise ModelError(
                 f"model {name!r}: calling it with shape {shape} and {classes} classes failed with "
-                f"{type(error).__name__}: {error}; expected {_FORM}"
+                f"{type(error).__name__}: {error}; expected {_FORM}: its first "
+                "argument is a record's shape, so one that takes the number of features is handed "
+                "in as lambda shape, classes: Net(shape[0], classes)"
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
@@ -106,12 +108,19 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
     finally:
         module.train(training)
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    if kind == "number" and shape == (2,):
-        return
-    if kind == "pixels" and len(shape) > 2 and shape[:2] == (2, classes):
-        return
-    if shape != (2, classes):
+    whole = shape == (2, classes)
+    fits = {
+        "number": whole or shape == (2,),
+        "pixels": len(shape) > 2 and shape[:2] == (2, classes),
+    }.get(kind, whole)
+    if not fits:
+        many = {
+            "number": "the labels are numbers, so expected (2, 1) or (2,)",
+            "pixels": f"each pixel has one of {classes} classes, so expected (2, {classes}, height,"
+            " width)",
+            "several": f"there are {classes} labels, so expected (2, {classes})",
+        }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
         raise ModelError(
-            f"model {name!r} answers a batch of 2 with {shape}: the labels have {classes} classes, "
-            f"so expected (2, {classes}); let the factory size its last layer by `classes`"
+            f"model {name!r} answers a batch of 2 with {shape}: {many}; let the factory size its "
+            "last layer by `classes`"
         )

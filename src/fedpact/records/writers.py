@@ -39,7 +39,8 @@ def numbers(record: RoundRecord) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a round by name; those that it does not have are left out."""
     for name in ("accuracy", "loss"):
         value = getattr(record, name)
-        if value is not None:
+        # Of labels that are numbers there is no accuracy.
+        if value is not None and not (name == "accuracy" and math.isnan(value)):
             yield name, value
     if record.epsilon:
         yield "epsilon/largest", max(record.epsilon.values())

@@ -21,7 +21,7 @@ from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
-from fedpact.text import duration, number, percent, size, upper, written
+from fedpact.text import duration, fares, number, percent, size, upper, written
 
 SHARED = (
     "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
@@ -39,7 +39,7 @@ class Row:
 
     name: str
     seeds: str
-    accuracy: str
+    fares: str
     metrics: tuple[str, ...]
     worst: str
     epsilon: str
@@ -55,9 +55,9 @@ def rows(comparison: Comparison) -> list[Row]:
         Row(
             name=entry.name,
             seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
-            accuracy=_percent(entry.spread(lambda o: o.accuracy)),
+            fares=_fares(entry, comparison.judged),
             metrics=tuple(_metric(entry, name) for name in comparison.measured),
-            worst=_percent(entry.spread(lambda o: o.worst)),
+            worst=_worst(entry),
             epsilon=_epsilon(entry),
             rounds=_number(entry.spread(lambda o: o.rounds)),
             bytes=_with(entry.spread(lambda o: o.bytes), size),
@@ -212,7 +212,8 @@ def render(comparison: Comparison) -> str:
         effort=effort(comparison),
         effort_headings=EFFORT,
         effort_note=EFFORT_NOTE,
-        fair=_fair_rows(comparison),
+        judged=comparison.judged,
+        fair=_fair_rows(comparison) if comparison.judged == "accuracy" else (),
         guarantees=guarantees(comparison),
         plain=[entry.name for entry in comparison.entries if entry.private is False],
         seeded=any(outcome.run.private and outcome.run.seeded for _, outcome in outcomes),
@@ -289,6 +290,17 @@ def _percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
 
 
+def _fares(entry: Entry, judged: str) -> str:
+    if judged == "accuracy":
+        return _percent(entry.spread(lambda o: o.accuracy))
+    return _number(entry.spread(lambda o: o.loss))
+
+
+def _worst(entry: Entry) -> str:
+    found = entry.spread(lambda o: o.worst)
+    return _percent(found) if found else _number(entry.spread(lambda o: o.worst_loss))
+
+
 def _metric(entry: Entry, name: str) -> str:
     spread = entry.spread(methodcaller("metric", name))
     return _percent(spread) if shown(name).form == "percent" else _number(spread)
@@ -350,9 +362,9 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
             if outcome:
                 row["why"] = outcome.run.status
                 row["cells"] = (
-                    percent(outcome.accuracy),
+                    fares(outcome.accuracy, outcome.loss)[1],
                     *(written(shown(name).form, outcome.metric(name)) for name in names),
-                    percent(outcome.worst),
+                    fares(outcome.worst, outcome.worst_loss)[1],
                     _spent(outcome),
                 )
             found.append(row)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import DataError
-from fedpact.metrics import METRICS, Fairness, fairness
+from fedpact.metrics import METRICS, Fairness, fairness, ranking
 from fedpact.report import evaluations
 from fedpact.report.counted import Trying
 from fedpact.report.equality import Difference, Document, differences
@@ -37,8 +37,9 @@ class Outcome:
 
     @property
     def accuracy(self) -> float | None:
-        """Of the last model, on public test data or on all held-out records; None if unknown."""
-        return self.run.evaluated[-1].accuracy if self.run.evaluated else None
+        """Of the last model, on public test data or all held-out records; None without one."""
+        found = self.run.evaluated[-1].accuracy if self.run.evaluated else None
+        return found if self.run.counted else None
 
     @property
     def loss(self) -> float | None:
@@ -54,13 +55,18 @@ class Outcome:
     def fairness(self) -> Fairness | None:
         """How the last model's accuracy is spread over the sites; None without held-out records."""
         scores = self.run.scores
-        counted = not all(math.isnan(score.accuracy) for score in scores.values())
-        return fairness(scores) if scores and counted else None
+        return fairness(scores) if scores and self.run.counted else None
 
     @property
     def worst(self) -> float | None:
         """Accuracy at the site that the last model serves worst."""
         return self.fairness["worst_accuracy"] if self.fairness else None
+
+    @property
+    def worst_loss(self) -> float | None:
+        """Mean loss at that site where there is no accuracy; None where there is."""
+        scores = self.run.scores
+        return scores[ranking(scores)[0]].loss if scores and not self.run.counted else None
 
     @property
     def epsilon(self) -> float | None:
@@ -257,9 +263,15 @@ class Comparison:
         return list(dict.fromkeys([*METRICS, *found]))
 
     @property
+    def judged(self) -> str:
+        """By what the models are judged: "accuracy", or "mean loss" where no run has any."""
+        counted = [outcome.run.counted for _, outcome in self.outcomes]
+        return "accuracy" if any(counted) or not counted else "mean loss"
+
+    @property
     def pooled(self) -> bool:
         """Whether held-out records stand in for a public test set: simulator only."""
-        return any(bool(o.run.privacy.get("accuracy_pooled")) for _, o in self.outcomes)
+        return any(o.run.pooled for _, o in self.outcomes)
 
     @cached_property
     def differences(self) -> list[Difference]:

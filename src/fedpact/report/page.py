@@ -17,7 +17,7 @@ from fedpact.report.reading import RunFolder, read_run, setting_called
 from fedpact.report.repeat import repeat
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
-from fedpact.text import duration, lower, number, percent, size, upper, written
+from fedpact.text import duration, fares, lower, number, percent, size, upper, written
 from fedpact.theory.accounting import ACCOUNTANTS
 
 _STATUS = {
@@ -70,7 +70,7 @@ def render(run: RunFolder) -> str:
 
     given, defaults = _settings(run.plan)
     metrics = (figures.metric(run, name) for name in run.measured)
-    learned = (figures.accuracy(run), *metrics, figures.site_accuracy(run))
+    learned = (figures.accuracy(run), figures.loss(run), *metrics, figures.site_accuracy(run))
     return page(
         "page",
         run=run,
@@ -134,23 +134,19 @@ def headline(run: RunFolder) -> list[Card]:
 
 def _learning_cards(run: RunFolder) -> list[Card]:
     cards = []
-    pooled = bool(run.privacy.get("accuracy_pooled"))
+    pooled = run.pooled
     if run.evaluated:
         last = run.evaluated[-1]
         loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
         if pooled:
             loss += ", on the sites' own held-out records: "
             loss += "its head is each site's own" if run.head else "there is no public test set"
-        if math.isnan(last.accuracy or 0.0) and math.isfinite(last.loss or 0.0):
-            # A number is not right or wrong.
-            cards.append(Card("mean loss", number(last.loss), loss, simulator_only=pooled))
-        else:
-            cards.append(Card("accuracy", percent(last.accuracy), loss, simulator_only=pooled))
+        cards.append(Card(*fares(last.accuracy, last.loss), loss, simulator_only=pooled))
         if last.average:
             kind = run.plan["server"]["average"]
             note = f"the {kind} average of the rounds' models; mean loss "
             note += number(last.average["loss"])
-            value = percent(last.average["accuracy"])
+            value = fares(last.average["accuracy"], last.average["loss"])[1]
             cards.append(Card("averaged model", value, note, simulator_only=pooled))
     if (found := evaluations.headline(run)) is not None:
         cards.append(Card("accuracy, released", *found))

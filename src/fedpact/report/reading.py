@@ -136,9 +136,16 @@ class RunFolder:
         return list(dict.fromkeys(name for record in self.records for name in record.metrics))
 
     @property
+    def pooled(self) -> bool:
+        """Whether held-out records stand in for a public test set: simulator only."""
+        return bool(self.privacy.get("accuracy_pooled"))
+
+    @property
     def counted(self) -> bool:
-        """Whether any site has an accuracy: of labels that are numbers none has."""
-        return not all(math.isnan(score.accuracy) for score in self.scores.values())
+        """Whether there is an accuracy: of labels that are numbers there is none."""
+        found = [score.accuracy for score in self.scores.values()]
+        found += [record.accuracy or 0.0 for record in self.evaluated[-1:]]
+        return not found or not all(map(math.isnan, found))
 
     @property
     def scores(self) -> Mapping[str, SiteScore]:

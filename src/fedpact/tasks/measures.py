@@ -170,6 +170,29 @@ def measures_of(
     return {short(name): _measure(name, kind) for name in named}
 
 
+def check_measures(
+    measures: Mapping[str, Callable[[Tensor, Tensor], float]],
+    outputs: Tensor,
+    y: Tensor,
+    classes: int,
+) -> None:
+    """Take each measure once of made-up outputs and labels. Raises ModelError: it is no number.
+
+    outputs, y [n, ...]: of which only the form counts. Every class or label has records.
+    """
+    count = max(8, 2 * min(classes, 32))
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(count, *outputs.shape[1:], generator=generator, dtype=outputs.dtype)
+    shape = (count, *y.shape[1:])
+    if y.is_floating_point():
+        labels = torch.rand(shape, generator=generator)
+        labels = labels * 2 - 1 if y.ndim == 1 else labels.round()
+    else:
+        labels = (torch.arange(math.prod(shape)) % classes).reshape(shape)
+    for of in measures.values():
+        of(made, labels)
+
+
 def short(name: str) -> str:
     """Return what a metric is called where it is shown: the last part of package.module:name."""
     return name.rpartition(":")[2].partition("@")[0]

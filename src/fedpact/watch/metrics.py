@@ -26,6 +26,7 @@ _HELP: Final = {
     "fedpact_bytes_down_total": ("counter", "Bytes sent to sites."),
     "fedpact_bytes_up_total": ("counter", "Bytes that sites sent."),
     "fedpact_accuracy": ("gauge", "Accuracy of the last evaluated model."),
+    "fedpact_loss": ("gauge", "Mean loss of the last evaluated model."),
     "fedpact_ended": ("gauge", "Whether the run has ended."),
 }
 
@@ -49,8 +50,9 @@ def _of_run(of: Mapping[str, Any]) -> Iterator[Sample]:
     yield "fedpact_bytes_down_total", run, of["bytes_down"]
     yield "fedpact_bytes_up_total", run, of["bytes_up"]
     yield "fedpact_ended", run, of["status"] not in ("running", "not begun")
-    seen = [each["accuracy"] for each in of["history"] if each["accuracy"] is not None]
-    yield "fedpact_accuracy", run, seen[-1] if seen else None
+    for key in ("accuracy", "loss"):
+        seen = [each[key] for each in of["history"] if each[key] is not None]
+        yield f"fedpact_{key}", run, seen[-1] if seen else None
     for site, each in of["sites"].items():
         labels = {**run, "site": site}
         yield "fedpact_epsilon_spent", labels, each["epsilon_spent"]

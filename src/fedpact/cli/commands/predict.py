@@ -15,7 +15,7 @@ def predict(
     run: Run,
     records: File,
     out: Annotated[
-        Path | None, typer.Option(help="The .csv file to write; none prints it.")
+        Path | None, typer.Option(help="The .csv or .npz file to write; none prints.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,7 +1,9 @@
 """Records as somebody gave them, in arrays or a table, and those of them that are used."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from fedpact.data.form import RecordForm
 from fedpact.data.given.targets import targets_of
-from fedpact.data.own import numbers_of_array
+from fedpact.data.own import is_blank, numbers_of_array
 from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
 
@@ -65,9 +67,13 @@ def sifted_arrays(
 
 
 def array_of(name: str, what: str, values: Any) -> np.ndarray:
-    """Return numbers or text as an array. Raises DataError: they are something else."""
+    """Return numbers or text as an array. Raises DataError: they are something else.
+
+    Objects are what they hold: text, or numbers, of which None and pandas' <NA> are missing ones.
+    """
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        array = _plain(array) if array.dtype.kind in "OT" else array
     except ValueError as error:
         raise DataError(
             f"data set {name}: {what} is no array ({error}): expected rows of equal length"
@@ -77,6 +83,31 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
             f"data set {name}: {what} has type {array.dtype}: expected numbers, or strings for "
             "labels; convert it first"
         )
+    return array
+
+
+def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
+    """Return labels as an array, without an axis of length 1 that says nothing.
+
+    Of classes and numbers [n, 1], of pixels [n, 1, h, w] beside images. axes: those of x.
+    """
+    y = array_of(name, what, values)
+    most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
+    return y[:, 0] if y.ndim == most and y.shape[1] == 1 else y
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return an array of Python's text, numbers or arrays as numpy's own; others as they are."""
+    cells = array.reshape(-1).tolist()
+    known = [value for value in cells if isinstance(value, str) or not is_blank(value)]
+    if all(isinstance(value, str) for value in known):
+        return np.array([v if isinstance(v, str) else "" for v in cells], str).reshape(array.shape)
+    if all(isinstance(value, Number | np.bool_) for value in known):
+        found = np.array([math.nan if is_blank(value) else value for value in cells])
+        found = found.reshape(array.shape)
+        return found.astype(float) if found.dtype.kind == "O" else found
+    if array.ndim == 1 and all(isinstance(value, np.ndarray | list) for value in known):
+        return np.stack([np.asarray(value) for value in cells])
     return array
 
 

@@ -11,24 +11,28 @@ Pillow's images become arrays [channels, height, width] of 0..255, which nothing
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
-
-import numpy as np
-from torch import Tensor
-from torch.utils.data import Dataset as Items
-from torch.utils.data import IterableDataset, TensorDataset
+from typing import Any, Final
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, from_frame, with_columns
 from fedpact.data.form import LabelForm, PlanRecords, RecordForm
+from fedpact.data.given.parts import (
+    Parts,
+    called,
+    holds_arrays,
+    labels_in,
+    parts_of,
+    records_in,
+    wanted,
+)
 from fedpact.errors import DataError
 
-_KINDS: Final = (
-    "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
-    "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
-)
+_logger = logging.getLogger("fedpact")
+
+_BESIDE: Final = ("validation", "valid", "val", "dev")
 
 
 def dataset_of(
@@ -47,28 +51,26 @@ def dataset_of(
     """
     if isinstance(data, Dataset) and test is None:
         return data
-    if isinstance(data, Mapping) and hasattr(data.get("train"), "column_names"):
-        parts = cast(Mapping[str, Any], data)
-        test = parts.get("test") if test is None else test
-        return dataset_of(parts["train"], records, label, site, person, test, target)
-    columns, form = columns_of(data), records.shared(target)
-    if columns is None:
+    if isinstance(data, Mapping) and _is_split(data):
+        test = _test_of(data) if test is None else test
+        return dataset_of(data["train"], records, label, site, person, test, target)
+    parts, form = parts_of(data), records.shared(target)
+    if parts.columns is None:
         if label or site or person:
             raise DataError(
-                f"label = {label!r}, site = {site!r}, person = {person!r} with {_called(data)}: "
+                f"label = {label!r}, site = {site!r}, person = {person!r} with {called(data)}: "
                 "only a table has columns to name; leave them out"
             )
-        return _of_pairs(data, test, records, form)
-    found = _of_table(columns, _titles(data, label), label, site, person, records.classes, form)
+        return _of_pairs(parts, test, records, form)
+    found = _of_table(parts, label, site, person, records.classes, form)
     if test is None:
         return found
-    others = columns_of(test)
-    if others is None:
-        raise DataError(f"test is {_called(test)} beside {_called(data)}: expected another table")
+    others = parts_of(test)
+    if others.columns is None:
+        raise DataError(f"test is {called(test)} beside {called(data)}: expected another table")
     named = list(found.features) or form.features
     own = form.model_copy(update={"features": named, "drop": []})
-    classes = list(found.classes)
-    beside = _of_table(others, _titles(test, label), label, None, None, classes, own)
+    beside = _of_table(others, label, None, None, list(found.classes), own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 
@@ -112,28 +114,26 @@ def refitted(data: Dataset, records: PlanRecords, form: RecordForm | None = None
 
 
 def _of_table(
-    columns: dict[str, list[Any]],
-    titles: list[str] | None,
+    parts: Parts,
     label: str | None,
     site: str | None,
     person: str | None,
     classes: list[str] | None,
     form: RecordForm,
 ) -> Dataset:
-    """Return a table as a data set; where its one feature is an array a cell, as arrays.
-
-    titles: the names of the classes that the label's column numbers, None: it holds names.
-    """
-    if label is not None and titles:
-        columns[label] = _by_name(titles, columns[label])
-        classes = classes or titles
-    wanted = form.features or [
-        name for name in columns if name not in {label, site, person, *form.drop}
-    ]
-    if label in columns and len(wanted) == 1 and _holds_arrays(columns.get(wanted[0])):
+    """Return a table as a data set; where its one feature is an array a cell, as arrays."""
+    columns, roles = dict(parts.columns or {}), (label, site, person)
+    if label in columns:
+        columns[str(label)] = parts.named(str(label))
+        classes = classes or parts.titles_of(label)
+    if form.features is None:
+        index = [name for name in parts.index if name not in (*roles, *form.drop)]
+        form = form.model_copy(update={"drop": [*form.drop, *index]})
+    names = wanted(columns, form, roles)
+    if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
         return from_arrays(
-            _together([_array(cell) for cell in columns[wanted[0]]], wanted[0]),
-            _labels(columns[label], form),
+            records_in(columns[names[0]], names[0]),
+            labels_in(columns[str(label)], form),
             name="table",
             classes=classes,
             site=None if site is None else columns[site],
@@ -145,57 +145,39 @@ def _of_table(
     )
 
 
-def _labels(cells: Sequence[Any], form: RecordForm) -> Any:
-    if form.target.kind in ("several", "pixels"):
-        return _together([np.asarray(cell) for cell in cells], "label")
-    return cells if form.target.kind == "number" else [str(value) for value in cells]
-
-
-def _of_pairs(data: Any, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
-    x, y, titles = _pair(data)
-    beside = None if test is None else _pair(test)[:2]
+def _of_pairs(parts: Parts, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
+    beside = None if test is None else parts_of(test)
+    if beside is not None and beside.columns is not None:
+        raise DataError(f"test is {called(test)} beside records (x, y): expected a pair, too")
+    titles = parts.titles_of("")
     if titles and form.labels is None:
         form = form.model_copy(update={"labels": "numbers"})
-    return from_arrays(x, y, classes=records.classes or titles, test=beside, form=form)
+    pair = None if beside is None else (beside.x, beside.y)
+    return from_arrays(parts.x, parts.y, classes=records.classes or titles, test=pair, form=form)
 
 
-def _pair(data: Any) -> tuple[Any, Any, list[str] | None]:
-    """Return x [n, ...], y [n, ...], and the classes' names where a torch Dataset has them."""
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return *data.tensors, None
-    if isinstance(data, Items) and not isinstance(data, IterableDataset):
-        items = [data[i] for i in range(len(cast(Any, data)))]
-        if not items or not all(isinstance(i, Sequence) and len(i) == 2 for i in items):
-            raise DataError(
-                f"{_called(data)}: expected pairs (x, y), at least one: a record "
-                "and its label at each place; wrap it in a Dataset that gives them"
-            )
-        titles = getattr(data, "classes", None)
-        x = _together([_array(item[0]) for item in items], "x")
-        y = _together([np.asarray(item[1]) for item in items], "y")
-        whole = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
-        return x, y, list(map(str, titles)) if whole and isinstance(titles, Sequence) else None
-    if isinstance(data, tuple | list) and len(cast(Sequence[Any], data)) == 2:
-        return *cast(Sequence[Any], data), None
-    raise DataError(f"data is {_called(data)}: {_KINDS}")
+def _is_split(data: Mapping[Any, Any]) -> bool:
+    """Whether it has a part to train on, and others beside it."""
+    train = data.get("train")
+    table = hasattr(train, "column_names") or hasattr(train, "columns")
+    return train is not None and (table or set(data) <= {"train", "test", *_BESIDE})
 
 
-def columns_of(data: Any) -> dict[str, list[Any]] | None:
-    """Return a table's columns, None where it is none."""
-    named = getattr(data, "column_names", None)
-    if named is None:
-        named = data.keys() if isinstance(data, Mapping) else getattr(data, "columns", None)
-    if named is None or isinstance(data, type):
-        return None
-    keys = list(named)
-    if len({str(key) for key in keys}) < len(keys):
+def _test_of(data: Mapping[Any, Any]) -> Any:
+    """Return the part that is a public test set, None for none; a warning names what is left out.
+
+    Raises DataError: there is a part for validation alone, which may be meant as one, or not.
+    """
+    beside = [name for name in _BESIDE if name in data]
+    if beside and "test" not in data:
         raise DataError(
-            f"{_called(data)} has the columns {', '.join(map(str, keys))}: name each once"
+            f'data has the parts {", ".join(data)}, and no test: hand in data["train"] alone, or '
+            f'with test = data["{beside[0]}"], if that is to be the public test set'
         )
-    plain = getattr(data, "with_format", None)
-    whole = cast(Any, data if plain is None else plain(None))
-    found = {str(key): whole[key] for key in keys}
-    return {n: list(c.to_pylist() if hasattr(c, "to_pylist") else c) for n, c in found.items()}
+    left = [name for name in data if name not in ("train", "test")]
+    if left:
+        _logger.warning("data: the parts %s are not used", ", ".join(left))
+    return data.get("test")
 
 
 class _Columns:
@@ -206,51 +188,3 @@ class _Columns:
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         return self.columns[name]
-
-
-def named_labels(data: Any, label: str | None, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return a table's labels, by name where its column numbers classes that have names."""
-    titles, found = _titles(data, label), list(columns[str(label)])
-    return _by_name(titles, found) if titles else found
-
-
-def _by_name(titles: Sequence[str], numbers: Sequence[Any]) -> list[str | None]:
-    return [titles[int(v)] if v in range(len(titles)) else None for v in numbers]
-
-
-def _titles(data: Any, label: str | None) -> list[str] | None:
-    """Return the names of the classes that a column of Hugging Face's numbers."""
-    kinds = getattr(data, "features", None)
-    found = getattr(kinds.get(label), "names", None) if isinstance(kinds, Mapping) else None
-    return list(map(str, found)) if found else None
-
-
-def _holds_arrays(cells: Sequence[Any] | None) -> bool:
-    return bool(cells) and (
-        hasattr(cells[0], "getbands")
-        or (isinstance(cells[0], Sequence | np.ndarray | Tensor) and not isinstance(cells[0], str))
-    )
-
-
-def _array(cell: Any) -> np.ndarray:
-    """Return a record as an array; an image of Pillow's with its channels first."""
-    if isinstance(cell, Tensor):
-        return cell.detach().cpu().numpy()
-    found = np.asarray(cell)
-    if not hasattr(cell, "getbands"):
-        return found
-    return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
-
-
-def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
-    shapes = {record.shape for record in records}
-    if len(shapes) != 1:
-        raise DataError(
-            f"{what}: its records have {len(shapes)} shapes, such as "
-            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
-        )
-    return np.stack(records)
-
-
-def _called(data: Any) -> str:
-    return f"a {type(data).__module__}.{type(data).__qualname__}"

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedpact.data import datasets
+from fedpact.engines.asked import GivenForm
 from fedpact.engines.extended import Earlier, with_epsilon
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation, read_plan
@@ -25,7 +26,6 @@ from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
-from fedpact.engines.served import GivenForm
 from fedpact.engines.statement import Side, released_columns, statement
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError

@@ -22,9 +22,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from fedpact.client import remembered
+from fedpact.engines.asked import GivenForm
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.records import SiteSettings
-from fedpact.engines.served import GivenForm
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import RUN, Folder, named_columns

@@ -75,14 +75,28 @@ def accuracy(run: RunFolder) -> Drawing | None:
 
 def metric(run: RunFolder, name: str) -> Drawing | None:
     """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
-    about = shown(name)
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
+    return _over_rounds(shown(name).label, known, shown(name).about, simulator_only=True)
+
+
+def loss(run: RunFolder) -> Drawing | None:
+    """Mean loss over rounds, of a run in which there is no accuracy."""
+    known = [(r.round, r.loss) for r in run.records if r.loss is not None]
+    if run.counted:
+        return None
+    about = "The mean loss of the global model, which training lowers; 0 is exact."
+    return _over_rounds("mean loss", known, about, simulator_only=run.pooled)
+
+
+def _over_rounds(
+    label: str, known: list[tuple[int, float]], about: str, *, simulator_only: bool
+) -> Drawing | None:
     points = thin([(at, value) for at, value in known if math.isfinite(value)])
     if not points:
         return None
-    title = f"{about.label} over rounds"
+    title = f"{label[:1].upper()}{label[1:]} over rounds"
     with Sheet() as sheet:
-        axes = sheet.axes("round", about.label)
+        axes = sheet.axes("round", label)
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
         if min(values) > 0 and max(values) > 30 * min(values):
@@ -92,13 +106,13 @@ def metric(run: RunFolder, name: str) -> Drawing | None:
         elif max(values) > 0:
             axes.set_ylim(0, 1.08 * max(values))
         rounds_axis(axes)
-    caption = about.about
+    caption = about
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
         caption += (
-            f" In {lost} rounds {about.label} was not finite, and is not drawn: the model diverged."
+            f" In {lost} rounds {label} was not finite, and is not drawn: the model diverged."
         )
-    return Drawing(title, sheet.chart, caption, simulator_only=True)
+    return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
 
 
 def site_accuracy(run: RunFolder) -> Drawing | None:

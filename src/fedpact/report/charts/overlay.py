@@ -95,11 +95,12 @@ class Series:
 _SWEPT: dict[str, Callable[[Outcome], float | None]] = {
     "accuracy": lambda outcome: outcome.accuracy,
     "worst site": lambda outcome: outcome.worst,
+    "mean loss": lambda outcome: None if outcome.run.counted else outcome.loss,
 }
 
 
 def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
-    """Return a measure ("accuracy", "worst site") over a swept key, for each of what else differs.
+    """Return a measure of _SWEPT over a swept key, for each of what else differs.
 
     An entry of which a run has no value is left out.
     """
@@ -120,7 +121,7 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
 
 
 def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
-    """Draw accuracy and the worst site's, side by side, over every swept key."""
+    """Draw accuracy and the worst site's, or mean loss without any, over every swept key."""
     found = {
         key: [_over(comparison, key, measure) for measure in _SWEPT] for key in comparison.swept
     }
@@ -134,7 +135,7 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
     title = f"{measure.capitalize()} over {key}"
     place = _places([x for line in lines for x in line.x], key)
     with Sheet() as sheet:
-        axes = sheet.axes(key, "accuracy")
+        axes = sheet.axes(key, "mean loss" if measure == "mean loss" else "accuracy")
         for i, line in enumerate(lines):
             colour, dashes = _look(i)
             at = [place.at[str(x)] for x in line.x]
@@ -154,11 +155,14 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
             axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
-        percent_axis(axes)
+        if measure != "mean loss":
+            percent_axis(axes)
     caption = "Means over seeds of the last model; bars are a sample standard deviation each way. "
     if key == "privacy.epsilon":
         caption += f"ε is what each site allows. {_guarantee(comparison)}"
-    return Drawing(title, sheet.chart, caption.strip(), measure != "accuracy" or comparison.pooled)
+    return Drawing(
+        title, sheet.chart, caption.strip(), measure == "worst site" or comparison.pooled
+    )
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _metadata(facts: Facts) -> dict[str, Any]:
         "model_name": facts.name,
         **({"license": facts.about.licence} if facts.about.licence else {}),
         "tags": tags,
-        "metrics": ["accuracy"],
+        "metrics": ["accuracy"] if facts.run.counted else [],
     }
 
 
@@ -86,8 +86,8 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
 
 def _tested(facts: Facts) -> str:
     run, found = facts.run, list[str]()
-    if run.evaluated and not run.privacy.get("accuracy_pooled"):
-        found.append("A public test set; accuracy and mean loss.")
+    if run.evaluated and not run.pooled:
+        found.append(f"A public test set; {'accuracy and ' * run.counted}mean loss.")
     if run.released:
         found.append(
             "Records that the sites held out of training, chosen by each record alone: noisy "
@@ -99,9 +99,10 @@ def _tested(facts: Facts) -> str:
 
 def _results(facts: Facts) -> list[tuple[str, str, str]]:
     run, rows = facts.run, list[tuple[str, str, str]]()
-    if run.evaluated and not run.privacy.get("accuracy_pooled"):
+    if run.evaluated and not run.pooled:
         last = run.evaluated[-1]
-        rows.append(("accuracy, public test set", percent(last.accuracy), "–"))
+        if run.counted:
+            rows.append(("accuracy, public test set", percent(last.accuracy), "–"))
         rows.append(("mean loss, public test set", number(last.loss), "–"))
     for row in evaluations.figures(run):
         rows.append((f"{row['name']}, released: {row['about']}", row["value"], row["interval"]))

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from fedpact.errors import PlanError
 from fedpact.report.exports.facts import LEAST, PLAIN, Facts, one_line
-from fedpact.text import guarded, upper
+from fedpact.text import fares, guarded, upper
 
 _REQUIRED: Final = {
     "purpose": "intended_use",
@@ -179,10 +179,11 @@ def _implementation(facts: Facts) -> dict[str, Any]:
 
 def _utility(facts: Facts) -> dict[str, Any]:
     run = facts.run
-    if not run.evaluated or run.privacy.get("accuracy_pooled"):
+    if not run.evaluated or run.pooled:
         return {}
-    value = run.evaluated[-1].accuracy
-    return {"utility": f"Accuracy {value:.4f} on a public test set."}
+    last = run.evaluated[-1]
+    label, value = fares(last.accuracy, last.loss, lambda found: f"{found:.4f}")
+    return {"utility": f"{label.capitalize()} {value} on a public test set."}
 
 
 def as_yaml(value: Any, depth: int = 0) -> str:

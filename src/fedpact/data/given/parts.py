@@ -1,0 +1,186 @@
+"""What somebody hands in from Python, taken apart: a table's columns, or records and labels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset as Items
+from torch.utils.data import IterableDataset, TensorDataset
+
+from fedpact.data.form import RecordForm
+from fedpact.errors import DataError
+
+_KINDS: Final = (
+    "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
+    "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Either a table's columns, by name, or records x [n, ...] and their labels y [n, ...].
+
+    index: columns that number a table's rows. titles: column -> the names of the classes that it
+    numbers; of labels y that of "". y: None where there are none.
+    """
+
+    columns: dict[str, list[Any]] | None = None
+    index: tuple[str, ...] = ()
+    titles: Mapping[str, list[str]] | None = None
+    x: Any = None
+    y: Any = None
+
+    def named(self, label: str) -> list[Any]:
+        """Return a column of labels, by name where it numbers classes that have names."""
+        cells, titles = (self.columns or {})[label], self.titles_of(label)
+        if not titles:
+            return cells
+        return [titles[int(v)] if v in range(len(titles)) else None for v in cells]
+
+    def titles_of(self, label: str | None) -> list[str] | None:
+        """Return the names of the classes that a column, or y by "", numbers; None for none."""
+        return (self.titles or {}).get(str(label))
+
+
+def parts_of(data: Any, shape: tuple[int, ...] | None = None) -> Parts:
+    """Take apart what was handed in. shape: of a record, where there may be records alone.
+
+    Raises DataError: it is nothing that can be.
+    """
+    columns = _columns_of(data)
+    if columns is not None:
+        return Parts(columns, _index_of(data), _titles(data))
+    if isinstance(data, Items) and not isinstance(data, IterableDataset):
+        return _of_items(data, shape)
+    if isinstance(data, tuple | list):
+        pair = cast(Sequence[Any], data)
+        if len(pair) == 2 and (shape is None or _shape(pair[0]) != shape):
+            return Parts(x=pair[0], y=pair[1])
+    if shape is None or _shape(data) == ():
+        raise DataError(f"data is {called(data)}: {_KINDS}")
+    return Parts(x=data)
+
+
+def wanted(columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]) -> list[str]:
+    """Return the columns that a record is made of. roles: label, site and person."""
+    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
+
+
+def holds_arrays(cells: Sequence[Any] | None) -> bool:
+    """Whether a column has an array or an image in each cell."""
+    return bool(cells) and (
+        hasattr(cells[0], "getbands")
+        or (isinstance(cells[0], Sequence | np.ndarray | Tensor) and not isinstance(cells[0], str))
+    )
+
+
+def records_in(cells: Sequence[Any], what: str) -> np.ndarray:
+    """Return cells with arrays as one array, images of Pillow's with their channels first.
+
+    Raises DataError: their shapes differ.
+    """
+    return _together([_array(cell) for cell in cells], what)
+
+
+def labels_in(cells: Sequence[Any], form: RecordForm) -> Any:
+    """Return the labels beside arrays: as names, numbers, or arrays, by what a label is."""
+    if form.target.kind in ("several", "pixels"):
+        return _together([np.asarray(cell) for cell in cells], "label")
+    return cells if form.target.kind == "number" else [str(value) for value in cells]
+
+
+def called(data: Any) -> str:
+    """Return what an error calls something of no use."""
+    return f"a {type(data).__module__}.{type(data).__qualname__}"
+
+
+def _of_items(data: Any, shape: tuple[int, ...] | None) -> Parts:
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return Parts(x=data.tensors[0], y=data.tensors[1])
+    items = [data[i] for i in range(len(cast(Any, data)))]
+    if shape is not None and items and not _is_pair(items[0], shape):
+        # A TensorDataset of records alone has each in a tuple.
+        alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
+        return Parts(x=records_in(alone, "x"))
+    if not items or not all(_is_pair(item, None) for item in items):
+        raise DataError(
+            f"{called(data)}: expected pairs (x, y), at least one: a record "
+            "and its label at each place; wrap it in a Dataset that gives them"
+        )
+    titles = getattr(data, "classes", None)
+    x = records_in([item[0] for item in items], "x")
+    y = _together([np.asarray(item[1]) for item in items], "y")
+    whole = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
+    named = list(map(str, titles)) if whole and isinstance(titles, Sequence) else None
+    return Parts(x=x, y=y, titles={"": named} if named else None)
+
+
+def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
+    two = isinstance(item, Sequence) and len(cast(Sequence[Any], item)) == 2
+    return two and (shape is None or _shape(item) != shape)
+
+
+def _shape(thing: Any) -> tuple[int, ...] | None:
+    """Return an array's shape; None where what should be one is ragged."""
+    try:
+        return tuple(np.shape(thing))
+    except ValueError:
+        return None
+
+
+def _columns_of(data: Any) -> dict[str, list[Any]] | None:
+    """Return a table's columns, None where it is none."""
+    named = getattr(data, "column_names", None)
+    if named is None:
+        named = data.keys() if isinstance(data, Mapping) else getattr(data, "columns", None)
+    if named is None or isinstance(data, type):
+        return None
+    if isinstance(named, Mapping):
+        parts = ", ".join(map(str, named))
+        raise DataError(f"{called(data)} has the parts {parts}: give one of them")
+    keys = list(named)
+    if len({str(key) for key in keys}) < len(keys):
+        raise DataError(
+            f"{called(data)} has the columns {', '.join(map(str, keys))}: name each once"
+        )
+    plain = getattr(data, "with_format", None)
+    whole = cast(Any, data if plain is None else plain(None))
+    found = {str(key): whole[key] for key in keys}
+    return {n: list(c.to_pylist() if hasattr(c, "to_pylist") else c) for n, c in found.items()}
+
+
+def _index_of(data: Any) -> tuple[str, ...]:
+    """Return the columns that an Arrow table has of the index of pandas'."""
+    told: Any = getattr(getattr(data, "schema", None), "pandas_metadata", None)
+    names = told.get("index_columns", ()) if isinstance(told, Mapping) else ()
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _titles(data: Any) -> dict[str, list[str]]:
+    """Return by column the names of the classes that Hugging Face's columns number."""
+    kinds = getattr(data, "features", None)
+    found = kinds.items() if isinstance(kinds, Mapping) else ()
+    named = {str(name): getattr(kind, "names", None) for name, kind in found}
+    return {name: list(map(str, names)) for name, names in named.items() if names}
+
+
+def _array(cell: Any) -> np.ndarray:
+    """Return a record as an array; an image of Pillow's with its channels first."""
+    if isinstance(cell, Tensor):
+        return cell.detach().cpu().numpy()
+    found = np.asarray(cell)
+    if not hasattr(cell, "getbands"):
+        return found
+    return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
+
+
+def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
+    shapes = {record.shape for record in records}
+    if len(shapes) != 1:
+        raise DataError(
+            f"{what}: its records have {len(shapes)} shapes, such as "
+            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
+        )
+    return np.stack(records)
