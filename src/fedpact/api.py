@@ -18,7 +18,7 @@ from fedpact.errors import PlanError
 from fedpact.files import keep_before, put_back
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
-from fedpact.own.named import handed_name, is_handed, name_of
+from fedpact.own.named import check_same, handed_name, is_handed, with_handed
 from fedpact.plan import Plan
 from fedpact.report.charts import budgets, figures
 from fedpact.report.page import headline, write_report
@@ -46,8 +46,9 @@ class Result(Simulated):
         summary = self.summary
         rounds = summary.get("rounds", "no")
         parts = [f"{rounds} rounds", str(summary.get("status", "not ended"))]
-        if summary.get("loss") is not None:
-            parts.append(" ".join(fares(summary.get("accuracy"), summary["loss"])))
+        found = summary.get("accuracy"), summary.get("loss")
+        if found != (None, None):
+            parts.append(" ".join(fares(*found)))
         parts.append(self._privacy)
         return f"Result({', '.join(parts)}; {str(self.folder)!r})"
 
@@ -105,6 +106,8 @@ def run(
     data: Any = None,
     model: Any = None,
     test: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
     engine: str = "local",
     on_round: OnRound | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -118,7 +121,8 @@ def run(
     `classes` those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
     classes), or with nothing where it needs nothing. data: a name, a path, or records as
-    data.given.handed has them. test: a public test set in the same form.
+    data.given.handed has them. test: a public test set in the same form. loss, metrics: in place of
+    those of the plan's [task], as it has them, or the functions.
     engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
     on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between
     rounds; true ends the run there.
@@ -133,7 +137,7 @@ def run(
             )
     else:
         plan, data = plan_of(first, settings), data if second is None else second
-    plan, records = with_own(plan, model=model, data=data, test=test)
+    plan, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
     folder = check_out(default_folder(plan) if out is None else Path(out))
     put_back(folder)
     if on_round is None:
@@ -173,15 +177,21 @@ def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
 
 
 def with_own(
-    plan: Plan, *, model: Any = None, data: Any = None, test: Any = None
+    plan: Plan,
+    *,
+    model: Any = None,
+    data: Any = None,
+    test: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
 ) -> tuple[Plan, Dataset | None]:
     """Return the plan with its user's model and data, and the records where no name leads to them.
 
     Such a plan says which they are by the SHA-256 of what they hold. Raises PlanError: it names
     other records. DataError: these are none.
     """
-    own = dict[str, Any]() if model is None else {"model": name_of(model)}
-    records = None
+    document = plan.document()
+    own, records = with_handed(document, model=model, loss=loss, metrics=metrics), None
     if isinstance(data, str | Path) and test is None:
         own["data"] = str(data)
     elif data is not None:
@@ -195,19 +205,20 @@ def with_own(
                 'made for, or name others with data = "..."'
             )
         own["data"] = plan.data if known else name
-    if all(getattr(plan, key) == value for key, value in own.items()):
-        return plan, records
-    return Plan.parse({**plan.document(), **own}), records
+    return (plan if own == document else Plan.parse(own)), records
 
 
-def load(folder: Path | str, model: Any = None) -> Result:
+def load(folder: Path | str, model: Any = None, *, loss: Any = None, metrics: Any = None) -> Result:
     """Return the result of a run that has ended, from its folder or a deployed party's directory.
 
     A deployed site holds the final model and no rounds: its result has no records.
     model: the module, class or factory that was handed in, where the plan names none; its weights
-    are the run's. Raises DataError: it holds none. ModelError: the model is needed.
+    are the run's. loss, metrics: likewise, without which `evaluate` asks for them.
+    Raises DataError: it holds none. ModelError: the model is needed, or the loss or a metric is
+    another.
     """
     place = folder_of_run(Path(folder))
+    check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
     served, found = Served.of(place, model), Folder(place)
     rounds = place / "rounds.jsonl"
     lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
@@ -223,6 +234,8 @@ def extend(
     data: Any = None,
     model: Any = None,
     test: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
     engine: str = "local",
     on_round: OnRound = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
@@ -230,21 +243,22 @@ def extend(
     """Carry out so many more rounds of a simulated run that has ended, in its folder.
 
     Each site reserves them anew, beside what it had reserved: both ε and both δ count together.
-    epsilon: of the new reservation, None for the plan's. data, model, test: what was handed in, if
-    it was. engine, on_round, stop: as of `run`. Raises InputError: it cannot be extended, or other
-    records or another model are handed in. PrivacyError: a site's policy does not allow it; the run
-    is then as it was.
+    epsilon: of the new reservation, None for the plan's. data, model, test, loss, metrics: what was
+    handed in, if it was. engine, on_round, stop: as of `run`. Raises InputError: it cannot be
+    extended, or other records, another model, loss or metrics are handed in. PrivacyError: a site's
+    policy does not allow it; the run is then as it was.
     """
     place = Folder(Path(folder))
     put_back(place.path)
-    plan, records = extended(place, rounds, epsilon), data
-    if not isinstance(data, Dataset):
-        own, records = with_own(plan, model=model, data=data, test=test)
-        if own != plan:
-            raise PlanError(
-                f"{place.path} is a run of {plan.model} on {plan.data}, and what is handed in is "
-                f"{own.model} on {own.data}: hand in the same, or begin a new run"
-            )
+    plan, ready = extended(place, rounds, epsilon), data if isinstance(data, Dataset) else None
+    given = None if ready else data
+    own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
+    records = ready or found
+    if own != plan:
+        raise PlanError(
+            f"{place.path} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is handed "
+            f"in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a new run"
+        )
     keep_before(place.path, *(place.path / name for name in CHANGED))
     try:
         put_on(place, plan)
@@ -256,6 +270,11 @@ def extend(
         put_back(place.path)
     write_report(place.path)
     return Result(**vars(result))
+
+
+def _by(plan: Plan) -> str:
+    """What a plan's loss and metrics are called, where it has any of its own."""
+    return f" with {', '.join(plan.task.own_code)}" if plan.task.own_code else ""
 
 
 def default_folder(plan: Plan) -> Path:

@@ -34,7 +34,7 @@ from fedpact.methods.stepped import LocalSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.papers import LogisticSettings
 from fedpact.models.views import ViewSettings
-from fedpact.own.named import Named, is_handed
+from fedpact.own.named import Named, handed_in
 from fedpact.privacy.once import Once
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
@@ -188,7 +188,8 @@ class Plan(ShownPlan, BaseModel):
     @property
     def handed(self) -> list[str]:
         """The names of what was handed in from Python, which no other process can import."""
-        return [name for name in (self.model, *self.task.own_code) if is_handed(name)]
+        own = handed_in(self.document())
+        return [name for key, names in own.items() if key != "data" for name in names]
 
     @property
     def form(self) -> RecordForm:

@@ -49,7 +49,7 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         (np.zeros((0, 2)), np.zeros(0, int), {}, "n >= 1"),
         (np.zeros((3, 0)), [0, 1, 0], {}, "at least one"),
         (np.zeros(3), [0, 1, 0], {}, "reshape"),
-        (np.zeros((3, 2)), [0.5, math.nan, -1.0], {}, "row 0 .* is none of the 1 classes"),
+        (np.zeros((3, 2)), [0.5, math.nan, -1.0], {}, "such as 0.5, .* task.kind = 'regression'"),
         (np.zeros((3, 2)), [0, 1, 0], {"classes": ("a", "a")}, "no name twice"),
         (np.zeros((3, 2)), ["c", "d", "e"], {"classes": ("a", "b")}, "none of the 2 classes"),
         (np.zeros((3, 2)), [0, 1, 0], {"site": ["a"]}, "1 entries for 3"),
@@ -57,7 +57,8 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         ([["a"], ["b"]], [0, 1], {}, "row 0 .* is no finite number"),
         ([[math.nan], [math.inf]], [0, 1], {}, "row 1 .* is no finite number"),
         ([[1.0], [2.0, 3.0]], [0, 1], {}, "no array"),
-        (np.array([[None], [None]]), [0, 1], {}, "type object"),
+        (np.array([[None], [None]]), [0, 1], {}, "row 0 .* is no finite number"),
+        (np.array([[{}], [{}]]), [0, 1], {}, "type object"),
     ],
 )
 def test_what_does_not_fit_is_refused(x, y, more, message):

@@ -125,7 +125,7 @@ def test_records_without_labels_are_predicted_from_a_file_and_evaluated_from_non
     np.savez(path, x=x)
     found = digits.run.predict(path)
     np.testing.assert_array_equal(found.probabilities, digits.run.predict(x).probabilities)
-    with pytest.raises(DataError, match="expected x and y"):
+    with pytest.raises(DataError, match="no labels; give them"):
         digits.run.evaluate(path)
 
 

@@ -148,7 +148,7 @@ def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path
     lost = entry.spread(lambda o: math.nan)
     assert lost is not None
     assert math.isnan(lost.mean)
-    assert rows(Comparison(tmp_path, [entry]))[0].accuracy == "50.00 %"
+    assert rows(Comparison(tmp_path, [entry]))[0].fares == "50.00 %"
 
 
 def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     assert third.missing == {0: "not ended after round 2", 1: "not begun"}
     assert fourth.missing == {0: "no such model", 1: "not begun"}
     # What has not ended is in no mean.
-    assert rows(comparison)[1].accuracy == "50.00 %"
-    assert rows(comparison)[3].accuracy == "–"
+    assert rows(comparison)[1].fares == "50.00 %"
+    assert rows(comparison)[3].fares == "–"
     assert any(clause.startswith("seeds (") for clause in comparison.inequalities)
     text = Page(write_comparison(comparison)).text
     assert "no such model" in text

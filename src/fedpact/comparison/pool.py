@@ -134,7 +134,7 @@ class _Pool:
                 said = json.loads(line)
                 refusal = said.get("error", refusal)
                 if "round" in said:
-                    self._queue.put(News(job, said["round"], said["accuracy"], said["loss"]))
+                    self._queue.put(News(job, said["round"], said["accuracy"], said.get("loss")))
         return refusal
 
     def news(self) -> Iterable[News]:

@@ -72,7 +72,8 @@ def load(
     if is_handed(name):
         raise DataError(
             f"data set {name} was handed in from Python and is no part of the plan: hand in the "
-            "same records again, as fedpact.run(fedpact.Plan.read(path_of_plan_json), data=...)"
+            "same records again, from Python: fedpact.run(fedpact.Plan.read(Path('plan.json')), "
+            "'FOLDER', data=...), with FOLDER the run's to go on with it"
         )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):

@@ -87,7 +87,7 @@ class Asked:
         if self.labels is None:
             raise DataError(
                 f"{self.sieve.origin}: there are no labels; give them in the column that the run's "
-                "had, or as evaluate(records, labels)"
+                "had, in the array y of an .npz file, or as evaluate(records, labels)"
             )
         if len(self.labels) != len(self.x):
             raise DataError(

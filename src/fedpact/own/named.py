@@ -11,8 +11,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, cast
 
 from pydantic import BeforeValidator
 from torch import nn
@@ -45,6 +45,51 @@ def brings_weights(name: str) -> bool:
 def handed_name(name: str, digest: str) -> str:
     """Return what a plan calls what was handed in. digest: SHA-256 in hexadecimal digits."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '-', name).strip('-') or 'own'}@{digest[:_DIGITS]}"
+
+
+def handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what a plan names that was handed in from Python, by the key that has it.
+
+    plan: its content, as plan.json has it.
+    """
+    task = plan.get("task") or {}
+    named = {
+        "data": [plan.get("data")],
+        "model": [plan.get("model")],
+        "task.loss": [task.get("loss")],
+        "task.metrics": task.get("metrics") or [],
+    }
+    own = {key: [str(n) for n in names if is_handed(str(n))] for key, names in named.items()}
+    return {key: names for key, names in own.items() if names}
+
+
+def with_handed(
+    plan: Mapping[str, Any], *, model: Any = None, loss: Any = None, metrics: Any = None
+) -> dict[str, Any]:
+    """Return a plan's content with what is handed in, for the first time or again.
+
+    metrics: one or several, those of a name among them.
+    """
+    found = dict(plan)
+    if model is not None:
+        found["model"] = name_of(model)
+    own = dict[str, Any]() if loss is None else {"loss": name_of_function(loss)}
+    if metrics is not None:
+        several = cast(list[Any], metrics) if isinstance(metrics, list | tuple) else [metrics]
+        own["metrics"] = [name_of_function(one) for one in several]
+    return {**found, "task": {**(found.get("task") or {}), **own}} if own else found
+
+
+def check_same(plan: Mapping[str, Any], *, loss: Any = None, metrics: Any = None) -> None:
+    """Keep a loss and metrics of a plan that are handed in again. Raises ModelError: others."""
+    own = with_handed(plan, loss=loss, metrics=metrics).get("task") or {}
+    known = plan.get("task") or {}
+    for key, given in (("loss", loss), ("metrics", metrics)):
+        if given is not None and own[key] != known.get(key):
+            raise ModelError(
+                f"{key} is {own[key]!r}, and the run's is {known.get(key)!r}: hand in the same, as "
+                "it was then, or leave it out"
+            )
 
 
 def name_of(thing: Any) -> Any:
@@ -98,8 +143,9 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
         if name not in _kept:
             raise ModelError(
                 f"{what} is {name!r}: it was handed in from Python and is no part of the plan; "
-                f"hand in the same again, as {what}=... (of any plan that this process makes), or "
-                "define it in a file of its own, which a plan can name as 'package.module:name'"
+                f"hand in the same again, as {what.rpartition('.')[2]}=... of fedpact.run or "
+                "fedpact.load, or define it in a file of its own, which a plan can name as "
+                "'package.module:name'"
             )
         return _kept[name]
     package, colon, attribute = name.partition(":")

@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedpact.engines.extended import Earlier, asked
 from fedpact.folder import FIRST_PLAN, Folder
-from fedpact.own.named import is_handed
+from fedpact.own.named import handed_in
 from fedpact.report.reading import RunFolder
 
 
@@ -36,6 +36,7 @@ _HANDED = (
     "What was handed in from Python is no part of the plan, which knows it by a digest: {what}. "
     "Hand in the same; another data set is refused, and another model is another plan's."
 )
+_FORMS: Final = {"task.loss": "loss=...", "task.metrics": "metrics=[...]"}
 _TEST = (
     "Every party drew from the plan's seed, so a simulation repeats the run: the same model, bit "
     "for bit, if the sites' records were those that `fedpact deploy init` gave them, if features' "
@@ -75,14 +76,11 @@ def repeat(run: RunFolder) -> Repeat:
     if randomness.startswith("seeded test"):
         return Repeat(shell, False, _TEST)
     words = [_SAME, *_conditions(run)]
-    own = _handed(run.plan)
+    own = handed_in(run.plan)
     if own:
-        forms = {"task.loss": "'loss': ...", "task.metrics": "'metrics': [...]"}
-        task = ", ".join(form for key, form in forms.items() if key in own)
-        known = f"fedpact.Plan(task={{{task}}}); " if task else ""
-        told = _HANDED.format(what=" and ".join(f"{key} {name}" for key, name in own.items()))
-        given = [key for key in own if "." not in key]
-        call = known + _in_python(path, again, given, more)
+        what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
+        told = _HANDED.format(what=what)
+        call = _in_python(path, again, list(own), more)
         return Repeat(call, True, " ".join([told, *words]))
     if run.environment.get("data") == "given":
         call = _in_python(path, again, ["data"], more)
@@ -101,26 +99,13 @@ def _in_python(
     path: Path, again: str, given: Sequence[str], more: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return the call that repeats a run. given: the keys of what is handed in."""
-    own = "".join(f", {key}=..." for key in given)
+    own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
     out = f", out={again!r}" if more else ""
     steps = [f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){out}{own})"]
     for one in more:
         cost = f", epsilon={one['epsilon']!r}" if one["epsilon"] else ""
         steps.append(f"fedpact.extend({again!r}, {one['rounds']}{cost}{own})")
     return "; ".join(steps)
-
-
-def _handed(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was handed in, by the key of the plan that has it."""
-    task = plan.get("task") or {}
-    named = {
-        "data": [plan.get("data")],
-        "model": [plan.get("model")],
-        "task.loss": [task.get("loss")],
-        "task.metrics": task.get("metrics") or [],
-    }
-    own = {key: [str(n) for n in names if is_handed(str(n))] for key, names in named.items()}
-    return {key: ", ".join(names) for key, names in own.items() if names}
 
 
 def _conditions(run: RunFolder) -> list[str]:

@@ -63,6 +63,15 @@ class TaskSettings(BaseModel):
     loss: NamedFunction | None = None
     metrics: list[NamedFunction] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, raw: Any) -> Any:
+        """Take a kind alone, and one metric alone."""
+        found = {"kind": raw} if isinstance(raw, str) else raw
+        metrics = found.get("metrics") if isinstance(found, dict) else None
+        alone = isinstance(metrics, str) or callable(metrics)
+        return {**found, "metrics": [metrics]} if alone else found
+
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.kind == "regression") != (self.range is not None) or (
