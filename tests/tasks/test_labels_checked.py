@@ -33,6 +33,10 @@ def smaller(shape, classes):
     return nn.Sequential(nn.Conv2d(shape[0], classes, 3))
 
 
+def _two():
+    return nn.Linear(4, 2)
+
+
 def a_vector(outputs, y):
     return outputs.mean(0)
 
@@ -67,7 +71,9 @@ def test_masks_have_their_channel_taken_off_and_no_number_left_out():
 def test_a_model_of_numbers_is_told_what_to_answer(tmp_path):
     task = {"kind": "regression", "range": [-3, 3]}
     with pytest.raises(ModelError, match=r"labels are numbers, so expected \(2, 1\) or \(2,\)"):
-        fedpact.run(nn.Linear(4, 2), (X, X[:, 0]), task=task, **SETTINGS, out=tmp_path / "r")
+        fedpact.run(
+            lambda: nn.Linear(4, 2), (X, X[:, 0]), task=task, **SETTINGS, out=tmp_path / "r"
+        )
 
 
 class Net(nn.Module):

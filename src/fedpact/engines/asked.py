@@ -13,7 +13,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import with_columns
 from fedpact.data.form import RecordForm
 from fedpact.data.given import array_of, labels_of
-from fedpact.data.given.parts import Parts, holds_arrays, labels_in, parts_of, records_in, wanted
+from fedpact.data.given.parts import Parts, arrays_in, holds_arrays, labels_in, parts_of, wanted
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
@@ -56,7 +56,7 @@ class GivenForm:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class AskedRecords:
     """Records x [n, *shape], and their labels as they were given, None for none.
 
     sieve: who of them is used. features: the columns of a table. form, classes: what labels may be.
@@ -69,7 +69,7 @@ class Asked:
     form: RecordForm
     classes: tuple[str, ...]
 
-    def given(self, labels: Any) -> "Asked":
+    def given(self, labels: Any) -> "AskedRecords":
         """Return it with other labels: the classes' names or numbers, or arrays, as of arrays.
 
         A number whose text names another class is that one where the records are a table's.
@@ -99,7 +99,7 @@ class Asked:
         return y, sieve.good
 
 
-def asked(records: Any, plan: Plan, own: GivenForm) -> Asked:
+def asked(records: Any, plan: Plan, own: GivenForm) -> AskedRecords:
     """Read records as those of a plan's run were. own: their form in that run.
 
     records: whatever a run takes (see data.given.handed), with labels or without; a .csv, .parquet
@@ -125,7 +125,7 @@ def asked(records: Any, plan: Plan, own: GivenForm) -> Asked:
 
 def _of_parts(
     origin: str, parts: Parts, broken: Mapping[int, str], plan: Plan, own: GivenForm
-) -> Asked:
+) -> AskedRecords:
     form, columns = plan.form, parts.columns
     if columns is None:
         y = parts.y
@@ -141,14 +141,14 @@ def _of_parts(
         if len(chosen) == 1 and holds_arrays(columns.get(chosen[0])):
             y = None if labels is None else labels_in(labels, form)
             names = form.model_copy(update={"labels": "names"})
-            return _of_array(origin, records_in(columns[chosen[0]], chosen[0]), y, names, own)
+            return _of_array(origin, arrays_in(columns[chosen[0]], chosen[0]), y, names, own)
     table = _table(origin, columns, broken, plan, own)
     sieve = Sieve(origin, table.count, 1)
     x = torch.from_numpy(numbers_of_table(table, plan.records.shared(), own.values, sieve))
-    return Asked(x, sieve, table.features, labels, names, own.classes)
+    return AskedRecords(x, sieve, table.features, labels, names, own.classes)
 
 
-def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm) -> Asked:
+def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm) -> AskedRecords:
     array = array_of(origin, "x", given)
     if array.shape[1:] != own.shape:
         shape = ", ".join(map(str, own.shape))
@@ -158,10 +158,10 @@ def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm)
         )
     sieve = Sieve(origin, len(array), 0)
     x = torch.from_numpy(numbers_of_array(array, form, own.values, sieve))
-    return Asked(x, sieve, own.features, y, form, own.classes)
+    return AskedRecords(x, sieve, own.features, y, form, own.classes)
 
 
-def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> Asked:
+def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> AskedRecords:
     data = with_columns(data, plan.records)
     if data.classes != own.classes:
         raise DataError(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedpact.data.given.targets import unscaled
-from fedpact.engines.asked import Asked, GivenForm, asked
+from fedpact.engines.asked import AskedRecords, GivenForm, asked
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder, folder_of_run
@@ -123,7 +123,7 @@ class Served:
         """
         return self._staged(asked(records, self.plan, self.form))
 
-    def _staged(self, given: Asked) -> tuple[Tensor, np.ndarray]:
+    def _staged(self, given: AskedRecords) -> tuple[Tensor, np.ndarray]:
         x, sieve, features = given.x, given.sieve, given.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         staged = stage(x, example, sieve.origin, None, features)

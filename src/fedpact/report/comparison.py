@@ -10,6 +10,17 @@ from urllib.parse import quote
 
 from fedpact.files import write_whole
 from fedpact.report import evaluations
+from fedpact.report.cells import (
+    epsilon_cell,
+    fares_cell,
+    metric_cell,
+    number_cell,
+    or_nan,
+    percent_cell,
+    spent_cell,
+    spread_cell,
+    worst_cell,
+)
 from fedpact.report.charts.overlay import on_the_way, sweeps
 from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
@@ -21,7 +32,7 @@ from fedpact.report.reached import reached
 from fedpact.report.reading import RunFolder
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
-from fedpact.text import duration, fares, number, percent, size, upper, written
+from fedpact.text import duration, fares, size, upper, written
 
 SHARED = (
     "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
@@ -55,13 +66,13 @@ def rows(comparison: Comparison) -> list[Row]:
         Row(
             name=entry.name,
             seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
-            fares=_fares(entry, comparison.judged),
-            metrics=tuple(_metric(entry, name) for name in comparison.measured),
-            worst=_worst(entry),
-            epsilon=_epsilon(entry),
-            rounds=_number(entry.spread(lambda o: o.rounds)),
-            bytes=_with(entry.spread(lambda o: o.bytes), size),
-            seconds=_with(entry.spread(lambda o: o.seconds), duration),
+            fares=fares_cell(entry, comparison.judged),
+            metrics=tuple(metric_cell(entry, name) for name in comparison.measured),
+            worst=worst_cell(entry),
+            epsilon=epsilon_cell(entry),
+            rounds=number_cell(entry.spread(lambda o: o.rounds)),
+            bytes=spread_cell(entry.spread(lambda o: o.bytes), size),
+            seconds=spread_cell(entry.spread(lambda o: o.seconds), duration),
             note=entry.statuses,
         )
         for entry in comparison.entries
@@ -85,7 +96,7 @@ def guarantees(comparison: Comparison) -> list[str]:
         text = "NOT PRIVATE: no (ε, δ) guarantee of any kind"
         if outcome.run.private:
             text = (
-                f"(ε, δ) = ({upper(_or_nan(entry.epsilon))}, {upper(_or_nan(entry.delta))}), the "
+                f"(ε, δ) = ({upper(or_nan(entry.epsilon))}, {upper(or_nan(entry.delta))}), the "
                 f"largest of any site and seed, for one {statement['unit']} of a site"
                 f"{_HELD if statement.get('evaluation') else ''}; adjacency: "
                 f"{statement['adjacency']}; accountant: {statement['accountant']}"
@@ -93,7 +104,7 @@ def guarantees(comparison: Comparison) -> list[str]:
             if entry.honest:
                 text += (
                     f"; if at least {entry.honest} sites of each sum are honest, and "
-                    f"{upper(_or_nan(entry.epsilon_alone))} if no other is"
+                    f"{upper(or_nan(entry.epsilon_alone))} if no other is"
                 )
         names = told.setdefault(text, [])
         if entry.name not in names:
@@ -266,54 +277,6 @@ def _pair(spread: Spread | None) -> dict[str, Any] | None:
     return asdict(spread) if spread else None
 
 
-def _epsilon(entry: Entry) -> str:
-    return number(None) if entry.private is None else _spent(entry)
-
-
-def _spent(of: Entry | Outcome) -> str:
-    if of.epsilon is None:
-        return "NOT PRIVATE"
-    alone = "" if of.epsilon_alone is None else f" (alone {upper(of.epsilon_alone)})"
-    return f"{upper(of.epsilon)}{alone} at δ = {upper(_or_nan(of.delta))}"
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _percent(spread: Spread | None) -> str:
-    """Two decimals: methods are compared by fractions of a point."""
-    if spread is None or not math.isfinite(spread.mean):
-        return percent(spread and spread.mean)
-    if spread.deviation is None:
-        return f"{100 * spread.mean:.2f} %"
-    return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
-
-
-def _fares(entry: Entry, judged: str) -> str:
-    if judged == "accuracy":
-        return _percent(entry.spread(lambda o: o.accuracy))
-    return _number(entry.spread(lambda o: o.loss))
-
-
-def _worst(entry: Entry) -> str:
-    found = entry.spread(lambda o: o.worst)
-    return _percent(found) if found else _number(entry.spread(lambda o: o.worst_loss))
-
-
-def _metric(entry: Entry, name: str) -> str:
-    spread = entry.spread(methodcaller("metric", name))
-    return _percent(spread) if shown(name).form == "percent" else _number(spread)
-
-
-def _number(spread: Spread | None) -> str:
-    return _with(spread, lambda value: number(value, digits=3 if value < 1000 else 4))
-
-
-def _with(spread: Spread | None, form: Callable[[float], str]) -> str:
-    return number(None) if spread is None else spread.told(form)
-
-
 def _facts(comparison: Comparison) -> list[str]:
     runs = [outcome.run for _, outcome in comparison.outcomes]
     data = dict.fromkeys(str(entry.plan.get("data", "own data")) for entry in comparison.entries)
@@ -334,10 +297,10 @@ def _fair_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return [
         (
             entry.name,
-            _number(entry.spread(lambda o: o.loss)),
-            _percent(entry.spread(lambda o: o.fairness and math.sqrt(o.fairness["variance"]))),
-            _percent(entry.spread(lambda o: o.fairness and o.fairness["worst_tenth"])),
-            _with(
+            number_cell(entry.spread(lambda o: o.loss)),
+            percent_cell(entry.spread(lambda o: o.fairness and math.sqrt(o.fairness["variance"]))),
+            percent_cell(entry.spread(lambda o: o.fairness and o.fairness["worst_tenth"])),
+            spread_cell(
                 entry.spread(lambda o: o.fairness and o.fairness["entropy"]), lambda v: f"{v:.4f}"
             ),
         )
@@ -365,7 +328,7 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
                     fares(outcome.accuracy, outcome.loss)[1],
                     *(written(shown(name).form, outcome.metric(name)) for name in names),
                     fares(outcome.worst, outcome.worst_loss)[1],
-                    _spent(outcome),
+                    spent_cell(outcome),
                 )
             found.append(row)
     return found

@@ -21,11 +21,11 @@ from fedpact.data.datasets import from_arrays, from_frame, with_columns
 from fedpact.data.form import LabelForm, PlanRecords, RecordForm
 from fedpact.data.given.parts import (
     Parts,
+    arrays_in,
     called,
     holds_arrays,
     labels_in,
     parts_of,
-    records_in,
     wanted,
 )
 from fedpact.errors import DataError
@@ -132,7 +132,7 @@ def _of_table(
     names = wanted(columns, form, roles)
     if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
         return from_arrays(
-            records_in(columns[names[0]], names[0]),
+            arrays_in(columns[names[0]], names[0]),
             labels_in(columns[str(label)], form),
             name="table",
             classes=classes,

@@ -76,7 +76,7 @@ def holds_arrays(cells: Sequence[Any] | None) -> bool:
     )
 
 
-def records_in(cells: Sequence[Any], what: str) -> np.ndarray:
+def arrays_in(cells: Sequence[Any], what: str) -> np.ndarray:
     """Return cells with arrays as one array, images of Pillow's with their channels first.
 
     Raises DataError: their shapes differ.
@@ -103,14 +103,14 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> Parts:
     if shape is not None and items and not _is_pair(items[0], shape):
         # A TensorDataset of records alone has each in a tuple.
         alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
-        return Parts(x=records_in(alone, "x"))
+        return Parts(x=arrays_in(alone, "x"))
     if not items or not all(_is_pair(item, None) for item in items):
         raise DataError(
             f"{called(data)}: expected pairs (x, y), at least one: a record "
             "and its label at each place; wrap it in a Dataset that gives them"
         )
     titles = getattr(data, "classes", None)
-    x = records_in([item[0] for item in items], "x")
+    x = arrays_in([item[0] for item in items], "x")
     y = _together([np.asarray(item[1]) for item in items], "y")
     whole = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
     named = list(map(str, titles)) if whole and isinstance(titles, Sequence) else None
