@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import fedpact
-from fedpact.api import extend
 from fedpact.cli.main import main
 from fedpact.errors import ModelError, PlanError
 from fedpact.own.named import handed_in
@@ -70,8 +69,8 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     score = result.evaluate(X, Y)
     elsewhere()
     more = {"rounds": 1, "data": (X, Y), "loss": LOSS}
-    with pytest.raises(PlanError, match="hand in the same, or leave out"):
-        extend(result.folder, **{**more, "loss": right})
+    with pytest.raises(PlanError, match="hand in the same, or begin"):
+        fedpact.extend(result.folder, **{**more, "loss": right})
     assert fedpact.load(result.folder).predict(X).labels.tolist()
     with pytest.raises(ModelError, match=r"loss=\.\.\. of fedpact.run or fedpact.load"):
         fedpact.load(result.folder).evaluate(X, Y)
@@ -81,7 +80,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     assert loaded.evaluate(X, Y) == score
     assert score.metrics["share"] == pytest.approx(score.accuracy)
     elsewhere()
-    longer = extend(result.folder, **more, metrics=[share, "auc"])
+    longer = fedpact.extend(result.folder, **more, metrics=[share, "auc"])
     assert longer.records[-1].round == 3
 
 

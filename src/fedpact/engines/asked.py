@@ -13,7 +13,14 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import with_columns
 from fedpact.data.form import RecordForm
 from fedpact.data.given import array_of, labels_of
-from fedpact.data.given.parts import Parts, arrays_in, holds_arrays, labels_in, parts_of, wanted
+from fedpact.data.given.parts import (
+    Parts,
+    arrays_in,
+    chosen_columns,
+    holds_arrays,
+    labels_in,
+    parts_of,
+)
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
@@ -99,7 +106,7 @@ class AskedRecords:
         return y, sieve.good
 
 
-def asked(records: Any, plan: Plan, own: GivenForm) -> AskedRecords:
+def asked_records(records: Any, plan: Plan, own: GivenForm) -> AskedRecords:
     """Read records as those of a plan's run were. own: their form in that run.
 
     records: whatever a run takes (see data.given.handed), with labels or without; a .csv, .parquet
@@ -137,7 +144,7 @@ def _of_parts(
     labels = parts.named(str(plan.label)) if plan.label in columns else None
     names = form.model_copy(update={"labels": form.labels or "names"})
     if not own.features:
-        chosen = wanted(columns, form, (plan.label, plan.site, plan.person))
+        chosen = chosen_columns(columns, form, (plan.label, plan.site, plan.person))
         if len(chosen) == 1 and holds_arrays(columns.get(chosen[0])):
             y = None if labels is None else labels_in(labels, form)
             names = form.model_copy(update={"labels": "names"})

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedpact.data.given.targets import unscaled
-from fedpact.engines.asked import AskedRecords, GivenForm, asked
+from fedpact.engines.asked import AskedRecords, GivenForm, asked_records
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder, folder_of_run
@@ -119,9 +119,10 @@ class Served:
     def staged(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return what the model is given of records, [m, ...], and which of the n these are.
 
-        records: as `asked` has them; labels are passed over. Raises DataError: of another form.
+        records: as `asked_records` has them; labels are passed over.
+        Raises DataError: of another form.
         """
-        return self._staged(asked(records, self.plan, self.form))
+        return self._staged(asked_records(records, self.plan, self.form))
 
     def _staged(self, given: AskedRecords) -> tuple[Tensor, np.ndarray]:
         x, sieve, features = given.x, given.sieve, given.features
@@ -171,7 +172,7 @@ class Served:
         file, a table with the plan's label column, or pairs (x, y).
         Raises DataError: none, or none that is used.
         """
-        given = asked(records, self.plan, self.form)
+        given = asked_records(records, self.plan, self.form)
         given = given if labels is None else given.given(labels)
         y, good = given.targets(self.plan.label or "y")
         x, used = self._staged(given)

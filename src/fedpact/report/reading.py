@@ -16,6 +16,7 @@ from typing import Any, Final
 from fedpact.errors import DataError
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.report.audits import Audit
+from fedpact.report.charts.labels import LabelTable
 
 Document = dict[str, Any]
 
@@ -55,15 +56,6 @@ class SitePrivacy:
     sigmas: Mapping[str, float]
     honest: int
     epsilon_alone: float
-
-
-@dataclass(frozen=True)
-class LabelTable:
-    """Training records of each label at each site; simulator only. counts[site][label]."""
-
-    sites: list[str]
-    labels: list[str]
-    counts: list[list[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +235,7 @@ def read_run(folder: Path) -> RunFolder:
             summary=_read(folder / "summary.json", needed=False),
             environment=_read(folder / "environment.json", needed=False),
             records=_read_records(folder / "rounds.jsonl"),
-            labels=_label_table(labels) if labels else None,
+            labels=LabelTable.of(labels) if labels else None,
             audit=Audit.of(_read(folder / "audit.json", needed=False)),
             joining=_read(folder / "joining.json", needed=False) or None,
         )
@@ -305,14 +297,6 @@ def _read_records(path: Path) -> list[RoundRecord]:
             "run the plan again"
         )
     return records
-
-
-def _label_table(partition: Document) -> LabelTable:
-    return LabelTable(
-        sites=[str(name) for name in partition["train"]],
-        labels=[str(label) for label in partition["classes"]],
-        counts=[[int(n) for n in row] for row in partition["label_counts"]],
-    )
 
 
 _STATEMENT = {

@@ -23,10 +23,10 @@ from fedpact.data.given.parts import (
     Parts,
     arrays_in,
     called,
+    chosen_columns,
     holds_arrays,
     labels_in,
     parts_of,
-    wanted,
 )
 from fedpact.errors import DataError
 
@@ -129,7 +129,7 @@ def _of_table(
     if form.features is None:
         index = [name for name in parts.index if name not in (*roles, *form.drop)]
         form = form.model_copy(update={"drop": [*form.drop, *index]})
-    names = wanted(columns, form, roles)
+    names = chosen_columns(columns, form, roles)
     if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
         return from_arrays(
             arrays_in(columns[names[0]], names[0]),

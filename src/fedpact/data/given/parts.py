@@ -63,7 +63,9 @@ def parts_of(data: Any, shape: tuple[int, ...] | None = None) -> Parts:
     return Parts(x=data)
 
 
-def wanted(columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]) -> list[str]:
+def chosen_columns(
+    columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]
+) -> list[str]:
     """Return the columns that a record is made of. roles: label, site and person."""
     return form.features or [name for name in columns if name not in {*roles, *form.drop}]
 

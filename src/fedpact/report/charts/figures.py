@@ -27,7 +27,8 @@ from fedpact.report.charts.drawing import (
     shorten,
     thin,
 )
-from fedpact.report.reading import LabelTable, RunFolder
+from fedpact.report.charts.labels import LabelTable
+from fedpact.report.reading import RunFolder
 from fedpact.tasks.measures import shown
 from fedpact.text import percent
 
