@@ -24,7 +24,7 @@ from fedpact.methods import Method
 from fedpact.methods.combine import check_extended, check_mode, check_part, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
-from fedpact.methods.effective import in_effect, with_iterations
+from fedpact.methods.effective import in_effect, unset, with_iterations
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
@@ -115,8 +115,7 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         if self.after >= self.rounds:
             raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
-        if self.logistic != LogisticSettings() and self.model != "logistic":
-            raise ValueError(f"model is {self.model!r} with a table [logistic]: leave that out")
+        self.logistic.check_model(self.model)
         self.views.check_goes(self.task.plain, self.features.used, self.run.stacked)
         self.initial.check_model(self.model)
         mode = self.privacy.mode
@@ -136,8 +135,7 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
-        if self.sites_per_round is not None:
-            check_part(method, self.secure_aggregation.threshold)
+        check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
         if self.after:
             self.check_extended()
         self.budget.check_method(method.controlled, self.task.kind)
@@ -305,12 +303,8 @@ class Plan(ShownPlan, BaseModel):
         whole["settings"] = in_effect(settings, self.method.controlled) | self.settings
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
-        unset = {key for key in left(self) if key != "settings"}
-        unset |= {f"settings.{key}" for key in whole["settings"] if key not in self.settings}
-        # Nothing given, as a whole table says it.
-        unset |= {"sampling_rate"} if self.sampling_rate is None else set()
-        unset |= {"control.iterations"} if self.control.iterations is None else set()
-        return {**whole, DEFAULTS: sorted(unset)}
+        none = {"sampling_rate": self.sampling_rate, "control.iterations": self.control.iterations}
+        return {**whole, DEFAULTS: unset(left(self), whole["settings"], self.settings, none)}
 
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> "Plan":

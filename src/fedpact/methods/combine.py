@@ -250,11 +250,13 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
         )
 
 
-def check_part(method: Method, threshold: int) -> None:
+def check_part(each: int | None, method: Method, threshold: int) -> None:
     """Raise ValueError where no part of the sites can be asked in a round.
 
-    threshold: of secure aggregation, 0 for none.
+    each: how many are, None for all of them. threshold: of secure aggregation, 0 for none.
     """
+    if each is None:
+        return
     whose, why = f"algorithm = {method.name!r} with these tables", method.needs_all_sites
     if threshold:
         whose, why = "[secure_aggregation]", NEEDS_THE_LIST

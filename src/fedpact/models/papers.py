@@ -24,6 +24,11 @@ class LogisticSettings(BaseModel):
     start: Literal["random", "zero"] = "random"
     bias: bool | Annotated[float, Field(gt=0)] = True
 
+    def check_model(self, model: str) -> None:
+        """Raise ValueError: another model, which has no use for it."""
+        if self != LogisticSettings() and model != "logistic":
+            raise ValueError(f"model is {model!r} with a table [logistic]: leave that out")
+
 
 def logistic(
     shape: tuple[int, ...], classes: int, settings: LogisticSettings | None = None
