@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedpact.data.form import RecordForm
+from fedpact.data.given.targets import unscaled
 from fedpact.deploy import keys, texts
 from fedpact.engines.parties.federation import (
     Checks,
@@ -138,7 +140,7 @@ def _write_server(server: Path, scene: Scene) -> None:
     _write_script(server / "start.sh", texts.SERVER_START)
     data = scene.raw
     if data.x_test is not None and data.y_test is not None:
-        np.savez(server / "test.npz", x=data.x_test.numpy(), y=data.y_test.numpy())
+        np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
 
 
 def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) -> None:
@@ -160,7 +162,15 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
             whose = scene.raw.person
             named = {} if whose is None else {"person": np.array(whose)[chosen.numpy()]}
-            np.savez(file, allow_pickle=False, x=x.numpy(), y=y.numpy(), **named)
+            np.savez(file, allow_pickle=False, x=x.numpy(), y=_labels(scene, y), **named)
+
+
+def _labels(scene: Scene, y: Tensor) -> np.ndarray:
+    """Return labels as a file has them: numbers in their own units, in the declared range."""
+    target = scene.plan.task.target
+    if target.kind != "number":
+        return y.numpy()
+    return np.clip(unscaled(y.double().numpy(), target), target.low, target.high)
 
 
 def _write_script(path: Path, text: str) -> None:

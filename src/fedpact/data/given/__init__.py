@@ -61,6 +61,11 @@ def sifted_arrays(
     values: str,
 ) -> Given:
     """Hold arrays x, y against a form. values: "float32" or "int64". Raises DataError."""
+    if form.target.kind == "several" and pair[1].shape[1:] != (len(classes),):
+        raise DataError(
+            f"data set {name}: y has shape {pair[1].shape}, and there are {len(classes)} labels, "
+            f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
+        )
     sieve = Sieve(name, len(pair[1]), 0)
     x = numbers_of_array(pair[0], form, values, sieve)
     return Given(x, targets_of(pair[1], classes, form, "y", sieve), sieve)

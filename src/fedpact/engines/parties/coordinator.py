@@ -283,7 +283,9 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     if not path.exists():
         return None
     federation = coordinator.federation
-    data = datasets.load(str(path), classes=federation.classes, form=federation.records)
+    data = datasets.load(
+        str(path), classes=federation.classes, form=federation.labelled(coordinator.plan)
+    )
     stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path))
     return staged.x[staged.good], data.y[staged.good]

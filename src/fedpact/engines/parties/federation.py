@@ -181,17 +181,16 @@ class Federation(BaseModel):
                 f"patience.least_replies = {self.patience.least_replies}: no round could have "
                 "enough replies; lower the second"
             )
-        if plan.task.kind != "classification":
-            raise PlanError(
-                f"plan.json has task.kind = {plan.task.kind!r}: a deployment learns classes; "
-                "simulate the others, or put classes in their place"
-            )
         if plan.privacy.unit == "person" and self.person is None:
             raise PlanError(
                 'plan.json has privacy.unit = "person", and federation.toml no person: name the '
                 "column of the sites' files that says whose a record is, as person = ..."
             )
         return plan.terms({name: member.size for name, member in self.sites.items()})
+
+    def labelled(self, plan: Plan) -> RecordForm:
+        """Return what a record and its label may be: of a number its range, by the plan."""
+        return self.records.model_copy(update={"target": plan.task.target})
 
     def form(self, plan: Plan) -> SumsForm:
         """Return what is summed of held-out records. Raises PlanError: it does not fit."""
@@ -247,6 +246,12 @@ def check_deployable(plan: Plan) -> None:
         raise PlanError(
             'privacy.sizes is "noisy": in a deployment every site declares its size in '
             'federation.toml before the run; use privacy.sizes = "public" and a round number'
+        )
+    if plan.task.kind == "segmentation":
+        raise PlanError(
+            "task.kind is 'segmentation': federation.toml declares no size of a mask, so a site "
+            "could not leave out one that does not fit; simulate it, or learn a class or several "
+            "labels of an image"
         )
 
 

@@ -68,7 +68,7 @@ def own_records(
     that a card's table does not have ends its process. Raises InputError: they do not fit.
     """
     path = directory / settings.records
-    form = of.classes, of.shape, of.values, of.records, of.person, of.features
+    form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
     if len(of.shape) == 1:
         names = found.features or tuple(map(str, range(of.shape[0])))
