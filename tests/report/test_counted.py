@@ -9,7 +9,7 @@ import pytest
 
 from fedpact.errors import DataError
 from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.reservations import Shared
+from fedpact.ledger.reservations import Beside, Shared
 from fedpact.papers.selection import LAWS, winner_epsilon
 from fedpact.report.counted import counted
 from fedpact.theory import shares
@@ -27,9 +27,14 @@ def run(
     expose: bool = False,
     delta: float = DELTA,
     unit: str = "record",
+    held: History | None = None,
+    split: str = "",
     **sites: History,
 ) -> Any:
-    """A run's folder with the ledgers of its sites, of which a run may have charged nothing."""
+    """A run's folder with the ledgers of its sites, of which a run may have charged nothing.
+
+    held: what is promised for the records that `split` holds out.
+    """
     for site, events in sites.items():
         cost = epsilon(events, delta - (shares.ADDED_DELTA if honest else 0))
         shared = None
@@ -38,6 +43,9 @@ def run(
         file = path / "sites" / site / "ledger.jsonl"
         with Ledger(file, site, hypothetical=True) as ledger:
             ledger.reserve(path.name, Budget(cost, delta), events, shared=shared, unit=unit)
+            if held:
+                budget, beside = Budget(epsilon(held, delta), delta), Beside(path.name, split)
+                ledger.reserve(f"{path.name} looks", budget, held, beside=beside, unit=unit)
             if expose:
                 ledger.expose(path.name, 1)
     return SimpleNamespace(path=path, site_privacy=dict.fromkeys(sites))
@@ -56,6 +64,39 @@ def test_settings_add_up_by_site_and_the_dearest_site_is_told(tmp_path: Path) ->
     assert found.alone is None
     assert "2 settings, each once: one, two" in found.told
     assert found.document["epsilon_of_every"] == max(both)
+
+
+LOOKS = {SampledGaussian(1.0, 6.0): 1}
+
+
+def test_a_record_pays_for_what_trains_on_it_or_for_what_looks_at_it(tmp_path: Path) -> None:
+    """Two runs of one split: one of both sides in both. Unlike splits: any of four ways."""
+
+    def found(second: str) -> Any:
+        there = tmp_path / second
+        runs = [
+            run(there / name, held=LOOKS, split=split, a=events)
+            for name, split, events in (("one", "first", CHEAP), ("two", second, DEAR))
+        ]
+        (told,) = counted({"one": {0: runs[0]}, "two": {0: runs[1]}})
+        return told.found
+
+    trained, looked = (
+        epsilon({**CHEAP, **DEAR}, DELTA),
+        epsilon({SampledGaussian(1, 6.0): 2}, DELTA),
+    )
+    mixed = [epsilon({**LOOKS, **events}, DELTA) for events in (CHEAP, DEAR)]
+    assert found("first").every == max(trained, looked) < max(mixed)
+    assert found("another").every == max(trained, looked, *mixed)
+    each = [epsilon(events, DELTA) for events in (CHEAP, DEAR, LOOKS)]
+    assert found("first").one == found("another").one == max(each)
+
+
+def test_of_more_splits_than_are_gone_through_both_sides_count(tmp_path: Path) -> None:
+    runs = {n: run(tmp_path / str(n), held=LOOKS, split=f"s{n}", a=CHEAP) for n in range(7)}
+    _, found = counted({"one": runs, "two": {n: runs[n] for n in range(7)}})
+    (event,), (look,) = CHEAP, LOOKS
+    assert found.found.every == epsilon({event: 1400, look: 14}, DELTA)
 
 
 def test_seeds_are_alternatives_of_their_own_and_all_of_them_together_cost_more(

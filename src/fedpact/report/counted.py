@@ -2,14 +2,18 @@
 
 Every run's ledger names the events that it reserved. Runs are alternatives on the same records, so
 at each site their events add up against whoever sees every run; see papers.selection for whoever
-sees the best alone. Of each figure the site where it is most is told. All that a ledger promises
-counts for every record, held out or not.
+sees the best alone. Of each figure the site where it is most is told.
+
+A record is trained on or held out for evaluations, so of the two promises of a run it pays one; in
+runs whose ledgers know of the same split, the same one. Of all ways in which it may fall the
+dearest counts.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,10 @@ from fedpact.ledger.reservations import FixedSequence, from_entry
 from fedpact.papers.selection import LAWS, Trials, as_document, lines, tried
 from fedpact.report.reading import RunFolder
 from fedpact.theory import shares
-from fedpact.theory.accounting import History, SampledGaussian
+from fedpact.theory.accounting import SampledGaussian
+
+_SPLITS = 6
+"""Of so many splits of a site's records all ways are gone through, 2^6."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,13 @@ class Trying:
 class _Promise:
     """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it.
 
-    units: whom its events are of.
+    events: for the records that are trained on. held: for those that `split` holds out, None where
+    nothing is promised for them alone. units: whom its events are of.
     """
 
-    events: History
+    events: Counter[SampledGaussian]
+    held: Counter[SampledGaussian] | None
+    split: str
     epsilon: float
     delta: float
     honest: int
@@ -113,12 +123,36 @@ def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Tr
         for site in sorted({name for run in runs for name in run}):
             each = [run[site] for run in runs if site in run]
             honest = max(honest, *(one.honest for one in each))
-            # Many sites have the same terms.
-            key = tuple((tuple(sorted(one.events.items())), one.delta, one.exact) for one in each)
-            if len(each) >= 2 and key not in found:
-                found[key] = _at_site(each)
+            for fallen in _ways(each) if len(each) >= 2 else ():
+                # Many sites, and ways, have the same events.
+                key = tuple(
+                    (tuple(sorted(one.events.items())), one.delta, one.exact) for one in fallen
+                )
+                if key not in found:
+                    found[key] = _at_site(fallen)
     together, alone = zip(*found.values(), strict=True)
     return Trying(told, _largest(together), _largest(alone) if honest else None, honest)
+
+
+def _ways(runs: Sequence[_Promise]) -> Iterable[list[_Promise]]:
+    """Yield the runs with the events that a record pays, for each way in which it may fall.
+
+    With more splits than are gone through, as if it were on both sides of each: no less.
+    """
+    splits = sorted({one.split for one in runs if one.held is not None})
+    if len(splits) > _SPLITS:
+        yield [replace(one, events=one.events + (one.held or Counter())) for one in runs]
+        return
+    for sides in product((False, True), repeat=len(splits)):
+        held = dict(zip(splits, sides, strict=True))
+        fallen = [
+            replace(one, events=one.held, honest=0)
+            if one.held is not None and held[one.split]
+            else one
+            for one in runs
+        ]
+        # The order of runs is nothing to their cost.
+        yield sorted(fallen, key=lambda one: sorted(one.events.items()))
 
 
 def _largest(found: Sequence[Trials]) -> Trials:
@@ -168,13 +202,16 @@ def _promise(path: Path) -> _Promise:
         )
     entries = read_entries(path)
     made = [from_entry(e) for e in entries if e["kind"] in ("reserve", "filter")]
-    events = Counter[SampledGaussian]()
+    events, held, splits = Counter[SampledGaussian](), Counter[SampledGaussian](), set[str]()
     for one in made:
         if isinstance(one, FixedSequence):
-            events.update(one.allowed)
+            (events if one.beside is None else held).update(one.allowed)
+            splits |= set() if one.beside is None else {one.beside.split}
     unknown = not made or any(not isinstance(one, FixedSequence) for one in made)
     return _Promise(
         events,
+        held if splits else None,
+        " ".join(sorted(splits)),
         min((one.epsilon for one in made), default=math.inf),
         max((one.budget.delta for one in made), default=0.5),
         max((one.honest for one in made), default=0),
