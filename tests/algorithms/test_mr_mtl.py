@@ -21,6 +21,7 @@ from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
+from fedpact.methods.server import Averaged, ServerSettings, averaged
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -71,6 +72,28 @@ def test_without_noise_kappa_changes_nothing():
         w = bed.run(method, 4).vectors["w"]
         found.append([w, *(method.own_model(w, bed.memories[site]) for site in bed.sites)])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("proximal", [0.0, 1e300])
+def test_its_averages_ends_are_the_averages_of_its_ends_bit_for_bit(proximal):
+    """[server] average = "exponential" around FedAvg is the reference, with one decay."""
+    server = ServerSettings(average="exponential", average_decay=0.7)
+    together = Federation(private=True)
+    method = Method("mr_mtl", Settings(proximal=proximal, average_decay=0.7))
+    state = together.run(method, 5)
+    for site, count in together.counts.items():
+        counts = together.counts if proximal else {site: count}
+        twin = Federation(private=True, counts=counts)
+        expected = averaged(twin.run(Averaged(fedavg(), server, 5), 5))
+        own = method.own_model(state.vectors["w"], together.memories[site])
+        assert torch.equal(own, expected)
+
+
+def test_an_average_changes_nothing_of_what_is_trained_or_sent():
+    averaging = rounds(Settings(proximal=0.5, average_decay=0.9), 6)
+    w, memories = rounds(Settings(proximal=0.5), 6)
+    assert torch.equal(averaging[0], w)
+    assert all(torch.equal(averaging[1][n].vectors["w"], memories[n].vectors["w"]) for n in SITES)
 
 
 def noisy(**variances):

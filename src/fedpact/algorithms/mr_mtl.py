@@ -6,6 +6,7 @@ Symbols   paper  code           meaning, unit or range                          
           τ      local_steps    local iterations of a round, >= 1                   plan
           λ      proximal       how strongly w_i is held to the mean, >= 0          plan
           κ      proximal_noise how much more so a site with more noise, >= 0       plan
+          β      average_decay  of the average of a site's own models, in [0, 1)    plan
           λ_i                   λ + κ v_i, v_i the variance of its gradient's noise
           w_k    memory "w"     w_i, the site's own model after its steps [d]       released
           w̄      "w"            Σ p_i w_i, the sites' mean [d]                      released
@@ -13,7 +14,8 @@ Symbols   paper  code           meaning, unit or range                          
 Client    w_i ← w̄ + b_i (w_i - w̄), from w_i = w̄ in its first round
           τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
           upload u_i = w̄ - η Σ g: as far from w̄ as w_i went in this round
-          Its own model is w̄ + b_i (w_i - w̄), with the newest w̄ that it knows
+          Its own model is w̄ + b_i (w_i - w̄), with the newest w̄ that it knows; where β > 0, the
+          exponential average of those of all its rounds, which steps do not see
 Server    w̄ ← Σ p_i u_i, which at κ = 0 is Σ p_i w_i, as Σ p_i (w_i - w̄) was 0 before
 Bounds    u_i - w̄ = -η Σ g, whatever w_i is: fedavg's
 Releases  τ gradient sums: τ events. w_i follows from them and costs nothing further
@@ -67,6 +69,10 @@ __all__ = [
 _NOISE: Final = "noise"
 """What a site's memory calls v_i of the round that its w_i is of; there where κ is not 0."""
 
+_AVERAGE: Final = "average"
+_COUNT: Final = "averaged"
+"""What it calls the average of the own models before w_i, and their number; there where β > 0."""
+
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 1e300})
 
 
@@ -79,6 +85,7 @@ class Settings(fedavg.Settings):
     )
     proximal: float = Field(default=0.01, ge=0)
     proximal_noise: float = Field(default=0.0, ge=0)
+    average_decay: float = Field(default=0.0, ge=0, lt=1)
 
     @property
     def needs_own_noise(self) -> str:
@@ -87,21 +94,41 @@ class Settings(fedavg.Settings):
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
         """See BaseSettings."""
-        return _held(w, memory, self, self.local_steps)
+        held = _held(w, memory, self, self.local_steps)
+        return _averaged(held, memory, self)[0] if _averages(memory, self) else held
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    own = _held(task.vectors["w"], memory, settings, steps)
+    held = _held(task.vectors["w"], memory, settings, steps)
     # Two sums of the same steps: at b = 0 both are fedavg's, to the last bit.
-    sent, own = task.vectors["w"].clone(), own.clone()
+    sent, own = task.vectors["w"].clone(), held.clone()
     for batch in oracle.batches(steps, "gradient"):
         step = batch.gradient(own)
         own.add_(step, alpha=-rate)
         sent.add_(step, alpha=-rate)
-    noise = {_NOISE: oracle.noise_variance} if settings.proximal_noise else {}
-    return Local({"w": sent}, memory=State({"w": own}, noise))
+    kept, numbers = {"w": own}, dict[str, float]()
+    if settings.proximal_noise:
+        numbers[_NOISE] = oracle.noise_variance
+    if _averages(memory, settings):
+        kept[_AVERAGE], numbers[_COUNT] = _averaged(held, memory, settings)
+    return Local({"w": sent}, memory=State(kept, numbers))
+
+
+def _averages(memory: State, settings: Settings) -> bool:
+    """Whether there is an own model to average: not before a site's first round."""
+    return settings.average_decay > 0 and "w" in memory.vectors
+
+
+def _averaged(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, int]:
+    """Return the average of the own models up to `held`, and of how many it is.
+
+    That of the server's models in methods.server, of a site's own.
+    """
+    count, beta = int(memory.numbers.get(_COUNT, 0)) + 1, settings.average_decay
+    before = memory.vectors.get(_AVERAGE, held)
+    return before.lerp(held, (1 - beta) / (1 - beta**count)), count
 
 
 def _held(mean: Tensor, memory: State, settings: Settings, steps: int) -> Tensor:
