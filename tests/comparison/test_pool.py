@@ -1,13 +1,17 @@
 """Processes side by side: what fails is told, what goes on goes on. The processes are stand-ins."""
 
+import io
+import json
+import math
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from fedpact.comparison import pool
+from fedpact.comparison import pool, worker
 from fedpact.comparison.pool import Job, News, carry_out
+from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 
 # Acts on the name of the job's folder; two rounds where nothing else is asked.
@@ -170,3 +174,19 @@ def test_ctrl_c_on_the_terminal_does_not_reach_the_processes(tmp_path: Path) -> 
     carry_out(jobs(tmp_path, "slow"), 1, look, lambda: bool(sessions))
     assert sessions
     assert os.getsid(0) not in sessions
+
+
+def test_a_run_tells_its_rounds_in_strict_json(tmp_path, monkeypatch):
+    """Of labels that are numbers there is no accuracy."""
+    told = io.StringIO()
+    monkeypatch.setattr(worker, "_Stop", lambda: never)
+    monkeypatch.setattr(worker, "_channel", lambda: told)
+    asked = {"plan": Plan(rounds=1).document(), "folder": str(tmp_path), "path": []}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
+
+    def run(_plan, _out, on_round, stop):
+        on_round(RoundRecord(round=1, accuracy=math.nan))
+
+    monkeypatch.setattr(worker, "run", run)
+    assert worker.main() == 0
+    assert told.getvalue() == '{"round": 1, "accuracy": null, "loss": null}\n'

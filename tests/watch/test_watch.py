@@ -1,6 +1,7 @@
 """What `fedpact watch` shows: numbers of the run's files, of a site only its own, on 127.0.0.1."""
 
 import json
+import math
 import re
 import threading
 import urllib.error
@@ -108,6 +109,39 @@ def test_a_round_that_is_being_written_is_left_for_the_next_look(finished, tmp_p
     told = look(tmp_path)
     assert (told["round"], told["bytes_up"], told["status"]) == (1, 5, "running")
     assert told["name"] == tmp_path.name
+
+
+def test_an_epsilon_that_no_number_bounds_is_shown_as_such(finished, tmp_path):
+    """Strict JSON holds it as null; a site that has released nothing yet has no line of it."""
+    record = RoundRecord(round=1, epsilon={"a": math.inf, "b": 0.5})
+    (tmp_path / "rounds.jsonl").write_text(record.to_json() + "\n")
+    (tmp_path / "plan.json").write_text((finished.folder / "plan.json").read_text())
+    sites = {name: {"epsilon_reserved": told, "delta": 1e-5} for name, told in [("a", None)]}
+    (tmp_path / "privacy.json").write_text(json.dumps({"private": True, "sites": sites}))
+    found = look(tmp_path)
+    assert found["sites"]["a"]["epsilon_spent"] == math.inf
+    assert found["sites"]["a"]["epsilon_reserved"] == math.inf
+    assert found["sites"]["b"]["epsilon_reserved"] is None
+    told = parsed(metrics.text(found))
+    labels = (("run", tmp_path.name), ("site", "a"))
+    assert told["fedpact_epsilon_spent", labels] == math.inf
+    done = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
+    assert "a: ε ∞" in done.stdout
+    assert json.loads(serving.encoded(found))["sites"]["a"]["epsilon_spent"] == "inf"
+
+
+def test_an_accuracy_that_no_site_would_release_is_marked(finished, page):
+    privacy = json.loads((finished.folder / "privacy.json").read_text())
+    told = json.loads(page.get("data.json").body)
+    found = [line for line in page.get("metrics").body.splitlines() if "fedpact_accuracy{" in line]
+    assert told["simulator_only"] is privacy["accuracy_pooled"] is False
+    assert "simulator_only" not in found[0]
+    (line,) = (
+        line
+        for line in metrics.text({**told, "simulator_only": True}).splitlines()
+        if line.startswith("fedpact_accuracy{")
+    )
+    assert 'simulator_only="true"' in line
 
 
 def test_once_json_and_what_is_no_run(finished, tmp_path):

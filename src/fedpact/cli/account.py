@@ -1,6 +1,5 @@
 """`fedpact account`: what releases cost, or what noise, rate or number of them a budget allows."""
 
-import json
 import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact import check
+from fedpact.cli.console import show
 from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
 from fedpact.papers.selection import as_document, tried
@@ -96,7 +96,7 @@ def account(
             **({"ledger": _described(left, joint)} if left else {}),
         }
         body = answers[0] if way else {"results": answers}
-        print(json.dumps(shared | body, indent=2))
+        show(shared | body, True, lambda: None)
         return
     _show(setting.open()[0], answers, covers, per_person, UNITS[left.unit if left else "record"])
 

@@ -106,7 +106,8 @@ def compare(
     if counted:
         comparison = replace(comparison, counted=trying(private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(strict(document(comparison)), indent=2, default=str) + "\n"
+    found = strict(document(comparison))
+    text = json.dumps(found, indent=2, allow_nan=False, default=str) + "\n"
     write_whole(folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
     return Compared(**{each.name: getattr(comparison, each.name) for each in fields(comparison)})

@@ -42,7 +42,7 @@ def main() -> int:
 
     def say(**line: Any) -> None:
         # Whoever reads may have died: the broken pipe then ends this process, too.
-        print(json.dumps(strict(line)), file=channel, flush=True)
+        print(json.dumps(strict(line), allow_nan=False), file=channel, flush=True)
 
     def on_round(record: RoundRecord) -> None:
         say(round=record.round, accuracy=record.accuracy, loss=record.loss)

@@ -16,6 +16,7 @@ from fedpact import check
 from fedpact.errors import InputError
 from fedpact.papers.composition import OLD_BOUNDS
 from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point, with_proof
+from fedpact.records.rounds import strict
 from fedpact.text import upper
 from fedpact.theory.accounting import Accountant
 
@@ -88,7 +89,7 @@ def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> No
     if out is not None:
         _draw(question, points, out)
     if as_json:
-        print(json.dumps(_document(question, points), indent=2))
+        print(json.dumps(strict(_document(question, points)), indent=2, allow_nan=False))
     else:
         _show(question, points)
 

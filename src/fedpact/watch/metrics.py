@@ -12,6 +12,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 Sample = tuple[str, Mapping[str, str], float | None]
 """A metric's name, its labels, its value; None where there is none yet."""
 
+_MARKED: Final = (
+    "simulator_only: of held-out records, exactly, which no site of a deployment would release."
+)
 _HELP: Final = {
     "fedpact_round": ("gauge", "The last round."),
     "fedpact_rounds_planned": ("gauge", "How many rounds the plan has."),
@@ -25,8 +28,8 @@ _HELP: Final = {
     "fedpact_waiting": ("gauge", "Whether an answer is being waited for."),
     "fedpact_bytes_down_total": ("counter", "Bytes sent to sites."),
     "fedpact_bytes_up_total": ("counter", "Bytes that sites sent."),
-    "fedpact_accuracy": ("gauge", "Accuracy of the last evaluated model."),
-    "fedpact_loss": ("gauge", "Mean loss of the last evaluated model."),
+    "fedpact_accuracy": ("gauge", f"Accuracy of the last evaluated model. {_MARKED}"),
+    "fedpact_loss": ("gauge", f"Mean loss of the last evaluated model. {_MARKED}"),
     "fedpact_ended": ("gauge", "Whether the run has ended."),
 }
 
@@ -50,9 +53,10 @@ def _of_run(of: Mapping[str, Any]) -> Iterator[Sample]:
     yield "fedpact_bytes_down_total", run, of["bytes_down"]
     yield "fedpact_bytes_up_total", run, of["bytes_up"]
     yield "fedpact_ended", run, of["status"] not in ("running", "not begun")
+    marked = {**run, "simulator_only": "true"} if of["simulator_only"] else run
     for key in ("accuracy", "loss"):
         seen = [each[key] for each in of["history"] if each[key] is not None]
-        yield f"fedpact_{key}", run, seen[-1] if seen else None
+        yield f"fedpact_{key}", marked, seen[-1] if seen else None
     for site, each in of["sites"].items():
         labels = {**run, "site": site}
         yield "fedpact_epsilon_spent", labels, each["epsilon_spent"]

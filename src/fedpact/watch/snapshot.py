@@ -67,6 +67,8 @@ def _run(folder: Path) -> Document:
         "rounds": planned,
         "bytes_down": sum(record.get("bytes_down", 0) for record in records),
         "bytes_up": sum(record.get("bytes_up", 0) for record in records),
+        # Of held-out records themselves, which no site of a deployment would tell.
+        "simulator_only": bool(privacy.get("accuracy_pooled")),
         "asked_in_round": waits.get("round"),
         "history": [
             {key: record.get(key) for key in ("round", "accuracy", "loss", "seconds")}
@@ -74,8 +76,8 @@ def _run(folder: Path) -> Document:
         ],
         "sites": {
             name: {
-                "epsilon_spent": last.get("epsilon", {}).get(name),
-                "epsilon_reserved": named.get(name, {}).get("epsilon_reserved"),
+                "epsilon_spent": _bound(last.get("epsilon", {}), name),
+                "epsilon_reserved": _bound(named.get(name, {}), "epsilon_reserved"),
                 "delta": named.get(name, {}).get("delta"),
                 "seconds": waits.get("sites", {}).get(name, {}).get("seconds"),
                 "waiting": bool(waits.get("sites", {}).get(name, {}).get("waiting")),
@@ -84,6 +86,13 @@ def _run(folder: Path) -> Document:
             for name in names
         },
     }
+
+
+def _bound(of: Mapping[str, Any], name: str) -> float | None:
+    """Return an ε of a run's files, where null stands for infinity; None where there is none."""
+    if name not in of:
+        return None
+    return math.inf if of[name] is None else float(of[name])
 
 
 def _site(directory: Path) -> Document:
