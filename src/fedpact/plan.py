@@ -196,13 +196,8 @@ class Plan(ShownPlan, BaseModel):
 
     def check_extended(self) -> None:
         """Raise PlanError where no reservation for more rounds can follow this plan's."""
-        check_extended(
-            self.method,
-            evaluated=self.evaluation.used,
-            released=bool(self.records.released),
-            noisy=self.noisy_sizes,
-            honest=self.privacy.honest,
-        )
+        once = self.evaluation.used, bool(self.records.released), self.noisy_sizes
+        check_extended(self.method, *once, self.privacy.honest)
 
     @property
     def private(self) -> bool:

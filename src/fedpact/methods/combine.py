@@ -265,7 +265,7 @@ def check_part(each: int | None, method: Method, threshold: int) -> None:
 
 
 def check_extended(
-    method: Method, *, evaluated: bool, released: bool, noisy: bool, honest: int
+    method: Method, evaluated: bool, released: bool, noisy: bool, honest: int
 ) -> None:
     """Raise PlanError for a run that no second reservation can follow.
 
