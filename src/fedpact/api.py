@@ -165,7 +165,7 @@ def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
     """Return the plan of a model and settings, of which some may be those of [records]."""
     raw = dict(settings)
     columns = [key for key in ("drop", "classes") if key in raw]
-    columns += ["features"] if isinstance(raw.get("features"), list | tuple) else []
+    columns += ["features"] if isinstance(raw.get("features"), str | list | tuple) else []
     if columns:
         given = raw.get("records", {})
         own = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)

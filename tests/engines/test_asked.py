@@ -144,7 +144,7 @@ def test_the_parts_of_a_split_are_not_left_out_in_silence(caplog):
 
 
 def test_objects_that_are_no_numbers_are_refused():
-    with pytest.raises(DataError, match="expected numbers, or strings"):
+    with pytest.raises(DataError, match="of numbers, or strings"):
         fedpact.from_arrays(X, np.array([{}] * 60, object))
     ragged = np.array([np.zeros(2), *(np.zeros(3) for _ in range(59))], object)
     with pytest.raises(DataError, match="rows of equal length"):

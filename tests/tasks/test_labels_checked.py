@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
+import torch
 from torch import nn
 
 import fedpact
+from fedpact.api import plan_of
 from fedpact.cli.main import main
 from fedpact.data.form import LabelForm, RecordForm
 from fedpact.errors import DataError, ModelError
@@ -114,6 +117,47 @@ def test_labels_that_are_no_classes_are_asked_about(labels, why):
 def test_numbers_of_classes_that_never_occur_are_told_of(caplog):
     fedpact.from_arrays(X, 1 + np.arange(60) % 2)
     assert "no label is 0, and 2 is the largest: it is trained with 3 classes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "why"),
+    [
+        (X, 2 * (X[:, 0] > 0) - 1, "a label is -1: expected class numbers from 0"),
+        (X, (X > 0).astype(int), "several labels is task.kind = 'multi_label'"),
+        (["some words"] * 60, np.arange(60) % 2, "numbers of words"),
+        (scipy.sparse.csr_matrix(X), np.arange(60) % 2, r"with x.toarray\(\) of a sparse matrix"),
+        (pd.DataFrame({"d": pd.date_range("2020", periods=60)}), None, r"records\.drop"),
+        (pd.DataFrame({"k": ["a", "b"] * 30}), None, r"categories \(records.columns\)"),
+    ],
+)
+def test_what_is_handed_in_wrongly_is_told_what_to_do(x, y, why):
+    label = None if y is not None else "out"
+    data = (x, y) if y is not None else x.assign(out=np.arange(60) % 2)
+    with pytest.raises(DataError, match=why):
+        fedpact.run("logistic", data, label=label, **SETTINGS)
+
+
+def test_what_can_only_be_a_mistake_is_told_of(caplog, tmp_path):
+    fedpact.from_arrays(np.zeros((4, 8, 8, 3), np.uint8), [0, 1, 0, 1])
+    assert "numpy.moveaxis(x, -1, 1)" in caplog.text
+    fedpact.from_arrays(X, ["ill"] * 60)
+    assert "every label is 'ill'" in caplog.text
+    tokens = torch.randint(50, (60, 6)), np.arange(60) % 2
+    with pytest.raises(DataError, match="no record is left, as the model"):
+        fedpact.run(lambda shape, classes: nn.Sequential(nn.Embedding(2, 4), nn.Flatten(),
+                                                         nn.Linear(24, classes)),
+                    (tokens[0] + 2, tokens[1]), **SETTINGS, out=tmp_path / "r")  # fmt: skip
+    frame = pd.DataFrame(X, columns=list("abcd")).assign(out=np.arange(60) % 2)
+    for wrong, why in (
+        (frame[["a", "out"]], "the test table"),
+        ("x.csv", "test is a builtins.str"),
+    ):
+        with pytest.raises(DataError, match=why):
+            fedpact.run("logistic", frame, label="out", test=wrong, **SETTINGS)
+    assert plan_of("logistic", {"features": "a"}).records.features == ["a"]
+    weighed = fedpact.Plan(task={"class_weights": np.array([1.0, 5.0])}).task
+    assert weighed.class_weights == [1.0, 5.0]
+    assert fedpact.Plan(task={"kind": "regression", "range": (0, 2)}).task.range == [0, 2]
 
 
 def test_a_command_writes_pixels_where_they_fit(tmp_path, monkeypatch, capsys):

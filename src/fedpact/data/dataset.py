@@ -90,6 +90,11 @@ class Dataset:
         Raises DataError: none is left of either.
         """
         kept = self
+        if not good.any():
+            raise DataError(
+                f"data set {self.name}: no record is left, as the model or the features take none "
+                "of them: the warning before this says why"
+            )
         if not good.all():
             sites = self.site and tuple(compress(self.site, good.tolist()))
             x, y, rows = self.x[good], self.y[good], self.numbers[good]

@@ -16,7 +16,14 @@ import torch
 from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import RecordForm
-from fedpact.data.given import Given, array_of, check_shapes, labels_of, sifted_arrays
+from fedpact.data.given import (
+    Given,
+    array_of,
+    check_shapes,
+    labels_of,
+    sifted_arrays,
+    warn_of_channels,
+)
 from fedpact.data.given.classes import class_names, sorted_names
 from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
@@ -173,6 +180,7 @@ def from_arrays(
         given.append((xs, labels_of(name, "y" + end, b, form.target.kind, xs.ndim)))
     for end, (xs, ys) in zip(ends, given, strict=True):
         check_shapes(name, end, xs, ys, kind=form.target.kind)
+    warn_of_channels(name, given[0][0])
     labels = [ys for _, ys in given]
     names = class_names(name, labels, form) if classes is None else tuple(map(str, classes))
     values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
@@ -261,7 +269,11 @@ def _dataset(
     for part in parts:
         if not part.sieve.good.any():
             told = part.sieve.told(values=False) or [f"{part.sieve.origin} has 0 records"]
-            raise DataError(f"no record is left: {told[0]}; expected at least one")
+            raise DataError(
+                "no record is left: expected at least one; declare a column of words by its "
+                "categories (records.columns) and what stands for a missing value (fill), or leave "
+                f"out columns that hold neither (records.drop): {told[0]}"
+            )
         part.sieve.warn(values=True)
     own, count = parts[0].sieve.good, parts[0].sieve.count
     if sites is not None and len(sites) != count:

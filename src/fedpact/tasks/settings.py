@@ -12,7 +12,7 @@ losses of one's own change nothing about how far a record can move what is relea
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
@@ -66,11 +66,18 @@ class TaskSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_word(cls, raw: Any) -> Any:
-        """Take a kind alone, and one metric alone."""
-        found = {"kind": raw} if isinstance(raw, str) else raw
-        metrics = found.get("metrics") if isinstance(found, dict) else None
-        alone = isinstance(metrics, str) or callable(metrics)
-        return {**found, "metrics": [metrics]} if alone else found
+        """Take a kind alone, one metric alone, and tuples and arrays of numbers."""
+        if not isinstance(raw, dict):
+            return {"kind": raw} if isinstance(raw, str) else raw
+        found = dict(cast(dict[str, Any], raw))
+        if isinstance(found.get("metrics"), str) or callable(found.get("metrics")):
+            found["metrics"] = [found["metrics"]]
+        for key in {"range", "class_weights", "metrics"} & set(found):
+            if isinstance(found[key], tuple):
+                found[key] = list(cast(tuple[Any, ...], found[key]))
+            elif hasattr(found[key], "tolist"):
+                found[key] = found[key].tolist()
+        return found
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -1,5 +1,6 @@
 """Records as somebody gave them, in arrays or a table, and those of them that are used."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from fedpact.data.form import RecordForm
+from fedpact.data.given.parts import called
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import is_blank, numbers_of_array
 from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
+
+_logger = logging.getLogger("fedpact")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +89,9 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
         ) from error
     if array.dtype.kind not in "biufU":
         raise DataError(
-            f"data set {name}: {what} has type {array.dtype}: expected numbers, or strings for "
-            "labels; convert it first"
+            f"data set {name}: {what} is {called(values)} of type {array.dtype}: expected an array "
+            "of numbers, or strings for labels; convert it first, as with x.toarray() of a sparse "
+            "matrix"
         )
     return array
 
@@ -116,6 +121,16 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def warn_of_channels(name: str, x: np.ndarray) -> None:
+    """Say that images have their channels last, as far as their shape tells."""
+    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        _logger.warning(
+            "data set %s: a record has shape %s: models take an image as (channels, height, "
+            "width); if its channels stand last, hand in numpy.moveaxis(x, -1, 1)",
+            *(name, x.shape[1:]),
+        )
+
+
 _AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
 
 
@@ -132,8 +147,15 @@ def check_shapes(
         )
     plain = kind != "class" or y.ndim == 1
     if x.ndim < 2 or not plain or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
+        hint = "a single feature is a column, reshape(-1, 1)"
+        if x.ndim < 2 and x.dtype.kind == "U":
+            hint = "text becomes records as numbers of words, x [n, length] of integers"
+        elif not plain:
+            hint = (
+                "0 or 1 of each of several labels is task.kind = 'multi_label', a class for each "
+                "pixel 'segmentation', and one column that is 1 for its class y.argmax(1)"
+            )
         raise DataError(
             f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "
-            f"and [n] with equal n >= {least} and at least one feature; a single feature is a "
-            "column, reshape(-1, 1)"
+            f"and [n] with equal n >= {least} and at least one feature; {hint}"
         )

@@ -36,11 +36,18 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
     largest, records = int(max(found, default=0)), sum(part.size for part in labels)
     ask = "are they masks of class numbers" if form.target.kind == "pixels" else _REGRESSION
     _check_classes(name, found.tolist(), records, ask)
+    if found.size and found[0] < 0:
+        raise DataError(
+            f"data set {name}: a label is {found[0]:g}: expected class numbers from 0; number the "
+            "classes 0, 1, 2, ..., or store labels as names, and leave out records without one"
+        )
     if largest >= max(records, 2):
         raise DataError(
             f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
             f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
+    if not largest:
+        _tell_one(name, "0")
     never = [k for k in range(largest) if k not in {*found.tolist()}]
     if never:
         _tell_never(name, never, largest, pixels=form.target.kind == "pixels")
@@ -51,6 +58,8 @@ def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
     names = sorted({label for label in given if not is_missing(label)})
+    if len(names) == 1:
+        _tell_one(name, names[0])
     try:
         numbers = [float(name) for name in names]
     except ValueError:
@@ -78,6 +87,14 @@ def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> N
             f"data set {name}: {records} records have {len(found)} different labels, and no "
             f"classes are declared: {ask}? If they are classes, name them as records.classes"
         )
+
+
+def _tell_one(name: str, label: str) -> None:
+    _logger.warning(
+        "data set %s: every label is %r: of one class there is nothing to learn; name all classes "
+        "as records.classes, or hand in records of the others",
+        *(name, label),
+    )
 
 
 def _finite(found: Sequence[float]) -> bool:

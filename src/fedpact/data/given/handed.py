@@ -65,12 +65,12 @@ def dataset_of(
     found = _of_table(parts, label, site, person, records.classes, form)
     if test is None:
         return found
-    others = parts_of(test)
+    others = parts_of(test, what="test")
     if others.columns is None:
         raise DataError(f"test is {called(test)} beside {called(data)}: expected another table")
     named = list(found.features) or form.features
     own = form.model_copy(update={"features": named, "drop": []})
-    beside = _of_table(others, label, None, None, list(found.classes), own)
+    beside = _of_table(others, label, None, None, list(found.classes), own, "the test table")
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 
@@ -120,6 +120,7 @@ def _of_table(
     person: str | None,
     classes: list[str] | None,
     form: RecordForm,
+    name: str = "table",
 ) -> Dataset:
     """Return a table as a data set; where its one feature is an array a cell, as arrays."""
     columns, roles = dict(parts.columns or {}), (label, site, person)
@@ -134,19 +135,19 @@ def _of_table(
         return from_arrays(
             arrays_in(columns[names[0]], names[0]),
             labels_in(columns[str(label)], form),
-            name="table",
+            name=name,
             classes=classes,
             site=None if site is None else columns[site],
             person=None if person is None else columns[person],
             form=form.model_copy(update={"labels": "names"}),
         )
     return from_frame(
-        _Columns(columns), label, site, person=person, name="table", classes=classes, form=form
+        _Columns(columns), label, site, person=person, name=name, classes=classes, form=form
     )
 
 
 def _of_pairs(parts: Parts, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
-    beside = None if test is None else parts_of(test)
+    beside = None if test is None else parts_of(test, what="test")
     if beside is not None and beside.columns is not None:
         raise DataError(f"test is {called(test)} beside records (x, y): expected a pair, too")
     titles = parts.titles_of("")

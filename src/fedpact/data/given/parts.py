@@ -44,9 +44,10 @@ class Parts:
         return (self.titles or {}).get(str(label))
 
 
-def parts_of(data: Any, shape: tuple[int, ...] | None = None) -> Parts:
+def parts_of(data: Any, shape: tuple[int, ...] | None = None, what: str = "data") -> Parts:
     """Take apart what was handed in. shape: of a record, where there may be records alone.
 
+    what: its name in errors.
     Raises DataError: it is nothing that can be.
     """
     columns = _columns_of(data)
@@ -59,7 +60,8 @@ def parts_of(data: Any, shape: tuple[int, ...] | None = None) -> Parts:
         if len(pair) == 2 and (shape is None or _shape(pair[0]) != shape):
             return Parts(x=pair[0], y=pair[1])
     if shape is None or _shape(data) == ():
-        raise DataError(f"data is {called(data)}: {_KINDS}")
+        hint = "; hand in its .dataset" if hasattr(data, "dataset") else ""
+        raise DataError(f"{what} is {called(data)}: {_KINDS}{hint}")
     return Parts(x=data)
 
 
