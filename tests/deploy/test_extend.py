@@ -145,6 +145,22 @@ def test_a_site_by_itself_is_extended_once_for_each_run_that_has_ended(ended):
     assert (other / "plan.json").read_bytes() == (site / "plan.json").read_bytes()
 
 
+def test_the_last_round_of_a_site_is_the_last_that_is_its_own(federate):
+    """Of a part of the sites in each round, a site that was away at the end may have had its."""
+    run = federate(None, rounds=1, sites_per_round=2)
+    run()
+    (node,) = (n for n in run.nodes if not n.site.cost.epsilon)
+    others = [n.directory for n in run.nodes if n is not node]
+    for each in run.nodes:
+        each.site.ledger.close()
+        (each.directory / "run" / "summary.json").unlink()
+    for directory in others:
+        extend(directory, 1, None)
+    # What it was never asked cannot tell it that the run has ended.
+    with pytest.raises(PlanError, match="up to round 0 of 0"):
+        extend(node.directory, 1, None)
+
+
 def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):
     before = files_of(ended)
     (ended / "server" / "run" / "privacy.json").write_text("{}")

@@ -55,16 +55,19 @@ def _files(place: Path) -> list[Path]:
 
 def _check_ended(place: Path, plan: Plan) -> None:
     """Raise PlanError: nothing at a site that is by itself says that its run has ended."""
-    run, ledger = Federation.read(place / "federation.toml").run, ledger_path(place)
+    federation, ledger = Federation.read(place / "federation.toml"), ledger_path(place)
+    run, (name,) = federation.run, parties(place)
     entries = read_all(ledger)[0] if ledger.exists() else []
     charged = (e["round"] for e in entries if e["kind"] == "charge" and e["run"] == run)
     path = place / "run" / "summary.json"
     handed = json.loads(path.read_bytes()) if path.exists() else {}
     if handed.get("run") == run and handed.get("rounds"):
         return
-    if (last := max(charged, default=0)) < plan.rounds:
+    own = plan.participants(federation.names).last_of(name, plan.rounds)
+    last = max(charged, default=0)
+    if not plan.after < own <= last:
         raise PlanError(
-            f"run {run!r} has charged this site up to round {last} of {plan.rounds}, and handed no "
+            f"run {run!r} has charged this site up to round {last} of {own}, and handed no "
             "model over: it has not ended, or not begun since it was extended; of a run that the "
             "server has extended, put the server's plan.json and federation.toml here"
         )
