@@ -84,6 +84,35 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         assert [run["purpose"] for run in told] == ["trying it"] * 2
 
 
+def test_what_louder_rounds_have_left_at_a_site_is_no_lie(federate):
+    """FedDyn's h_i holds noise of all rounds, here a hundred times what the last ones add."""
+    run = federate(
+        None,
+        rounds=3,
+        algorithm="feddyn",
+        settings={"proximal": 5.0, "learning_rate": 0.1},
+        privacy={"accountant": "rdp", "epsilon": 0.05},
+    )
+    run()
+    for node in run.nodes:
+        node.site.ledger.close()
+    loud = run.nodes[0].site.cost.terms.event.sigma
+    extend(run.directory, 1, 200.0)
+    for node in run.nodes:
+        path = node.directory / "policy.toml"
+        text = re.sub(r"epsilon_(\w+) = .*", r"epsilon_\1 = 1e3", path.read_text())
+        text = re.sub(r"delta_(\w+) = .*", r"delta_\1 = 0.5", text)
+        path.write_text(re.sub(r"smallest_sigma = .*", "smallest_sigma = 1e-4", text))
+    again = Run(run.directory)
+    try:
+        records = again()
+    finally:
+        for node in again.nodes:
+            node.site.ledger.close()
+    assert loud > 100 * again.nodes[0].site.cost.terms.event.sigma
+    assert records[-1].refused == {}
+
+
 def files_of(directory):
     found = (path for path in directory.rglob("*") if path.suffix in (".toml", ".json"))
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}

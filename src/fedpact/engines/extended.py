@@ -66,6 +66,18 @@ class Earlier:
         """Return the sum of the δ of a site's earlier reservations."""
         return float(self.sites.get(site, {}).get("delta", 0.0))
 
+    def loudest(self, terms: Mapping[str, Terms]) -> dict[str, Terms]:
+        """Return terms with the most noise that any reservation had, for privacy.reach alone.
+
+        A reply may hold what an earlier round's noise left at its site, as FedDyn's h_i does.
+        """
+        found = dict(terms)
+        for name in found.keys() & self.sites.keys():
+            each = [terms[name].sigmas, *(part["sigmas"] for part in _parts(self.sites[name]))]
+            most = {c: max(sigmas.get(c, 0.0) for sigmas in each) for c in terms[name].sigmas}
+            found[name] = replace(terms[name], sigmas=most)
+        return found
+
     def over(self, said: dict[str, Any], run: str, plan: Plan) -> dict[str, Any]:
         """Return a statement of the last reservation as one of the whole run."""
         if not self.runs:

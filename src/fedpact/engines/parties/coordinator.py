@@ -107,9 +107,9 @@ class Coordinator:
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
-        standing = Standing(self.folder.path)
-        longest = self.federation.checks.longest
-        found = Admission(self.plan.method, self.terms, longest, standing, self._examined)
+        standing, longest = Standing(self.folder.path), self.federation.checks.longest
+        terms = Earlier.read(self.folder).loudest(self.terms)
+        found = Admission(self.plan.method, terms, longest, standing, self._examined)
         return found, standing.save
 
     @cached_property
