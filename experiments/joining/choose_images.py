@@ -3,11 +3,12 @@
     FEDPACT_DATA=... python experiments/joining/choose_images.py fashion_mnist       (20 minutes)
     FEDPACT_DATA=... python experiments/joining/choose_images.py fashion_mnist_features
 
-Two partitions, of seeds that no figure has, and of each site's training records a quarter is set
+Partitions are of seeds that no figure has, and of each site's training records a quarter is set
 aside. Logistic regression from zero on Poisson batches with C = 1; all weights at equal rounds and
 η have the same batches and noise, side by side. Weights are (λ, κ) of `mr_mtl`: (0, 0) is each site
-alone under the same privacy, an infinite λ the federated model. What is chosen is written to
-choice-NAME.json, and the best mean of each weight to tried-NAME.json.
+alone under the same privacy, an infinite λ the federated model. Own models are the last ones, or
+averages of theirs with a decay β. What is chosen is written to choice-NAME.json, and the best mean
+of each weight and β to tried-NAME.json.
 """
 
 import json
@@ -29,21 +30,23 @@ from fedpact.theory.accounting import Budget, SampledGaussian
 from fedpact.theory.calibration import smallest_scale
 
 HERE = Path(__file__).parent
-SEEDS: Final = (11, 12)
+SEEDS: Final = {"fashion_mnist": (11, 12), "fashion_mnist_features": (11,)}
+"""Study -> the partitions."""
 WAYS: Final = {
-    "fashion_mnist": ((100, 300), (0.3, 1.0, 3.0)),
-    "fashion_mnist_features": ((100,), (1.0, 4.0, 16.0)),
+    "fashion_mnist": ((100, 0.3), (100, 1.0), (300, 0.3), (300, 1.0), (300, 3.0)),
+    "fashion_mnist_features": ((100, 1.0), (100, 4.0), (100, 16.0)),
 }
 """Study -> rounds and η that are tried."""
 WEIGHTS: Final[dict[str, tuple[tuple[float, float], ...]]] = {
     "fedavg": ((np.inf, 0.0),),
     "local": ((0.0, 0.0),),
     "mr_mtl": (
-        *((weight, 0.0) for weight in (0.003, 0.01, 0.03)),
-        *((0.0, noise) for noise in (30.0, 100.0, 300.0)),
+        *((weight, 0.0) for weight in (0.01, 0.03)),
+        *((0.0, noise) for noise in (30.0, 60.0, 100.0, 200.0)),
     ),
 }
-SIDE_BY_SIDE: Final = [weight for weights in WEIGHTS.values() for weight in weights]
+SIDE_BY_SIDE: Final = [(who, *weight) for who, weights in WEIGHTS.items() for weight in weights]
+DECAYS: Final = (0.0, 0.99)
 Parts = list[tuple[Tensor, Tensor]]
 
 
@@ -83,34 +86,48 @@ def gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def accuracies(
     parts: tuple[Parts, Parts], rate: float, sigma: float, rounds: int, step: float, seed: int
-) -> list[float]:
-    """Return, per weight, the mean over sites of the own models' accuracy on what is set aside."""
+) -> list[list[float]]:
+    """Return the mean over sites of the own models' accuracy on what is set aside.
+
+    For each decay, and each weight.
+    """
     (trained, aside), draws = parts, torch.Generator().manual_seed(seed)
     sizes = [len(y) for _, y in trained]
     mean = torch.zeros(len(SIDE_BY_SIDE), 10, trained[0][0].shape[1])
-    own = [mean] * len(sizes)
+    own, averages = [mean] * len(sizes), [[mean] * len(DECAYS)] * len(sizes)
     left = [
-        torch.tensor([1 / (1 + step * (w + k * (sigma / rate / n) ** 2)) for w, k in SIDE_BY_SIDE])
+        torch.tensor(
+            [1 / (1 + step * (w + k * (sigma / rate / n) ** 2)) for _, w, k in SIDE_BY_SIDE]
+        )
         for n in sizes
     ]
 
     def held(i: int) -> Tensor:
         return mean.lerp(own[i], left[i][:, None, None])
 
-    for _ in range(rounds):
+    def averaged(i: int, number: int) -> list[Tensor]:
+        shares = [(1 - beta) / (1 - beta**number) for beta in DECAYS]
+        return [a.lerp(held(i), share) for a, share in zip(averages[i], shares, strict=True)]
+
+    for number in range(rounds):
         moved = torch.zeros_like(mean)
         for i, (x, y) in enumerate(trained):
             taken, before = torch.rand(len(y), generator=draws) < rate, held(i)
             noise = sigma * torch.randn(mean.shape[1:], generator=draws)
             update = (gradient(before, x[taken], y[taken]) + noise) * (step / rate / sizes[i])
+            if number:
+                averages[i] = averaged(i, number)
             own[i] = before - update
             moved += update * (sizes[i] / sum(sizes))
         mean = mean - moved
     hits = [
-        (torch.einsum("vkd,nd->nvk", held(i), x).argmax(-1) == y[:, None]).double().mean(0)
+        [
+            (torch.einsum("vkd,nd->nvk", w, x).argmax(-1) == y[:, None]).double().mean(0)
+            for w in averaged(i, rounds)
+        ]
         for i, (x, y) in enumerate(aside)
     ]
-    return torch.stack(hits).mean(0).tolist()
+    return torch.stack([torch.stack(each) for each in hits]).mean(0).tolist()
 
 
 def main(name: str) -> None:
@@ -118,34 +135,37 @@ def main(name: str) -> None:
     study, records = STUDIES[name], Records(name)
     rate = study.tables["sampling_rate"]
     found = defaultdict[Setting, list[float]](list)
-    for seed in SEEDS:
+    for seed in SEEDS[name]:
         parts = records.cut(seed)
-        for epsilon, rounds, step in product(EPSILONS, *WAYS[name]):
+        for epsilon, (rounds, step) in product(EPSILONS, WAYS[name]):
             budget = Budget(epsilon, study.delta)
             sigma = smallest_scale(budget, {SampledGaussian(rate, 1.0): rounds})
-            means = iter(accuracies(parts, rate, sigma, rounds, step, seed))
-            for entrant, weights in WEIGHTS.items():
-                for weight, noise in weights:
-                    own = (weight, noise) if entrant == "mr_mtl" else (0.0, 0.0)
-                    found[Setting(entrant, epsilon, rounds, step, *own)].append(next(means))
+            means = accuracies(parts, rate, sigma, rounds, step, seed)
+            for decay, of_decay in zip(DECAYS, means, strict=True):
+                for (entrant, *own), mean in zip(SIDE_BY_SIDE, of_decay, strict=True):
+                    if entrant != "fedavg":
+                        found[Setting(entrant, epsilon, rounds, step, *own, decay)].append(mean)
+                    elif not decay:
+                        found[Setting(entrant, epsilon, rounds, step)].append(mean)
             print(seed, epsilon, rounds, step, flush=True)
         write(name, {setting: float(np.mean(each)) for setting, each in found.items()})
 
 
 def write(name: str, found: dict[Setting, float]) -> None:
-    """Write the best setting of each entrant, and the best rounds and η of each of its weights."""
-    chosen, tried = dict[str, object](), dict[str, tuple[float, str]]()
+    """Write the best setting of each entrant, and the best rounds and η of each weight and β."""
+    chosen, best_of = dict[str, object](), dict[Setting, tuple[float, str]]()
     for entrant, epsilon in product(WEIGHTS, EPSILONS):
         some = {s: a for s, a in found.items() if (s.entrant, s.epsilon) == (entrant, epsilon)}
         best = max(some, key=lambda setting: some[setting])
         chosen[f"{entrant} ε={epsilon:g}"] = {
-            **{key: getattr(best, key) for key in ("rounds", "rate", "weight", "noise")},
+            **{key: getattr(best, key) for key in ("rounds", "rate", "weight", "noise", "decay")},
             "aside": round(some[best], 4),
         }
         print(best, f"{100 * some[best]:.2f}")
     for setting, accuracy in found.items():
-        alike = str(replace(setting, rounds=0, rate=0.0))
-        tried[alike] = max(tried.get(alike, (0.0, "")), (round(accuracy, 4), str(setting)))
+        alike = replace(setting, rounds=0, rate=0.0)
+        best_of[alike] = max(best_of.get(alike, (0.0, "")), (round(accuracy, 4), str(setting)))
+    tried = {told: accuracy for accuracy, told in best_of.values()}
     for kind, what in (("choice", chosen), ("tried", tried)):
         path = HERE / f"{kind}-{name}.json"
         path.write_text(json.dumps(what, indent=1, sort_keys=True) + "\n")

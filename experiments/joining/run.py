@@ -5,11 +5,11 @@
     FEDPACT_DATA=... python experiments/joining/run.py heart_disease
 
 Resumable: every result is stored in results-NAME.json as it comes, and not computed again. Rounds,
-η and λ are those of the best mean over sites, λ = 0 (each site alone, under the same privacy) apart
-from the others. Heart disease: chosen by choose.py on records that are set aside from training;
-figures are of FLamby's test parts, ten runs which differ by their noise. Fashion-MNIST: chosen at
-seed 0; figures are of other seeds, each with another partition and other noise. Federated, local
-and MR-MTL have the same (ε, δ), and at equal rounds the same events and noise.
+η, λ and κ are chosen for each entrant by itself on records that are set aside from training, by
+choose.py (heart disease) and choose_images.py (Fashion-MNIST, on partitions that no figure has);
+choice-NAME.json has them. Heart disease: figures are of FLamby's test parts, ten runs which differ
+by their noise. Fashion-MNIST: of records held out of training, each seed with another partition and
+other noise. Federated, local and MR-MTL have the same (ε, δ).
 """
 
 import json
@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ ENTRANTS = ("fedavg", "local", "mr_mtl")
 class Study:
     """What is compared.
 
-    seeds: of the figures. ways, weights: (rounds, η) and λ that are tried at seed 0, where no file
-    says what was chosen. with_sites: the seeds of which joining is told at each site, tuned models
+    seeds: of the figures. with_sites: those of which joining is told at each site, tuned models
     among it.
     """
 
@@ -44,8 +42,6 @@ class Study:
     delta: float
     seeds: Sequence[int]
     with_sites: Sequence[int] = ()
-    ways: Sequence[tuple[int, float]] = ()
-    weights: Sequence[float] = ()
 
 
 _FASHION: dict[str, Any] = {
@@ -53,6 +49,7 @@ _FASHION: dict[str, Any] = {
     "sites": 10,
     "sampling_rate": 0.1,
     "partition": {"kind": "dirichlet", "beta": 0.3, "held_out": 0.2},
+    "logistic": {"start": "zero"},
 }
 _HEART: dict[str, Any] = {
     "data": "heart_disease_flamby",
@@ -61,21 +58,21 @@ _HEART: dict[str, Any] = {
     "partition": {"kind": "natural", "held_out": "own"},
     "logistic": {"start": "zero"},
 }
-_FEATURES: dict[str, Any] = {"features": {"kind": "scattering"}, "logistic": {"bias": 0.3}}
+_FEATURES: dict[str, Any] = {
+    **_FASHION,
+    "features": {"kind": "scattering"},
+    "logistic": {"bias": 0.3, "start": "zero"},
+}
 STUDIES = {
-    "fashion_mnist": Study(
-        _FASHION, 1e-5, (1, 2, 3), (), ((100, 1.0),), (0.001, 0.003, 0.01, 0.03)
-    ),
-    "fashion_mnist_features": Study(
-        {**_FASHION, **_FEATURES}, 1e-5, (1, 2, 3), (), ((100, 4.0),), (0.003, 0.01)
-    ),
+    "fashion_mnist": Study(_FASHION, 1e-5, range(1, 6)),
+    "fashion_mnist_features": Study(_FEATURES, 1e-5, range(1, 4)),
     "heart_disease": Study(_HEART, 1e-4, range(1, 11), range(1, 4)),
 }
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An entrant at an ε, with its rounds, its η, and its λ and κ, 0 where it has none."""
+    """An entrant at an ε, with its rounds, its η, and its λ, κ and β, 0 where it has none."""
 
     entrant: str
     epsilon: float
@@ -83,12 +80,14 @@ class Setting:
     rate: float
     weight: float = 0.0
     noise: float = 0.0
+    decay: float = 0.0
 
     def plan(self, tables: dict[str, Any], delta: float, seed: int) -> Plan:
         """Return one run's plan."""
         settings = {"learning_rate": self.rate}
         if self.entrant != "fedavg":
             settings |= {"proximal": self.weight, "proximal_noise": self.noise}
+            settings["average_decay"] = self.decay
         return Plan.parse(
             {
                 **tables,
@@ -103,6 +102,7 @@ class Setting:
 
     def __str__(self) -> str:
         held = f"κ={self.noise:g}" if self.noise else f"λ={self.weight:g}"
+        held += f" β={self.decay:g}" if self.decay else ""
         return f"{self.entrant} {held} η={self.rate:g} T={self.rounds} ε={self.epsilon:g}"
 
 
@@ -117,28 +117,25 @@ class Results:
     def of(self, setting: Setting, seed: int) -> dict[str, Any]:
         """Return one run's figures."""
         study, key = self._study, f"{setting} seed={seed}"
-        if key not in self._found:
+        told = seed in study.with_sites
+        if key not in self._found or (told and "sites" not in self._found[key]):
             with tempfile.TemporaryDirectory() as folder:
                 run = Path(folder) / "run"
                 plan = setting.plan(study.tables, study.delta, seed)
                 found = simulate(plan, run).summary["fairness"]
                 figures: dict[str, Any] = {k: found[k] for k in ("mean", "worst_accuracy")}
-                if seed in study.with_sites:
+                if told:
                     figures["sites"] = of_run(run, known=self._alones)["sites"]
             self._found[key] = figures
             self._path.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
         return self._found[key]
 
     def choice(self, entrant: str, epsilon: float) -> Setting:
-        """Return the setting of the best mean over sites: as the file says, or at seed 0."""
-        if self._chosen:
-            one = self._chosen[f"{entrant} ε={epsilon:g}"]
-            return Setting(entrant, epsilon, one["rounds"], one["rate"], one["weight"])
-        weights = self._study.weights if entrant == "mr_mtl" else (0.0,)
-        tried = [Setting(entrant, epsilon, *w, v) for w, v in product(self._study.ways, weights)]
-        if len(tried) == 1:
-            return tried[0]
-        return max(tried, key=lambda one: self.of(one, 0)["mean"])
+        """Return what was chosen for an entrant at an ε."""
+        one = self._chosen[f"{entrant} ε={epsilon:g}"]
+        found = (one[key] for key in ("rounds", "rate", "weight"))
+        more = (one.get(key, 0.0) for key in ("noise", "decay"))
+        return Setting(entrant, epsilon, *found, *more)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -146,10 +143,10 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def told(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return values' mean ± standard deviation, in percent."""
-    spread = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * statistics.fmean(values):.1f}{spread}"
+    more = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):.1f}{more}"
 
 
 def used(figures: dict[str, Any]) -> list[float]:
@@ -161,21 +158,20 @@ def main(name: str) -> None:
     """Compute what is missing and print the table."""
     results, seeds = Results(name), STUDIES[name].seeds
     for epsilon in EPSILONS:
-        means = dict[str, list[float]]()
+        found = dict[str, list[dict[str, Any]]]()
         for entrant in ENTRANTS:
             setting = results.choice(entrant, epsilon)
-            found = [results.of(setting, seed) for seed in seeds]
-            means[entrant] = [each["mean"] for each in found]
-            cells = [told(means[entrant]), told([each["worst_accuracy"] for each in found])]
-            ends = [used(each) for each in found if "sites" in each]
+            found[entrant] = own = [results.of(setting, seed) for seed in seeds]
+            cells = [spread([each[key] for each in own]) for key in ("mean", "worst_accuracy")]
+            ends = [used(each) for each in own if "sites" in each]
             if ends:
-                cells += [told([statistics.fmean(e) for e in ends]), told([min(e) for e in ends])]
+                cells += [spread([statistics.fmean(e) for e in ends])]
+                cells += [spread([min(e) for e in ends])]
             print(f"| {setting} | {' | '.join(cells)} |", flush=True)
-        more = [a - b for a, b in zip(means["mr_mtl"], means["local"], strict=True)]
-        above = sum(each > 0 for each in more)
-        print(
-            f"  mr_mtl less local, mean over sites: {told(more)}; above in {above} of {len(more)}"
-        )
+        for other, key in (("local", "mean"), ("fedavg", "worst_accuracy")):
+            more = [a[key] - b[key] for a, b in zip(found["mr_mtl"], found[other], strict=True)]
+            above = sum(each > 0 for each in more)
+            print(f"  mr_mtl less {other}, {key}: {spread(more)}; above in {above} of {len(more)}")
 
 
 if __name__ == "__main__":
