@@ -61,8 +61,8 @@ def main() -> None:
 
     for epsilon, (noise, own) in product((1.0, 0.1), NOISES.items()):
         tried = dict[str, tuple[float, list[str]]]()
-        choices = product(CODINGS[epsilon].items(), ROUNDS, RATES)
-        for (coding, how), rounds, rate in choices:
+        ways = [(*one, *way) for one in CODINGS[epsilon].items() for way in product(ROUNDS, RATES)]
+        for coding, how, rounds, rate in ways:
             title = f"{noise} {epsilon} {rounds} {rate}{coding}"
             chosen = [*own, f"privacy.epsilon={epsilon}", *how]
             chosen += [f"rounds={rounds}", f"settings.learning_rate={rate}"]
