@@ -2,10 +2,9 @@
 
     FEDPACT_DATA=DIR python experiments/heart/table.py
 
-Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4). Rounds,
-η and, at the smaller ε, the coding are chosen on a quarter of the training records that is set
-aside: four cuts or, at ε = 0.1, a hundred, there with the noise over the records that all of them
-have. A hospital's accuracy counts alike, as in FLamby's table. The test parts are looked at by five
+Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4). Rounds
+and η are chosen on a quarter of the training records that is set aside: four cuts or, at ε = 0.1, a
+hundred, there with the noise over the records that all of them have. A hospital's accuracy counts alike, as in FLamby's table. The test parts are looked at by five
 runs of what was chosen, or twenty. Results are stored as they come (results.json), and what is
 stored is not run again.
 """
@@ -13,7 +12,7 @@ stored is not run again.
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,6 @@ NOISES = {
     "own": [],
     "sum": ["privacy.trust=sum", "privacy.honest=3", "secure_aggregation.threshold=4"],
 }
-CENTRED = ["features.kind=centred:columns", "features.trained_on=nothing: public constants"]
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,16 @@ class Choice:
 
     rounds: Sequence[int]
     rates: Sequence[float]
-    codings: Mapping[str, Sequence[str]]
     cuts: int
     seeds: int
     kept: float = 1.0
 
 
 CHOICES = {
-    1.0: Choice((1, 3, 10, 30), (0.2, 0.5, 1.0), {"": ()}, 4, 5),
+    1.0: Choice((1, 3, 10, 30), (0.2, 0.5, 1.0), 4, 5),
     # Noise hides more of what tells settings apart. Here σ is as 1/ε, so ε over what is kept has
     # the noise over the records of all; without that a cut favours what stands more noise.
-    0.1: Choice((3, 10), (0.2, 0.5), {"": (), " centred": CENTRED}, 100, 20, 0.75),
+    0.1: Choice((3, 10), (0.2, 0.5), 100, 20, 0.75),
 }
 
 
@@ -79,10 +76,9 @@ def main() -> None:
 
     for (epsilon, choice), (noise, own) in product(CHOICES.items(), NOISES.items()):
         tried = dict[str, tuple[float, list[str]]]()
-        ways = product(choice.codings.items(), choice.rounds, choice.rates)
-        for (coding, how), rounds, rate in list[tuple[tuple[str, Sequence[str]], int, float]](ways):
-            title = f"{noise} {epsilon} {rounds} {rate}{coding}"
-            chosen = [*own, *how, f"rounds={rounds}", f"settings.learning_rate={rate}"]
+        for rounds, rate in product(choice.rounds, choice.rates):
+            title = f"{noise} {epsilon} {rounds} {rate}"
+            chosen = [*own, f"rounds={rounds}", f"settings.learning_rate={rate}"]
             aside = [*chosen, f"privacy.epsilon={epsilon / choice.kept}", "partition.held_out=0.25"]
             kind = "choice" if choice.kept == 1 else "choice at the noise of all"
             cuts = [
