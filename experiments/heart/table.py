@@ -4,9 +4,9 @@
 
 Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4). Rounds
 and η are chosen on a quarter of the training records that is set aside: four cuts or, at ε = 0.1, a
-hundred, there with the noise over the records that all of them have. A hospital's accuracy counts alike, as in FLamby's table. The test parts are looked at by five
-runs of what was chosen, or twenty. Results are stored as they come (results.json), and what is
-stored is not run again.
+hundred, there with the noise over the records that all of them have. A hospital's accuracy counts
+alike, as in FLamby's table. The test parts are looked at by five runs of what was chosen, or
+twenty. Results are stored as they come (results.json), and what is stored is not run again.
 """
 
 import json
