@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
-from fedpact.engines.extended import CHANGED, extended, put_on
+from fedpact.engines.extended import extended, put_on
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
+from fedpact.engines.together import held, keep_before, put_back, restored
 from fedpact.errors import PlanError
-from fedpact.files import keep_before, put_back
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
 from fedpact.own.named import check_same, handed_name, is_handed, with_handed
@@ -139,11 +139,11 @@ def run(
         plan, data = plan_of(first, settings), data if second is None else second
     plan, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
     folder = check_out(default_folder(plan) if out is None else Path(out))
-    put_back(folder)
     if on_round is None:
         on_round = _bar(plan) if in_notebook() else lambda _: None
-    result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
-    write_report(folder)
+    with held(folder):
+        result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
+        write_report(folder)
     return Result(**vars(result))
 
 
@@ -217,6 +217,7 @@ def load(folder: Path | str, model: Any = None, *, loss: Any = None, metrics: An
     Raises DataError: it holds none. ModelError: the model is needed, or the loss or a metric is
     another.
     """
+    restored(Path(folder))
     place = folder_of_run(Path(folder))
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
     served, found = Served.of(place, model), Folder(place)
@@ -249,26 +250,27 @@ def extend(
     policy does not allow it; the run is then as it was.
     """
     place = Folder(Path(folder))
-    put_back(place.path)
-    plan, ready = extended(place, rounds, epsilon), data if isinstance(data, Dataset) else None
-    given = None if ready else data
-    own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
-    records = ready or found
-    if own != plan:
-        raise PlanError(
-            f"{place.path} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is handed "
-            f"in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a new run"
-        )
-    keep_before(place.path, *(place.path / name for name in CHANGED))
-    try:
-        put_on(place, plan)
-        result = simulate(
-            plan, place.path, data=records, engine=engine, on_round=on_round, stop=stop
-        )
-    finally:
-        # Whatever ended it: nothing was promised yet, or it is settled, and goes on when resumed.
-        put_back(place.path)
-    write_report(place.path)
+    with held(place.path):
+        plan, ready = extended(place, rounds, epsilon), data if isinstance(data, Dataset) else None
+        given = None if ready else data
+        own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
+        records = ready or found
+        if own != plan:
+            raise PlanError(
+                f"{place.path} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is "
+                f"handed in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a "
+                "new run"
+            )
+        keep_before(place.path)
+        try:
+            put_on(place, plan)
+            result = simulate(
+                plan, place.path, data=records, engine=engine, on_round=on_round, stop=stop
+            )
+        finally:
+            # Whatever ended it: nothing was promised yet, or it is settled, and goes on if resumed.
+            put_back(place.path)
+        write_report(place.path)
     return Result(**vars(result))
 
 

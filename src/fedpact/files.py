@@ -6,7 +6,6 @@ unless whoever writes it says that others may read it; then the umask decides.
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -18,9 +17,6 @@ from fedpact.errors import DataError, InputError
 PRIVATE = 0o600
 PARTIAL = ".partial"
 """How the names of files end that were being written when their process was killed."""
-
-BEFORE = "before.json"
-"""What several files held that are being changed together; while it is there, they are not."""
 
 _BY_UMASK = 0o666
 
@@ -55,41 +51,6 @@ def write_whole(path: Path, *content: bytes | memoryview, private: bool = True) 
     with replacing(path, private=private) as partial, partial.open("r+b") as file:
         file.writelines(content)
         file.truncate()
-
-
-def keep_before(root: Path, *paths: Path) -> None:
-    """Write down what these text files below `root` hold, as they are to be changed together.
-
-    Until `settle` they are not: `put_back` makes them what they were, also after a crash.
-    """
-    held = {
-        str(path.relative_to(root)): path.read_text("utf-8") if path.exists() else None
-        for path in paths
-    }
-    write_whole(root / BEFORE, json.dumps(held).encode())
-
-
-def put_back(root: Path) -> None:
-    """Undo a change of several files that was not settled; nothing where there is none.
-
-    Raises DataError: what they held cannot be read.
-    """
-    note = root / BEFORE
-    with contextlib.suppress(FileNotFoundError), understood(note, "put the files back by hand"):
-        for name, text in json.loads(note.read_bytes()).items():
-            path = root / name
-            if text is None:
-                path.unlink(missing_ok=True)
-            else:
-                private = path.exists() and not path.stat().st_mode & 0o077
-                write_whole(path, text.encode(), private=private)
-        settle(root)
-
-
-def settle(root: Path) -> None:
-    """Say that all files were changed together."""
-    (root / BEFORE).unlink(missing_ok=True)
-    sync(root)
 
 
 def make_room(length: int, *paths: Path) -> None:

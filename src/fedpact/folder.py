@@ -14,7 +14,8 @@ summary.json        the outcome, once there is one
 earlier.json        what the run had reserved and spent before it was extended, if it was
 first-plan.json     of such a run, the plan that it began with
 model-N.safetensors of such a run, the model that it had after N rounds
-before.json         what files held that an extension is changing, until all of them are (files)
+lock                whoever runs, resumes or extends it holds it (engines.together), and beside it,
+                    until an extension has changed all files, .fedpact-before.json: what they held
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page
@@ -40,6 +41,15 @@ from fedpact.records.rounds import strict
 
 WAITS = "waits.json"
 """Of the last question, how long each site took or is waited for: for whoever watches."""
+
+EARLIER = "earlier.json"
+"""What a run had before its last reservation."""
+
+ATTEMPTS = "attempts.json"
+"""Of a deployment, how often its round was tried."""
+
+LOCK = "lock"
+"""Held by whoever works on a run's folder, or a party's directory."""
 
 FIRST_PLAN = "first-plan.json"
 """What a run that was extended began with."""

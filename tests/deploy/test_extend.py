@@ -1,5 +1,6 @@
 """More rounds on a deployment that has ended: each owner has to allow a second reservation."""
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -14,10 +15,10 @@ from fedpact.cli.deploy import _spend
 from fedpact.deploy import local
 from fedpact.deploy.extend import extend
 from fedpact.deploy.receipts import handed_on
-from fedpact.engines.parties.federation import restored
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
-from fedpact.errors import PlanError, PolicyRefused
+from fedpact.engines.together import held, restored
+from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
@@ -128,7 +129,10 @@ def ended(federate):
 
 
 def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path, monkeypatch):
-    """Killed between any two changes of the disk: when a party is started, all are of one plan."""
+    """Killed between any two changes of the disk: once all are started, all are of one plan.
+
+    A party that is started by itself before that waits for the others, or is of the plan they get.
+    """
     before = files_of(ended)
     whole = Path(shutil.copytree(ended, tmp_path / "whole"))
     extend(whole, 1, None)
@@ -138,14 +142,23 @@ def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path,
         *("server/run/plan.json", "server/run/privacy.json", "server/run/first-plan.json"),
         *(f"{place}/{name}" for place in parties_of(ended) for name in SHARED),
     }
+    alone = 0
     for changes in itertools.count():
         place = Path(shutil.copytree(ended, tmp_path / f"cut-{changes}"))
         with killed_after(monkeypatch, changes) as died:
             extend(place, 1, None)
         if not died:
             break
-        restored(place / ("server", "sites/site-01")[changes % 2])
+        party = place / ("server", "sites/site-01")[changes % 2]
+        found = None
+        with contextlib.suppress(DataError):
+            restored(party)
+            found = files_of(party)
+        restored(*local.parties(place).values())
         assert files_of(place) in (before, after)
+        assert found in (None, files_of(party))
+        alone += found is not None
+    assert 0 < alone < changes
     assert changes > 20
 
 
@@ -188,6 +201,27 @@ def test_the_last_round_of_a_site_is_the_last_that_is_its_own(federate):
     # What it was never asked cannot tell it that the run has ended.
     with pytest.raises(PlanError, match="up to round 0 of 0"):
         extend(node.directory, 1, None)
+
+
+def test_what_is_extended_is_nobody_elses_meanwhile(ended, monkeypatch):
+    """A server that runs, a party that is started, and a second extension, each at its moment."""
+    before = files_of(ended)
+    with held(ended / "server"), pytest.raises(InputError, match="has a server already"):
+        extend(ended, 1, None)
+    with held(ended / "sites" / "site-00"), pytest.raises(InputError, match="in use already"):
+        extend(ended, 1, None)
+    assert files_of(ended) == before
+
+    def others(place):
+        refused = []
+        for again in (lambda: restored(*local.parties(ended).values()), lambda: restored(place)):
+            with pytest.raises(InputError, match="already"):
+                again()
+            refused.append(again)
+        assert refused
+
+    monkeypatch.setattr("fedpact.deploy.extend._restate", others)
+    assert extend(ended, 1, None)[0].rounds == 2
 
 
 def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
-from fedpact.errors import DataError, PlanError, PolicyRefused
-from fedpact.files import put_back
+from fedpact.cli.run import resume
+from fedpact.engines.scene import Scene
+from fedpact.engines.together import put_back
+from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.about import About
 from fedpact.ledger.family import family, next_name
 from fedpact.ledger.ledger import Ledger
@@ -230,6 +232,52 @@ def test_a_run_that_is_killed_while_it_is_extended_is_either_as_it_was_or_goes_o
             assert told["epsilon_reserved"] == 1.5
     assert undone > 5
     assert resumed > 5
+
+
+@pytest.fixture
+def cut_off(tmp_path, monkeypatch):
+    """A run, and what its summary was, whose extension was killed when some files were changed."""
+    fedpact.run(Plan.parse({**PRIVATE, "rounds": 1}), tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    with killed_after(monkeypatch, 11) as died:
+        extend(tmp_path / "run", 1)
+    assert died
+    assert not (tmp_path / "run" / "summary.json").exists()
+    return tmp_path / "run", summary
+
+
+def test_after_a_kill_in_mid_extension_whoever_reads_the_run_reads_it_as_it_was(cut_off):
+    folder, summary = cut_off
+    again = shutil.copytree(folder, folder.with_name("again"))
+    assert fedpact.load(folder).summary == summary
+    told = json.loads(CliRunner().invoke(app, ["report", str(again), "--json"]).stdout)
+    assert told["summary"] == summary
+    assert Plan.read(again / "plan.json").rounds == 1
+
+
+def test_nobody_puts_back_what_another_one_is_extending(tmp_path, monkeypatch):
+    fedpact.run(Plan.parse({**PRIVATE, "rounds": 1}), tmp_path / "run")
+    real, tried = Scene.of, []
+
+    def meanwhile(*given):
+        plan = Plan.parse({**PRIVATE, "rounds": 1})
+        for other in (
+            lambda: fedpact.run(plan, tmp_path / "run"),
+            lambda: extend(tmp_path / "run", 1),
+            lambda: fedpact.load(tmp_path / "run"),
+            lambda: resume(tmp_path / "run", "local", as_json=True),
+        ):
+            with pytest.raises(InputError, match="run is in use already"):
+                other()
+            tried.append(other)
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scene, "of", staticmethod(meanwhile))
+        assert extend(tmp_path / "run", 2).summary["rounds"] == 3
+    assert len(tried) == 4
+    assert Plan.read(tmp_path / "run" / "plan.json").after == 1
+    assert fedpact.load(tmp_path / "run").summary["rounds"] == 3
 
 
 @pytest.fixture(scope="module")

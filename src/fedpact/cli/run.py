@@ -15,8 +15,8 @@ from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import StopOnInterrupt, show
 from fedpact.engines.extended import extended
+from fedpact.engines.together import restored
 from fedpact.errors import DataError
-from fedpact.files import put_back
 from fedpact.folder import Folder
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
@@ -42,14 +42,14 @@ def resume(folder: Path, engine: str, as_json: bool) -> None:
     """Carry out `fedpact resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
-    put_back(folder)
+    restored(folder)
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
 def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_json: bool) -> None:
     """Carry out `fedpact extend` on a simulated run, or on the files of a deployment's parties."""
     if (folder / "rounds.jsonl").exists():
-        put_back(folder)
+        restored(folder)
         plan = extended(Folder(folder), rounds, epsilon)
         carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
         _shown(plan, folder, carry, as_json)

@@ -6,15 +6,17 @@ policy is its owner's, and is left as it is: where it allows no second run, the 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from fedpact.deploy.local import ledger_path, parties
+from fedpact.deploy.local import ledger_path, one_at_a_time, parties
 from fedpact.deploy.texts import federation as as_toml
-from fedpact.engines.extended import CHANGED, extended, put_on, with_rounds
-from fedpact.engines.parties.coordinator import ATTEMPTS, Coordinator
-from fedpact.engines.parties.federation import Federation, read_plan, restored
+from fedpact.engines.extended import extended, put_on, with_rounds
+from fedpact.engines.parties.coordinator import Coordinator
+from fedpact.engines.parties.federation import Federation, read_plan
+from fedpact.engines.together import held, keep_before, put_back, settle
 from fedpact.errors import PlanError
-from fedpact.files import keep_before, put_back, settle, write_whole
+from fedpact.files import write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.chain import read_all
 from fedpact.ledger.family import next_name
@@ -27,30 +29,30 @@ def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, st
     budget: the new reservation's ε at every site, None for the plan's.
     Raises InputError of some kind: it cannot be extended; then nothing is changed.
     """
-    restored(directory)
-    places = parties(directory)
-    alone = not any(_is_server(place) for place in places.values())
-    found = {place: _planned(place, rounds, budget, alone=alone) for place in places.values()}
-    plan = next(iter(found.values()))
-    odd = [str(place) for place, one in found.items() if one != plan]
-    if odd:
-        raise PlanError(f"{', '.join(odd)} have other plans than the rest: put plan.json back")
-    keep_before(directory, *(path for place in found for path in _files(place)))
-    try:
-        names = {_write(place, plan) for place in found}
-        if len(names) > 1:
-            raise PlanError(f"the parties name other runs than one another: {', '.join(names)}")
-        settle(directory)
-    finally:
-        put_back(directory)
+    places = tuple(parties(directory).values())
+    # Whoever starts them waits, and finds all files changed, or none.
+    with one_at_a_time(directory), held(*places):
+        plan = _agreed(places, rounds, budget)
+        keep_before(*places)
+        try:
+            names = {_write(place, plan) for place in places}
+            if len(names) > 1:
+                raise PlanError(f"the parties name other runs than one another: {', '.join(names)}")
+            settle(*places)
+        finally:
+            put_back(*places)
     return plan, names.pop()
 
 
-def _files(place: Path) -> list[Path]:
-    """Return the files of a party that are changed."""
-    own = [place / "plan.json", place / "federation.toml"]
-    run = [place / "run" / name for name in (*CHANGED, ATTEMPTS)]
-    return [*own, *run] if _is_server(place) else own
+def _agreed(places: Sequence[Path], rounds: int, budget: float | None) -> Plan:
+    """Return the plan that all parties go on with. Raises PlanError: they have other ones."""
+    alone = not any(_is_server(place) for place in places)
+    found = {place: _planned(place, rounds, budget, alone=alone) for place in places}
+    plan = found[places[0]]
+    odd = [str(place) for place, one in found.items() if one != plan]
+    if odd:
+        raise PlanError(f"{', '.join(odd)} have other plans than the rest: put plan.json back")
+    return plan
 
 
 def _check_ended(place: Path, plan: Plan) -> None:

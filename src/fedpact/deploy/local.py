@@ -17,8 +17,9 @@ from fedpact.engines.parties.examiner import own_figures
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.engines.parties.standing import Standing
+from fedpact.engines.together import restored
 from fedpact.errors import DataError
-from fedpact.files import PRIVATE, only_one, put_back, understood, write_whole
+from fedpact.files import PRIVATE, only_one, understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
@@ -48,9 +49,9 @@ def parties(directory: Path) -> dict[str, Path]:
 
 def start(directory: Path, only: str | None = None) -> dict[str, int]:
     """Start every party that does not run, or one of them; return name -> process number."""
-    with _one_at_a_time(directory):
-        put_back(directory)
+    with one_at_a_time(directory):
         places = parties(directory)
+        restored(*places.values())
         running = _running(directory, places)
         for name, where in places.items():
             if name not in running and only in (None, name):
@@ -67,7 +68,7 @@ def stop(directory: Path, only: str | None = None) -> list[str]:
     site that has been taken out of federation.toml since is, too.
     """
     places = parties(directory)
-    with _one_at_a_time(directory):
+    with one_at_a_time(directory):
         running = _running(directory, places)
         places = _with_former(directory, places, running)
         chosen = {name: p for name, p in running.items() if only in (None, name)}
@@ -198,8 +199,8 @@ def _signal(
         process.send(number, _words(name, places))
 
 
-def _one_at_a_time(directory: Path) -> AbstractContextManager[None]:
-    """Have a second start or stop wait for the first, so that no process goes unrecorded."""
+def one_at_a_time(directory: Path) -> AbstractContextManager[None]:
+    """Have a start, stop or extension wait for another, so that no process goes unrecorded."""
     return only_one(directory / "processes.lock", "processes are being started or ended", wait=True)
 
 

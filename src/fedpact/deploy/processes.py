@@ -20,10 +20,10 @@ import torch
 
 from fedpact.engines.flower import QUIET, program, require_flower
 from fedpact.engines.parties.coordinator import Coordinator
-from fedpact.engines.parties.federation import restored
 from fedpact.engines.parties.site import Site
+from fedpact.engines.together import held
 from fedpact.errors import FedpactError, InputError
-from fedpact.files import only_one, private_opener
+from fedpact.files import private_opener
 from fedpact.messages import RoundRecord
 
 OnRound = Callable[[RoundRecord], None]
@@ -44,22 +44,19 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     from fedpact.engines.flower import credentials, database
     from fedpact.engines.flower.server import serve
 
-    restored(directory)
-    coordinator = Coordinator.of(directory)
-    credentials.check_server(directory, coordinator.federation)
-    _prepare(coordinator.federation.seeds == "test")
-    host, port = coordinator.federation.address.rsplit(":", 1)
-    own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
-    command = [
-        *("flower-superlink", "--isolation", "process"),
-        *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key"),
-        *("--host", own, "--port", port),
-        *("--enable-supernode-auth", "--database", "flower/superlink.db"),
-        *("--superexec-auth-secret-file", "runtime.secret"),
-        "--disable-runtime-dependency-installation",
-    ]
-    alone = only_one(directory / "lock", f"{directory} has a server already")
-    with _files_told(), _ended_by_signals(), alone:
+    with _files_told(), _ended_by_signals(), held(directory):
+        coordinator = Coordinator.of(directory)
+        credentials.check_server(directory, coordinator.federation)
+        _prepare(coordinator.federation.seeds == "test")
+        host, port = coordinator.federation.address.rsplit(":", 1)
+        own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+        command = [
+            *("flower-superlink", "--isolation", "process", "--ssl-ca-certfile", "ca.crt"),
+            *("--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key", "--host", own),
+            *("--port", port, "--enable-supernode-auth", "--database", "flower/superlink.db"),
+            *("--superexec-auth-secret-file", "runtime.secret"),
+            "--disable-runtime-dependency-installation",
+        ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
         if database.prepare(_home(directory) / "superlink.db"):
             _log.info("Flower's database is new")
@@ -76,8 +73,7 @@ def run_site(directory: Path) -> None:
     from fedpact.engines.flower import credentials, gate
     from fedpact.engines.flower.worker import work
 
-    restored(directory)
-    with _files_told(), Site(directory) as site:
+    with _files_told(), _opened(directory) as site:
         credentials.check_site(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")
         command = [
@@ -102,6 +98,12 @@ def run_site(directory: Path) -> None:
                     tell(str(error))
                 # Not enrolled yet, or the server is away: the site goes on knocking.
                 waits()
+
+
+def _opened(directory: Path) -> Site:
+    # All its files are of one run: an extension is over by now, or waits until the site has opened.
+    with held(directory, wait=True):
+        return Site(directory)
 
 
 def environment(directory: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from fedpact.engines.statement import per_person
 from fedpact.errors import DataError, PlanError
-from fedpact.folder import FIRST_PLAN, Checkpoint, Folder
+from fedpact.folder import EARLIER, FIRST_PLAN, Checkpoint, Folder
 from fedpact.ledger.family import next_name
 from fedpact.ledger.reservations import EACH_FIXED, WHY_EXTENDED
 from fedpact.messages import RoundRecord
@@ -21,8 +21,6 @@ from fedpact.privacy.terms import Terms
 from fedpact.text import upper
 from fedpact.theory.accounting import History
 
-FILE: Final = "earlier.json"
-CHANGED: Final = (FILE, FIRST_PLAN, "plan.json", "environment.json", "privacy.json", "summary.json")
 _ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
 _OWN: Final = (*_ADDED, "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
@@ -44,21 +42,21 @@ class Earlier:
     @staticmethod
     def read(folder: Folder) -> "Earlier":
         """Return what a run's folder holds of it. Raises DataError: damaged, or lost."""
-        if not (folder.path / FILE).exists():
+        if not (folder.path / EARLIER).exists():
             plan = folder.path / "plan.json"
             if plan.exists() and folder.read_json(plan.name).get("after"):
                 raise DataError(
-                    f"{folder.path / FILE} is not there, and the run was extended: put it back "
+                    f"{folder.path / EARLIER} is not there, and the run was extended: put it back "
                     "from a backup; without it nobody knows what the run had spent before"
                 )
             return Earlier()
-        raw = folder.read_json(FILE)
+        raw = folder.read_json(EARLIER)
         try:
             told, more = tuple(raw["told"]), tuple(raw.get("more", ()))
             return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], told, more)
         except (KeyError, TypeError) as error:
             raise DataError(
-                f"{folder.path / FILE} has no {error}: put it back from a backup; without it "
+                f"{folder.path / EARLIER} has no {error}: put it back from a backup; without it "
                 "nobody knows what the run had spent before it was extended"
             ) from None
 
@@ -188,7 +186,7 @@ def put_on(folder: Folder, plan: Plan) -> str:
     """Write into a run's folder that it goes on with an extended plan; return its new name.
 
     What it has promised and spent so far becomes earlier.json. Its statement is to be written anew.
-    Whoever calls it keeps the files CHANGED as they are (files.keep_before) until all is done.
+    Whoever calls it keeps what the files held (together.keep_before) until all is done.
     """
     before, environment = Earlier.read(folder), folder.read_json("environment.json")
     said, summary = folder.read_json("privacy.json"), folder.read_json("summary.json")
@@ -199,7 +197,7 @@ def put_on(folder: Folder, plan: Plan) -> str:
     told = (*before.told, own)
     earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], told, more)
     name = next_name(run)
-    folder.write_json(FILE, asdict(earlier))
+    folder.write_json(EARLIER, asdict(earlier))
     if not old.after:
         folder.write_json(FIRST_PLAN, old.document())
     folder.write_json("environment.json", {**environment, "run": name})

@@ -6,7 +6,7 @@ from typing import Any
 from fedpact.draws.seeded import DRAWS
 from fedpact.errors import LedgerError, PlanError
 from fedpact.files import PARTIAL
-from fedpact.folder import Checkpoint, Folder
+from fedpact.folder import LOCK, Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.plan import Plan
 
@@ -20,7 +20,8 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     Raises PlanError: a run of another plan. DataError: its plan cannot be read.
     """
     # A start that was cut off within its first file left a part of that, and no run.
-    if not folder.path.exists() or all(p.name.endswith(PARTIAL) for p in folder.path.iterdir()):
+    names = [path.name for path in folder.path.iterdir()] if folder.path.exists() else []
+    if all(name == LOCK or name.endswith(PARTIAL) for name in names):
         return False
     found = folder.read_json(FIRST)
     before = Plan.parse(found)

@@ -33,12 +33,12 @@ from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
 from fedpact.engines.served import Evaluated, Predictions, Served
 from fedpact.engines.statement import of_simulation
+from fedpact.engines.together import settle
 from fedpact.engines.virtual import VirtualSite
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
 from fedpact.evaluation.early import Early
-from fedpact.files import settle
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, State

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from fedpact.engines.together import restored
 from fedpact.errors import DataError
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.report.audits import Audit
@@ -226,6 +227,7 @@ def setting_called(plan: Mapping[str, Any], key: str) -> str:
 
 def read_run(folder: Path) -> RunFolder:
     """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
+    restored(folder)
     labels = _read(folder / "partition.json", needed=False)
     try:
         run = RunFolder(

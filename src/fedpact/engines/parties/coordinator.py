@@ -32,7 +32,7 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.early import Early, check_public
 from fedpact.evaluation.totals import SumsForm
 from fedpact.features.cache import beside
-from fedpact.folder import Checkpoint, Folder
+from fedpact.folder import ATTEMPTS, Checkpoint, Folder
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
@@ -64,7 +64,6 @@ _EPSILON = (
     "was reserved."
 )
 
-ATTEMPTS = "attempts.json"
 """In the run's folder: the attempts at rounds under secure aggregation."""
 
 

@@ -20,7 +20,6 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.totals import SumsForm, form_of
 from fedpact.features.stage import FeatureStage
-from fedpact.files import put_back
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 
@@ -221,12 +220,6 @@ def _is_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def restored(directory: Path) -> None:
-    """Undo what a crash left of a change to a party's files, or to those of all parties here."""
-    for root in (directory, *directory.absolute().parents[:2]):
-        put_back(root)
 
 
 def read_plan(path: Path) -> Plan:
