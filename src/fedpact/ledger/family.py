@@ -9,13 +9,19 @@ from typing import Any, Final
 
 from fedpact.ledger.reservations import over_runs
 
-_NAME: Final = re.compile(r"(?P<base>.*?)(?:_more(?P<number>\d+))?", re.DOTALL)
+# As `next_name` writes it, so that no two names are one reservation: neither _more0 nor _more01.
+_NAME: Final = re.compile(r"(?P<base>.*?)(?:_more(?P<number>[1-9][0-9]{0,8}))?", re.DOTALL)
 
 
 def next_name(run: str) -> str:
     """Return what a run's next reservation is called in ledgers: NAME, NAME_more1, NAME_more2."""
     base, number = _parts(run)
     return f"{base}_more{number + 1}"
+
+
+def is_extension(run: str) -> bool:
+    """Whether a run's name is one that `next_name` gives: of a run that was extended."""
+    return _parts(run)[1] > 0
 
 
 def family(run: str, known: Iterable[str]) -> tuple[str, ...]:

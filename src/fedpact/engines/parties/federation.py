@@ -20,6 +20,7 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.totals import SumsForm, form_of
 from fedpact.features.stage import FeatureStage
+from fedpact.ledger.family import is_extension
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 
@@ -173,6 +174,12 @@ class Federation(BaseModel):
                 f"plan.json has {', '.join(plan.handed)}, which was handed in from Python: every "
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
+            )
+        if is_extension(self.run) and not plan.after:
+            raise PlanError(
+                f"federation.toml has run = {self.run!r}, a name that `fedpact extend` gives, and "
+                "plan.json is of no run that was extended: its costs would be counted as those of "
+                "another run; name it otherwise, at every party"
             )
         if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
             raise PlanError(
