@@ -13,7 +13,8 @@ from fedpact.audit.many_runs import many_runs
 from fedpact.audit.target import Target
 from fedpact.cli import audit as carried_out
 from fedpact.cli.main import app
-from fedpact.errors import DataError, PlanError, PrivacyError
+from fedpact.engines.scene import Scene
+from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.plan import Plan
 from fedpact.text import lower
 
@@ -163,3 +164,22 @@ def test_the_audit_of_a_folder_is_of_its_own_configuration_and_records(run, tmp_
 @pytest.mark.parametrize("arguments", [("--method", "magic"), ("--canaries", "0")])
 def test_bad_options(arguments):
     assert invoke("--method", "one-run", *arguments).exit_code != 0
+
+
+def test_the_site_that_is_attacked_is_one_that_releases_something():
+    """Where the first site is drawn in no round, or in fewer than another one."""
+    for seed in range(50):
+        scene = Scene.of(Plan(sites=6, sites_per_round=1, rounds=3, seed=seed))
+        steps = {name: terms.steps for name, terms in scene.terms.items()}
+        if not steps["site-00"]:
+            break
+    target = Target.of(scene)
+    assert target.terms.steps == max(steps.values()) > 0
+    with pytest.raises(InputError, match="'site-00' releases nothing in this run"):
+        Target.of(scene, "site-00")
+    done = invoke(
+        *("--set", "sites=6", "--set", "sites_per_round=1", "--set", f"seed={seed}"),
+        *("--set", "rounds=3", "--method", "one-run", "--json"),
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["site"] == target.terms.site

@@ -58,7 +58,10 @@ class Target:
 
     @staticmethod
     def of(scene: Scene, site: str | None = None) -> "Target":
-        """Return the named site of a scene, or the first. Raises InputError: none, not private."""
+        """Return the named site of a scene, or the first of those that release most often.
+
+        Raises InputError: there is none, it releases nothing, or the plan is not private.
+        """
         if not scene.plan.private:
             raise PlanError(
                 f"{scene.plan.why_unprotected}: it claims no ε that an audit could contradict"
@@ -66,9 +69,14 @@ class Target:
         check_as_declared(scene.plan.method)
         scene.plan.task.check_plain("an audit")
         sites = {s.name: s for s in scene.sites}
-        name = next(iter(sites)) if site is None else site
+        name = max(sites, key=lambda name: scene.terms[name].steps) if site is None else site
         if name not in sites:
             raise InputError(f"site is {name!r}: expected one of {', '.join(sites)}")
+        if not scene.terms[name].steps:
+            raise InputError(
+                f"site {name!r} releases nothing in this run: where a part of the sites takes part "
+                "in each round, it is drawn in none; there is nothing to attack"
+            )
         others = [s for s in scene.sites if s.name != name] or scene.sites
         spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
         kernel, privacy = scene.bench().private, scene.plan.privacy
