@@ -18,6 +18,7 @@ import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
 from fedpact.cli.run import resume
+from fedpact.engines.extended import with_rounds
 from fedpact.engines.scene import Scene
 from fedpact.engines.together import put_back
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
@@ -396,3 +397,23 @@ def test_names_of_reservations_are_those_a_federation_takes():
         "a_more2",
     )
     assert family("a", ["a_more1", "a", "a_b_more1"]) == ("a",)
+
+
+def test_no_two_names_are_one_reservation():
+    """What another wrote by hand is a run of its own: none of them drops out of a sum."""
+    names = ["a", "a_more0", "a_more1", "a_more01", "a_more١", "a_more-1", f"a_more{'9' * 5000}"]
+    for run in names:
+        assert (run in family(run, names)) is True
+        assert family(run, names) == (("a", "a_more1") if run == "a_more1" else (run,))
+
+
+@pytest.mark.parametrize("rounds", [True, 0, -1, 1.0, float("nan"), "1", None])
+def test_rounds_are_a_count(rounds):
+    with pytest.raises(InputError, match=r"rounds is .*: expected an integer"):
+        with_rounds(Plan.parse(PRIVATE), 2, rounds, None)
+
+
+@pytest.mark.parametrize("budget", [True, 0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_budget_is_a_positive_number(budget):
+    with pytest.raises(InputError, match="epsilon"):
+        with_rounds(Plan.parse(PRIVATE), 2, 1, budget)

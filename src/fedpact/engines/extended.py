@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from fedpact.check import count
 from fedpact.engines.statement import per_person
 from fedpact.errors import DataError, PlanError
 from fedpact.folder import EARLIER, FIRST_PLAN, Checkpoint, Folder
@@ -135,7 +136,8 @@ def extended(folder: Folder, rounds: int, budget: float | None) -> Plan:
     """Return the plan of a run that has ended, with so many more rounds under a new reservation.
 
     budget: the new reservation's ε at every site; None: that of the run's plan.
-    Raises PlanError: it has not ended, or cannot be extended. DataError: it is no run.
+    Raises PlanError: it has not ended, or cannot be extended. DataError: it is no run. InputError:
+    rounds is no integer >= 1.
     """
     raw = folder.read_json("plan.json")
     at, _ = folder.restore()
@@ -170,6 +172,7 @@ def _check_room(folder: Folder, plan: Plan, at: Checkpoint) -> None:
 def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Plan:
     """Return a plan of which `done` rounds are over, with more. Raises as `extended` does."""
     plan.check_extended()
+    count(rounds=rounds)
     whole = plan.document()
     changed = {**whole, "rounds": done + rounds, "after": done}
     if budget is not None:
