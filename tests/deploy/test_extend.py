@@ -212,16 +212,17 @@ def test_what_is_extended_is_nobody_elses_meanwhile(ended, monkeypatch):
         extend(ended, 1, None)
     assert files_of(ended) == before
 
-    def others(place):
-        refused = []
-        for again in (lambda: restored(*local.parties(ended).values()), lambda: restored(place)):
-            with pytest.raises(InputError, match="already"):
-                again()
-            refused.append(again)
-        assert refused
+    tried = []
 
-    monkeypatch.setattr("fedpact.deploy.extend._restate", others)
+    def another(place):
+        for places in (local.parties(ended).values(), [place]):
+            with pytest.raises(InputError, match="has a server already, or is being extended"):
+                restored(*places)
+            tried.append(places)
+
+    monkeypatch.setattr("fedpact.deploy.extend._restate", another)
     assert extend(ended, 1, None)[0].rounds == 2
+    assert len(tried) == 2
 
 
 def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):
