@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fedpact.messages import RoundRecord, SiteScore
+from fedpact.plan import Plan
 from fedpact.report.charts.overlay import curve, series, sweeps
 from fedpact.report.comparison import (
     document,
@@ -234,6 +235,66 @@ def test_a_plain_runs_privacy_settings_apply_to_nothing() -> None:
     assert differences({"one": plain[0], "two": plain[1]}) == []
     (mode,) = differences({"one": plain[0], "two": PLAN})
     assert (mode.key, mode.unequal) == ("privacy.mode", True)
+
+
+OWN = {"site-00": {"epsilon": 2.0}, "site-01": {"delta": 1e-5, "sampling_rate": 0.5}}
+ALL = {name: {"epsilon": 3.0, "sigma": 15.0} for name in ("site-00", "site-01")}
+UNLIKE = {"privacy": {"epsilon": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sites_per_round": 2}, {}),
+        ({"privacy": {"epsilon": [2.0, 2.0]}}, {}),
+        ({"privacy": {"delta": [1e-5, 1e-5]}}, {}),
+        ({"privacy": {"sigma": [15.0, 15.0]}}, {"privacy": {"sigma": 15.0}}),
+        ({"privacy": {"per_site": OWN}}, {}),
+        ({"privacy": {"per_site": ALL}}, {"privacy": {"epsilon": 3.0, "sigma": 15.0}}),
+        ({"privacy": {"per_site": {"site-00": {"epsilon": 1.0}}}}, UNLIKE),
+        ({"privacy": {"clip_schedule": [1.0, 1.0]}}, {}),
+        ({"privacy": {"size_noise": 3.0}}, {}),
+        ({"task": {"class_weights": [1.0] * 10}}, {}),
+        ({"local": {"schedule": [1.0]}}, {}),
+        (
+            {"privacy": {"per_site": {s: {"sampling_rate": 0.25} for s in ALL}}},
+            {"sampling_rate": 0.25},
+        ),
+    ],
+)
+def test_plans_that_mean_the_same_are_equal_however_they_were_typed(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    plans = {name: Plan(rounds=4, sites=2, **of) for name, of in {"one": one, "two": other}.items()}
+    # Said by what the sites are asked, which is not what is tested.
+    sizes = {"site-00": 100.0, "site-01": 60.0}
+    ones, twos = (plan.terms(sizes) for plan in plans.values())
+    # Clips of each round that are all the clip are no list of another meaning.
+    assert {s: replace(t, clips=()) for s, t in ones.items()} == twos
+    assert differences({name: plan.document() for name, plan in plans.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "key"),
+    [
+        ({"sites_per_round": 1}, "sites_per_round"),
+        ({"privacy": {"epsilon": [2.0, 1.0]}}, "privacy.epsilon"),
+        ({"privacy": {"per_site": {"site-01": {"delta": 1e-6}}}}, "privacy.delta"),
+        ({"task": {"class_weights": [2.0, 2.0]}}, "task.class_weights"),
+        ({"privacy": {"sizes": "noisy", "size_noise": 3.0}}, "privacy.sizes"),
+    ],
+)
+def test_what_means_something_else_stays_unequal(one: dict[str, Any], key: str) -> None:
+    plans = {"one": Plan(rounds=4, sites=2, **one), "two": Plan(rounds=4, sites=2)}
+    found = differences({name: plan.document() for name, plan in plans.items()})
+    assert key in [difference.key for difference in found if difference.unequal]
+
+
+def test_weights_are_told_by_their_digest_wherever_their_file_is() -> None:
+    same = [{**PLAN, "initial": {"weights": at, "sha256": "0" * 64}} for at in ("a", "b")]
+    assert differences({"one": same[0], "two": same[1]}) == []
+    other = {**PLAN, "initial": {"weights": "a", "sha256": "1" * 64}}
+    assert [d.key for d in differences({"one": same[0], "two": other})] == ["initial.sha256"]
 
 
 def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:

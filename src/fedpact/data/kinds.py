@@ -77,6 +77,16 @@ KINDS: Final[dict[str, Kind]] = {
 }
 
 
+def site_names(sites: int) -> list[str]:
+    """Return what so many simulated sites are called, in order; a data set's own have theirs.
+
+    >>> site_names(2)
+    ['site-00', 'site-01']
+    """
+    width = max(2, len(str(sites - 1)))
+    return [f"site-{i:0{width}}" for i in range(sites)]
+
+
 def _known(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of partition: expected one of {', '.join(KINDS)}")

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedpact import check
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
-from fedpact.data.kinds import KINDS, PartitionSettings
+from fedpact.data.kinds import KINDS, PartitionSettings, site_names
 from fedpact.errors import DataError
 from fedpact.files import replacing
 
@@ -174,10 +174,10 @@ def make_partition(
                 f"{settings.kind} split gives every site at least {least}; take at most "
                 f"{len(groups) // least} sites"
             )
-        width = max(2, len(str(sites - 1)))
         firsts = _strata(dataset, settings)[free][groups.firsts]
         parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
-        records = {f"site-{i:0{width}}": free[part] for i, part in enumerate(parts)}
+        named = zip(site_names(sites), parts, strict=True)
+        records = {name: free[part] for name, part in named}
     for name, part in records.items():
         if len(part) < 2:
             raise DataError(

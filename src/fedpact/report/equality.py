@@ -13,6 +13,7 @@ from typing import Any
 
 from fedpact import algorithms
 from fedpact.configuration import DEFAULTS, leaves
+from fedpact.report.canonical import canonical
 
 Document = Mapping[str, Any]
 
@@ -45,7 +46,8 @@ class Difference:
 def differences(plans: Mapping[str, Document], swept: Collection[str] = ()) -> list[Difference]:
     """Return every key in which plans (entry -> plan.json's content) differ, unequal ones first.
 
-    swept: keys whose values are what is compared. The privacy settings of a plain run apply to
+    swept: keys whose values are what is compared. Plans that mean the same do not differ, however
+    they were typed (report.canonical). The privacy settings of a plain run apply to
     nothing, so only its mode is looked at.
     """
     flat = {name: _applicable(plan) for name, plan in plans.items()}
@@ -91,7 +93,7 @@ def _note(key: str, plan: Document) -> str:
 
 
 def _applicable(plan: Document) -> dict[str, Any]:
-    flat = leaves(plan)
+    flat = leaves(canonical(plan))
     flat.setdefault(STEPS, _steps(plan))
     plain = flat.get("privacy.mode") == "none"
     return {
