@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError, PlanError
+from fedpact.models.held import alike, held
 from fedpact.models.weights import block_of, checked, tensors_of
 from fedpact.own.named import brings_weights, is_own
 
@@ -36,6 +36,8 @@ _INSTEAD = (
     'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or "nothing: a mask" in its '
     "place"
 )
+_ITSELF = ", by itself: it adds to this run's for whoever is in both"
+"""In what a run says of its weights: whoever speaks for more than these says it otherwise."""
 
 
 class InitialSettings(BaseModel):
@@ -105,19 +107,31 @@ class InitialSettings(BaseModel):
     def check_drawn(self, model: str, first: nn.Module, second: nn.Module) -> None:
         """Check that a model of one's own draws its weights, or that it is said what chose them.
 
-        first, second: made from two seeds. Raises PlanError: both have the same numbers somewhere,
-        and not one number all over, as zeros and ones are.
+        first, second: made from two seeds. A run that speaks for its weights does so for no number
+        beside them. Raises PlanError: both have the same numbers somewhere, and not one number all
+        over, as zeros and ones are.
         """
-        if self.trained_on is not None:
+        given = self.weights is not None
+        if self.trained_on is not None and not (given and _ITSELF in self.trained_on):
             return
-        ours, theirs = _held(first), _held(second)
-        same = [n for n, v in ours.items() if n in theirs and _alike(v, theirs[n])]
-        if same or first is second:
-            more = f" and {len(same) - 3} others" * (len(same) > 3)
+        ours, theirs = held(first), held(second)
+        if given:
+            filled = {id(value) for value in first.state_dict(keep_vars=True).values()}
+            ours = {n: v for n, v in ours.items() if id(v) not in filled}
+        same = [n for n, v in ours.items() if n in theirs and alike(v, theirs[n])]
+        if not same:
+            return
+        told = ", ".join(same[:3]) + f" and {len(same) - 3} others" * (len(same) > 3)
+        if not given:
             raise PlanError(
-                f"model {model!r} begins with the same {', '.join(same[:3]) or 'module'}{more}, "
-                f"whatever the seed: {_RELEASED}; {_INSTEAD}"
+                f"model {model!r} begins with the same {told}, whatever the seed: {_RELEASED}; "
+                f"{_INSTEAD}"
             )
+        raise PlanError(
+            f"model {model!r} brings {told} beside the weights of initial.weights, and the run "
+            f"that these are of says nothing of it: {_RELEASED}; say in words of your own what chose "
+            'both: initial = {"weights": ..., "trained_on": "..."}'
+        )
 
     @property
     def uncovered(self) -> str:
@@ -216,22 +230,6 @@ def _tensors(path: Path, found: object) -> dict[str, Tensor]:
     )
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module by name: weights, buffers, and what is an attribute alone."""
-    plain = {
-        f"{path}.{key}".lstrip("."): value
-        for path, part in module.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, Tensor)
-    }
-    return plain | dict(module.named_parameters()) | dict(module.named_buffers())
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, and that is not one number all over."""
-    return torch.equal(one, other) and bool((one != one.flatten()[:1]).any())
-
-
 def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
     """Return what the private run in a file's folder says of it, and else why not, if there is one.
 
@@ -260,7 +258,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         told = (
             f"{plan['data']} by the private run {run.name}, which spent "
             f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "
-            f"{adjacency}{others}, by itself: it adds to this run's for whoever is in both"
+            f"{adjacency}{others}{_ITSELF}"
         )
         return "; before that, on: ".join([told, *filter(None, before)]), ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
