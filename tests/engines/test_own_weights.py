@@ -6,6 +6,9 @@ Reference: what a warm start from a file asks for (tests/models/test_initial.py)
 import copy
 import functools
 import json
+import os
+import random
+import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 
 import fedpact
-from fedpact.errors import PlanError
+from fedpact.errors import ModelError, PlanError
 from fedpact.plan import Plan
 
 RNG = np.random.default_rng(0)
@@ -129,3 +132,114 @@ def test_weights_from_the_seed_need_no_word(tmp_path):
     assert any("trusted to have chosen no number" in line for line in stated["does_not_cover"])
     with pytest.raises(PlanError, match=r"model 'logistic' draws its weights from the seed"):
         Plan(model="logistic", initial=SAID)
+
+
+class Drawn(nn.Module):
+    """A projection that `draw` makes, in a buffer of no state_dict, before a layer."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+        self.register_buffer("table", draw(), persistent=False)
+
+    def forward(self, x):
+        return self.last(x @ self.table)
+
+
+class OfTheClass(Zeros):
+    """Numbers of a class, not of its modules."""
+
+    TABLE = TABLE
+
+    def forward(self, x):
+        return super().forward(x + self.TABLE[0])
+
+
+class OfAList(Zeros):
+    """A trained module that is no layer, as torch does not look into lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = ({"base": [NET]},)
+
+    def forward(self, x):
+        return super().forward(x) + self.others[0]["base"][0](x).detach()
+
+
+class OfAnArray(Zeros):
+    """Numbers of numpy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = np.arange(3.0)
+
+    def forward(self, x):
+        return super().forward(x + torch.from_numpy(self.shift).float())
+
+
+@pytest.mark.parametrize("model", [OfTheClass, OfAList, OfAnArray])
+def test_numbers_are_found_wherever_a_module_has_them(model, tmp_path):
+    with pytest.raises(PlanError, match=r"begins with the same (TABLE|others|shift).* no ε can"):
+        fedpact.run(model, RECORDS, **SETTINGS, out=tmp_path / "run")
+
+
+def test_a_run_speaks_for_no_number_beside_its_weights(tmp_path):
+    first = fedpact.run(Drawn(lambda: torch.eye(3)), RECORDS, **SETTINGS,
+                        initial={"trained_on": "nothing"}, out=tmp_path / "first")  # fmt: skip
+    start, brings = str(first.folder), lambda: Drawn(lambda: torch.eye(3))
+    for model in (brings, brings()):
+        with pytest.raises(PlanError, match=r"brings table beside .*initial\.weights.*no ε can"):
+            fedpact.run(model, RECORDS, **SETTINGS, initial=start, out=tmp_path / "second")
+    # What is in the file, or one number all over, or spoken for, is none.
+    for model in (loaded, lambda: Drawn(lambda: torch.ones(3, 3))):
+        run = fedpact.run(
+            model, RECORDS, **SETTINGS, initial=SAID, out=tmp_path / model().__class__.__name__
+        )
+        fedpact.run(model, RECORDS, **SETTINGS, initial=str(run.folder), out=tmp_path / "next")
+        shutil.rmtree(tmp_path / "next")
+    said = {"weights": start, "trained_on": "a private run; nothing: a table of ones"}
+    fedpact.run(brings, RECORDS, **SETTINGS, initial=said, out=tmp_path / "said")
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "none"])
+def test_each_party_has_a_module_of_its_own(mode, tmp_path):
+    """Else all write to one: before, such a run went on at chance, and left the user's changed."""
+    net = nn.Linear(3, 2)
+    before = copy.deepcopy(net.state_dict())
+    settings = {**SETTINGS, "privacy": {"mode": mode}, "initial": {"trained_on": "nothing"}}
+    for factory in (lambda: net, lambda: nn.Sequential(nn.Linear(3, 3), net)):
+        with pytest.raises(ModelError, match=r"that was there before.*copy\.deepcopy\(module\)"):
+            fedpact.run(factory, RECORDS, **settings, out=tmp_path / "run")
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    fedpact.run(lambda: copy.deepcopy(net), RECORDS, **settings, out=tmp_path / "run")
+    # A layer that is not trained may be shared.
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    shared = lambda: nn.Sequential(frozen, nn.Linear(3, 2))  # noqa: E731
+    fedpact.run(shared, RECORDS, **settings, out=tmp_path / "shared")
+
+
+OTHER_GENERATORS = {
+    "numpy's": lambda: torch.from_numpy(np.random.randn(3, 3)).float(),
+    "random's": lambda: torch.tensor([[random.random()] * 3] * 3),
+    "the system's": lambda: torch.tensor(list(os.urandom(9))).reshape(3, 3) / 256,
+}
+
+
+@pytest.mark.parametrize("draw", OTHER_GENERATORS.values(), ids=OTHER_GENERATORS)
+@pytest.mark.parametrize("mode", ["per_sample", "none"])
+def test_numbers_that_no_seed_decides_are_refused(draw, mode, tmp_path):
+    """Chance of another verdict: that two draws of these generators are alike, below 1e-20."""
+    with pytest.raises(ModelError, match=r"another table at each call.* from torch's generator"):
+        fedpact.run(lambda: Drawn(draw), RECORDS, **SETTINGS, privacy={"mode": mode},
+                    out=tmp_path / "run")  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_lazy_layers_are_of_the_seed(tmp_path):
+    def lazy():
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
+
+    settings = {**SETTINGS, "privacy": {"mode": "none"}}
+    one, two = (fedpact.run(lazy, RECORDS, **settings, out=tmp_path / n) for n in "ab")
+    first, second = one.model.state_dict(), two.model.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)

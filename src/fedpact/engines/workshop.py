@@ -17,6 +17,7 @@ from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import Loss
 from fedpact.methods.heads import check_head
 from fedpact.models.build import build
+from fedpact.models.held import check_apart, check_repeated
 from fedpact.models.initial import fill
 from fedpact.models.views import Views
 from fedpact.own.named import is_own
@@ -81,21 +82,33 @@ class Workshop:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
 
         Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
-        fails on those records. PlanError: nobody says what its weights were chosen by.
+        fails on those records, or is another at every call. PlanError: nobody says what its weights
+        were chosen by.
         """
+        if check and is_own(self.plan.model):
+            self._check_own()
         model = self._model()
         mode = self.plan.privacy.mode
-        if check and mode != "none" and is_own(self.plan.model):
-            drawn = self._drawn(self.plan.seed), self._drawn(self.plan.seed ^ 1)
-            self.plan.initial.check_drawn(self.plan.model, *drawn)
         if check and self.plan.task.loss is not None:
-            check_loss(self.plan.task.loss, self.loss, model.module, *self.made_up())
+            tried = self.plan.task.loss, self.loss, model.module, *self.made_up()
+            check_loss(*tried, finite=mode != "none")
         if mode == "none":
             return Bench(PlainKernel(model, self.loss))
         kernel = mechanism_of(mode).kernel(model, self.loss)
         if check:
             self._verify(kernel)
         return Bench(kernel)
+
+    def _check_own(self) -> None:
+        """Check what makes the user's own model, before anything writes to what it has made."""
+        name, seed = self.plan.model, self.plan.seed
+        one, again = self._drawn(seed), self._drawn(seed)
+        if self.plan.privacy.mode != "none":
+            self.plan.initial.check_drawn(name, one, self._drawn(seed ^ 1))
+        check_apart(name, one, again)
+        for module in (one, again) if self.start is not None else ():
+            fill(module, self.start or {})
+        check_repeated(name, one, again)
 
     def check_labels(self, y: Tensor) -> None:
         """Try outputs and metrics on made-up records with labels like y [n, ...].

@@ -58,9 +58,12 @@ def build(
                 "argument is a record's shape, so one that takes the number of features is handed "
                 "in as lambda shape, classes: Net(shape[0], classes)"
             ) from error
-    if not isinstance(module, nn.Module):
-        raise ModelError(f"model {name!r} returned {type(module).__name__}: expected an nn.Module")
-    _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes, kind)
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"model {name!r} returned {type(module).__name__}: expected an nn.Module"
+            )
+        # From the same seed, as lazy layers draw their weights only here.
+        _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes, kind)
     _refuse_chance(name, module)
     return module
 
