@@ -253,3 +253,28 @@ def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
 def test_cross_entropy_stays_the_quick_way():
     """Without a table [task] the kernel is given the very loss that its quick ways know."""
     assert fedpact.Plan().task.per_record(10) is cross_entropy
+
+
+class Rooted(nn.Linear):
+    """A model whose outputs are NaN wherever a layer's are below 0."""
+
+    def __init__(self, shape, classes):
+        super().__init__(*shape, classes)
+
+    def forward(self, x):
+        return super().forward(x).sqrt()
+
+
+@pytest.mark.usefixtures("no_page")
+def test_what_is_no_number_is_told_as_that(tmp_path):
+    """Before, as a model that mixes the records of a batch. A plain run may train it."""
+    y = SEVERAL[:, 0]
+    losses = {"some": lambda o, y: torch.log(o[:, 0]), "all": lambda o, y: o[:, 0] * torch.nan}
+    for loss in losses.values():
+        with pytest.raises(ModelError, match=r"gives \[.*nan.*\] on 4 made-up records.*finite"):
+            fedpact.run("logistic", (X, y), task={"loss": loss}, **SETTINGS,
+                        out=tmp_path / "own")  # fmt: skip
+    with pytest.raises(ModelError, match=r"Rooted has outputs.* that are not finite"):
+        fedpact.run(Rooted, (X, y), **SETTINGS, out=tmp_path / "model")
+    plain = {**SETTINGS, "rounds": 1, "privacy": {"mode": "none"}}
+    fedpact.run(Rooted, (X, y), task={"loss": losses["some"]}, **plain, out=tmp_path / "plain")

@@ -7,11 +7,14 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 
 
-def check_loss(name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor) -> None:
+def check_loss(
+    name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor, *, finite: bool
+) -> None:
     """Raise ModelError unless a loss gives one number a record, of that record alone.
 
     x, y [n, ...]: made-up records. The kernel keeps records apart whatever the loss does; but one
-    that mixes them would be another loss in every batch.
+    that mixes them would be another loss in every batch. finite: whether a loss has to be a number,
+    as in a private run, which leaves out whoever has none, so that nobody sees what it would do.
     """
     device = next((p.device for p in module.parameters()), x.device)
     x, y = x.to(device), y.to(device)
@@ -34,6 +37,14 @@ def check_loss(name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor) -
                     f"({count},), one number a record; do not reduce over the batch "
                     '(reduction="none"), but over what is inside a record'
                 )
+        if finite and not bool(losses.isfinite().all()):
+            raise ModelError(
+                f"task.loss = {name!r} gives {losses.tolist()} on {len(y)} made-up records, outputs "
+                f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: expected finite numbers, "
+                "whatever a record holds, as one without is left out of every sum; keep "
+                "logarithms, roots and quotients from what may be 0 or less, for example by "
+                "torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
+            )
         if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
             raise ModelError(
                 f"task.loss = {name!r} gives the same records other losses the second time: "

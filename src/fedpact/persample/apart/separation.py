@@ -112,7 +112,11 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
         rows = tried.alone(x, y)
         check_unwritten(module, x, version)
         if not rows.isfinite().all():
-            raise InputError("verify was given records whose gradient is not finite: use others")
+            raise ModelError(
+                f"model {type(module).__name__} has outputs, a loss or a gradient that are not "
+                "finite on the records that it is tried on: expected numbers, whatever a record "
+                "holds; keep logarithms, roots and quotients from what may be 0 or less"
+            )
         if not (_norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
             raise ModelError(
                 f"model {type(module).__name__} draws random numbers outside dropout layers: it "
