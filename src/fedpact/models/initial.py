@@ -129,8 +129,8 @@ class InitialSettings(BaseModel):
             )
         raise PlanError(
             f"model {model!r} brings {told} beside the weights of initial.weights, and the run "
-            f"that these are of says nothing of it: {_RELEASED}; say in words of your own what chose "
-            'both: initial = {"weights": ..., "trained_on": "..."}'
+            f"that these are of says nothing of it: {_RELEASED}; say in words of your own what "
+            'chose both: initial = {"weights": ..., "trained_on": "..."}'
         )
 
     @property

@@ -39,11 +39,10 @@ def check_loss(
                 )
         if finite and not bool(losses.isfinite().all()):
             raise ModelError(
-                f"task.loss = {name!r} gives {losses.tolist()} on {len(y)} made-up records, outputs "
-                f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: expected finite numbers, "
-                "whatever a record holds, as one without is left out of every sum; keep "
-                "logarithms, roots and quotients from what may be 0 or less, for example by "
-                "torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
+                f"task.loss = {name!r} gives {losses.tolist()} on {len(y)} made-up records: "
+                "expected finite numbers, whatever a record holds, as one without is left out of "
+                "every sum; keep logarithms, roots and quotients from what may be 0 or less, for "
+                "example by torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
             )
         if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
             raise ModelError(
