@@ -1,6 +1,6 @@
 """The numbers that a module holds, and what has to be so of one that is made more than once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import numpy as np
@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-
-_PLACES: Final = ("_parameters", "_buffers", "_modules")
-"""Where torch keeps what is an attribute by name: no part of that name."""
 
 _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
 """A type of torch's for each kind of numpy's numbers."""
@@ -41,11 +38,14 @@ def held(module: nn.Module) -> dict[str, Tensor]:
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, nn.Module):
-        parts: Mapping[Any, Any] = {}
+        # Where torch itself keeps layers and tensors is no part of their names.
+        base, parts = vars(nn.Module()), dict[str, Any]()
         for kind in reversed(type(thing).__mro__):
-            parts = {**parts, **vars(kind)}
-        parts = {**parts, **vars(thing)}
-        return (("" if key in _PLACES else key, value) for key, value in parts.items())
+            parts |= vars(kind)
+        parts |= {key: value for key, value in vars(thing).items() if key not in base}
+        for named in (thing.named_parameters, thing.named_buffers):
+            parts |= dict(named(recurse=False))
+        return iter({**parts, **dict(thing.named_children())}.items())
     pairs = cast(Any, thing).items() if isinstance(thing, dict) else enumerate(thing)
     return ((str(key), value) for key, value in pairs)
 
