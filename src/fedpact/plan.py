@@ -14,7 +14,7 @@ from fedpact.configuration import DEFAULTS, given, left, plan_error, read_config
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
-from fedpact.draws.participants import Participants
+from fedpact.draws.participants import Participants, asked
 from fedpact.errors import PlanError
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
@@ -136,6 +136,7 @@ class Plan(ShownPlan, BaseModel):
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
+        self.check_sites(self.sites)
         if self.after:
             self.check_extended()
         self.budget.check_method(method.controlled, self.task.kind)
@@ -193,6 +194,10 @@ class Plan(ShownPlan, BaseModel):
     def form(self) -> RecordForm:
         """What a record and its label may be, as all parties know it."""
         return self.records.shared(self.task.target)
+
+    def check_sites(self, count: int) -> None:
+        """Raise PlanError where no round can be of so many sites: sites_per_round, [robust]."""
+        self.robust.check_round(asked(self.sites_per_round, count))
 
     def check_extended(self) -> None:
         """Raise PlanError where no reservation for more rounds can follow this plan's."""

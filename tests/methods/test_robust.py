@@ -147,3 +147,22 @@ def test_settings_that_are_none():
             Plan.parse({"robust": wrong})
     with pytest.raises(PlanError, match=r"\[robust\] does not go with"):
         Plan.parse({"algorithm": "qffl", "robust": {"rule": "median"}})
+
+
+@pytest.mark.parametrize(("rule", "least"), [("median", 5), ("trimmed", 5), ("krum", 7)])
+def test_a_round_that_liars_could_decide_is_refused(rule, least):
+    """Yin et al. ask for n > 2f, Blanchard et al. for n >= 2f + 3: n sites in a round, not in all.
+
+    All f may be drawn into one round.
+    """
+    table = {"robust": {"rule": rule, "liars": 2}}
+    for few in ({"sites": 20, "sites_per_round": least - 1}, {"sites": least - 1}):
+        with pytest.raises(PlanError, match=rf"liars = 2 with {least - 1} sites.*least {least}"):
+            Plan.parse({**table, **few})
+        Plan.parse({**few, "robust": {"rule": rule, "liars": 0 if rule == "krum" else 1}})
+    for enough in ({"sites": 20, "sites_per_round": least}, {"sites": least}):
+        Plan.parse({**table, **enough})
+    # A deployment has as many as its federation names.
+    Plan.parse({**table, "sites": 20}).check_sites(least)
+    with pytest.raises(PlanError, match=f"with {least - 1} sites in a round"):
+        Plan.parse({**table, "sites": 20}).check_sites(least - 1)

@@ -18,6 +18,19 @@ import numpy as np
 from fedpact.errors import PlanError
 
 
+def asked(each: int | None, sites: int) -> int:
+    """Return how many of so many sites a round asks. Raises PlanError: more than there are.
+
+    each: m, None for all.
+    """
+    if each is not None and each > sites:
+        raise PlanError(
+            f"sites_per_round is {each} with {sites} sites: expected at most as many as there are; "
+            "leave it out for all of them"
+        )
+    return sites if each is None else each
+
+
 @dataclass(frozen=True)
 class Participants:
     """Who takes part when. seed: the plan's. sites: the names of all K. each: m, None for all.
@@ -30,11 +43,7 @@ class Participants:
     each: int | None = None
 
     def __post_init__(self) -> None:
-        if self.each is not None and self.each > len(self.sites):
-            raise PlanError(
-                f"sites_per_round is {self.each} with {len(self.sites)} sites: expected at most as "
-                "many as there are; leave it out for all of them"
-            )
+        asked(self.each, len(self.sites))
 
     @property
     def partial(self) -> bool:

@@ -7,7 +7,8 @@
 
 median, trimmed: Yin, Chen, Kannan, Bartlett, arXiv 1803.01498. krum: Blanchard, El Mhamdi,
 Guerraoui, Stainer, NeurIPS 2017. f of n sites may lie: median and trimmed need n > 2f, krum
-n >= 2f + 3; a round with fewer replies trims as many as leave one or two of them, and krum counts
+n >= 2f + 3, n the sites that a round asks (all f may be among them), and a plan with fewer is
+refused; a round with fewer replies trims as many as leave one or two of them, and krum counts
 one neighbour at least.
 
 What it changes. The privacy of no site: it is post-processing of what the sites released. The
@@ -27,7 +28,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fedpact.errors import InputError
+from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State
 from fedpact.methods import Around, Method
 
@@ -37,12 +38,24 @@ class RobustSettings(BaseModel):
 
     rule: "mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
     the f smallest and f largest; "krum", the one reply that is nearest to its neighbours. liars: f,
-    how many sites may lie; median needs no number.
+    how many sites may lie, of all who are asked in a round: fewer than half of them, for krum so
+    that 2f + 3 are asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     rule: Literal["mean", "median", "trimmed", "krum"] = "mean"
     liars: int = Field(default=1, ge=0)
+
+    def check_round(self, sites: int) -> None:
+        """Raise PlanError: a round asks so few sites that the liars could decide it."""
+        more = 3 if self.rule == "krum" else 1
+        if self.rule != "mean" and sites < 2 * self.liars + more:
+            raise PlanError(
+                f"[robust] rule = {self.rule!r}, liars = {self.liars} with {sites} sites in a "
+                f"round: expected at least {2 * self.liars + more}, 2 liars + {more}, as all who "
+                "lie may be in one round and would then decide it; ask more sites "
+                "(sites_per_round, sites), or set robust.liars to fewer"
+            )
 
 
 class Robust(Around):

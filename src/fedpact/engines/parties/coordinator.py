@@ -84,6 +84,7 @@ class Coordinator:
         """Read a server's directory."""
         federation = Federation.read(directory / "federation.toml")
         plan = read_plan(directory / "plan.json")
+        plan.check_sites(len(federation.sites))
         check_secure(plan, len(federation.sites))
         federation.form(plan)
         found = Coordinator(directory, federation, plan, federation.terms(plan))
