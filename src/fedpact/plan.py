@@ -14,7 +14,7 @@ from fedpact.configuration import DEFAULTS, given, left, plan_error, read_config
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
-from fedpact.draws.participants import Participants, asked
+from fedpact.draws.participants import Participants, size_of_round
 from fedpact.errors import PlanError
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
@@ -197,7 +197,7 @@ class Plan(ShownPlan, BaseModel):
 
     def check_sites(self, count: int) -> None:
         """Raise PlanError where no round can be of so many sites: sites_per_round, [robust]."""
-        self.robust.check_round(asked(self.sites_per_round, count))
+        self.robust.check_round(size_of_round(self.sites_per_round, count))
 
     def check_extended(self) -> None:
         """Raise PlanError where no reservation for more rounds can follow this plan's."""

@@ -18,7 +18,7 @@ import numpy as np
 from fedpact.errors import PlanError
 
 
-def asked(each: int | None, sites: int) -> int:
+def size_of_round(each: int | None, sites: int) -> int:
     """Return how many of so many sites a round asks. Raises PlanError: more than there are.
 
     each: m, None for all.
@@ -43,7 +43,7 @@ class Participants:
     each: int | None = None
 
     def __post_init__(self) -> None:
-        asked(self.each, len(self.sites))
+        size_of_round(self.each, len(self.sites))
 
     @property
     def partial(self) -> bool:

@@ -13,7 +13,7 @@ _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": n
 """A type of torch's for each kind of numpy's numbers."""
 
 
-def held(module: nn.Module) -> dict[str, Tensor]:
+def all_held(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors and arrays of a module by name.
 
     They are its weights and buffers, and whatever is an attribute of it, of its class or of its
@@ -66,7 +66,7 @@ def check_apart(name: str, one: nn.Module, other: nn.Module) -> None:
 
 def check_repeated(name: str, one: nn.Module, other: nn.Module) -> None:
     """Raise ModelError: modules of one name, made from one seed, hold other numbers."""
-    ours, theirs = held(one), held(other)
+    ours, theirs = all_held(one), all_held(other)
     odd = sorted(n for n in ours.keys() | theirs if not _same(ours.get(n), theirs.get(n)))
     if odd:
         more = f" and {len(odd) - 3} others" * (len(odd) > 3)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError, PlanError
-from fedpact.models.held import alike, held
+from fedpact.models.held import alike, all_held
 from fedpact.models.weights import block_of, checked, tensors_of
 from fedpact.own.named import brings_weights, is_own
 
@@ -114,7 +114,7 @@ class InitialSettings(BaseModel):
         given = self.weights is not None
         if self.trained_on is not None and not (given and _ITSELF in self.trained_on):
             return
-        ours, theirs = held(first), held(second)
+        ours, theirs = all_held(first), all_held(second)
         if given:
             filled = {id(value) for value in first.state_dict(keep_vars=True).values()}
             ours = {n: v for n, v in ours.items() if id(v) not in filled}
