@@ -191,7 +191,7 @@ def test_a_metric_appears_wherever_one_is_shown(told):
     assert told["report"]["summary"]["gap"] == told["summary"]["gap"]
     assert f"gap        {100 * gap:.1f} %" in told["printed"]
     assert "0 is even; after round 1" in told["page"]
-    assert "gap over rounds" in told["page"]
+    assert "Gap over rounds" in told["page"]
     assert told["comparison"]["entries"]["one"]["gap"]["mean"] == pytest.approx(gap)
     assert told["comparison"]["entries"]["one"]["runs"]["0"]["gap"] == pytest.approx(gap)
     assert told["row"][-1] == f"{100 * gap:.2f} %"

@@ -122,3 +122,15 @@ def test_whatever_a_damaged_file_raises_is_one_sentence_with_what_to_do(tmp_path
         error()
     with pytest.raises(FileNotFoundError), understood(path, "move it away"):
         path.read_bytes()
+
+
+def test_a_lock_of_another_account_is_told(tmp_path, monkeypatch):
+    """As `open` says it to everybody but root."""
+
+    def refused(path, flags):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("fedpact.files.private_opener", refused)
+    told = "lock cannot be opened by this account"
+    with pytest.raises(InputError, match=told), only_one(tmp_path / "lock", "another"):
+        pass

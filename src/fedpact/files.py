@@ -123,10 +123,17 @@ def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock for the block, which vanishes with its process however that ends.
 
     what: "directory has a server already", as the error says it. wait: until nobody else holds it.
-    Raises InputError: it is held.
+    Raises InputError: it is held, or another account's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", opener=private_opener) as file:
+    try:
+        opened = private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except PermissionError:
+        raise InputError(
+            f"{path} cannot be opened by this account: use the one whose files those in "
+            f"{path.parent} are"
+        ) from None
+    with open(opened, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -33,6 +33,7 @@ from fedpact.report.outcomes import Outcome
 from fedpact.report.reading import read_run
 from fedpact.report.repeat import repeat
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.watch.snapshot import look
 
 PLAIN = {"sites": 3, "algorithm": "scaffold", "privacy": {"mode": "none"}}
 PRIVATE = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp", "epsilon": 1.0}}
@@ -250,7 +251,9 @@ def cut_off(tmp_path, monkeypatch):
 def test_after_a_kill_in_mid_extension_whoever_reads_the_run_reads_it_as_it_was(cut_off):
     folder, summary = cut_off
     again = shutil.copytree(folder, folder.with_name("again"))
+    assert look(folder)["status"].startswith("being extended, or cut off at that")
     assert fedpact.load(folder).summary == summary
+    assert look(folder)["status"] == summary["status"]
     told = json.loads(CliRunner().invoke(app, ["report", str(again), "--json"]).stdout)
     assert told["summary"] == summary
     assert Plan.read(again / "plan.json").rounds == 1

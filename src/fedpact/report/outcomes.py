@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedpact.errors import DataError
+from fedpact.errors import InputError
 from fedpact.metrics import METRICS, Fairness, fairness, ranking
 from fedpact.report import evaluations
 from fedpact.report.counted import Trying
@@ -357,7 +357,7 @@ def _read(folder: Path, seed: int) -> Outcome | str:
         if run.status in RESUMABLE:
             return f"{run.status} after round {run.last.round}"
         return Outcome(seed, run, _partition_digest(folder / "partition.json"))
-    except DataError as error:
+    except InputError as error:
         return str(error)
 
 

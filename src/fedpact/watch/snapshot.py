@@ -14,6 +14,7 @@ from typing import Any
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.progress import Progress
 from fedpact.engines.parties.records import SiteSettings
+from fedpact.engines.together import NOTE
 from fedpact.errors import DataError
 from fedpact.folder import WAITS, folder_of_run
 from fedpact.ledger.chain import read_all
@@ -60,7 +61,7 @@ def _run(folder: Path) -> Document:
         "kind": "run",
         "name": str(_json(folder / "environment.json").get("run") or folder.name),
         "algorithm": plan.get("algorithm"),
-        "status": str(summary.get("status") or ("running" if records else "not begun")),
+        "status": _status(folder, summary, begun=bool(records)),
         "private": bool(privacy.get("private")),
         "adjacency": privacy.get("adjacency"),
         "round": done,
@@ -86,6 +87,12 @@ def _run(folder: Path) -> Document:
             for name in names
         },
     }
+
+
+def _status(folder: Path, summary: Mapping[str, Any], *, begun: bool) -> str:
+    if (folder / NOTE).exists():
+        return "being extended, or cut off at that: resume, load or extend it"
+    return str(summary.get("status") or ("running" if begun else "not begun"))
 
 
 def _bound(of: Mapping[str, Any], name: str) -> float | None:
