@@ -24,12 +24,12 @@ from fedpact.data.given import (
     sifted_arrays,
     warn_of_channels,
 )
-from fedpact.data.given.classes import class_names, sorted_names
+from fedpact.data.given.classes import check_several, class_names, sorted_names
 from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
 from fedpact.data.own import class_numbers, is_missing, numbers_of_table, persons_of, text_of
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import Sieve, nothing_left
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.data.text.shakespeare import load_shakespeare
@@ -183,6 +183,7 @@ def from_arrays(
     warn_of_channels(name, given[0][0])
     labels = [ys for _, ys in given]
     names = class_names(name, labels, form) if classes is None else tuple(map(str, classes))
+    check_several(name, names, [str(v) for v in labels[0].flat], form)
     values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
     parts = [
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
@@ -245,6 +246,7 @@ def _from_table(
         used = sieve.good.tolist()
         classes = sorted_names(name, [v for v, good in zip(labels, used, strict=True) if good])
     names = tuple(map(str, classes))
+    check_several(name, names, labels, form)
     y = targets_of(labels, names, form, table.label, sieve, how="names")
     sites = None
     if table.site is not None:
@@ -268,12 +270,7 @@ def _dataset(
     """The records that are left, with a warning about the others. parts: training, and test."""
     for part in parts:
         if not part.sieve.good.any():
-            told = part.sieve.told(values=False) or [f"{part.sieve.origin} has 0 records"]
-            raise DataError(
-                "no record is left: expected at least one; declare a column of words by its "
-                "categories (records.columns) and what stands for a missing value (fill), or leave "
-                f"out columns that hold neither (records.drop): {told[0]}"
-            )
+            raise nothing_left(part.sieve, part.features)
         part.sieve.warn(values=True)
     own, count = parts[0].sieve.good, parts[0].sieve.count
     if sites is not None and len(sites) != count:

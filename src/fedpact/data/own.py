@@ -7,7 +7,7 @@ never stops a site, as that would tell others of it.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,6 +21,12 @@ from fedpact.errors import DataError
 # "none" or "na" may be the name of a class or of a site.
 _NO_NAME: Final = {"", "?", "nan", "nat", "<na>"}
 _MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+
+_SPELLED: Final = {
+    "true": ("True", "true", "TRUE", "1"),
+    "false": ("False", "false", "FALSE", "0"),
+}
+"""How a truth value may be written: a CSV has it in words, a frame as Python's, others as 0, 1."""
 
 _Value = Callable[[int, int], Any]
 """(row, place in a flattened record) -> what stands in the file."""
@@ -88,7 +94,7 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
     numbers, blank = x, None
     if x.dtype.kind == "U":
         x = _readable(x)
-        numbers = np.array([_number(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
+        numbers = np.array([number_of(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
         blank = np.array([is_blank(v) for v in x.reshape(-1).tolist()], bool).reshape(x.shape)
     elif x.dtype.kind == "f":
         blank = np.isnan(x)
@@ -117,16 +123,16 @@ def class_numbers(
     found = np.zeros(len(labels), np.int64)
     given = _readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
-        text = text_of(label)
-        if how == "numbers" or (how is None and not isinstance(label, str)):
-            k = _place_of(text, len(classes))
-        else:
-            k = place.get(text, place.get(str(label), -1))
-            if k < 0 and how is None:
-                k = _place_of(text, len(classes))
-        if k < 0:
-            why = "is missing" if is_missing(text) else f"is none of the {len(classes)} classes"
-            sieve.leave_out(row, column, why, label)
+        text, k = text_of(label), -1
+        if how == "names" or (how is None and isinstance(label, str | bool)):
+            k = _named(label, place, place.get(str(label), -1))
+        if k < 0 and how != "names":
+            *_, number = _SPELLED.get(text.lower(), (text,))
+            k = _place_of(number, len(classes))
+        if k < 0 and is_missing(text):
+            sieve.leave_out(row, column, "is missing", label)
+        elif k < 0:
+            sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
         found[row] = max(k, 0)
     return found
 
@@ -158,12 +164,21 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
 
 
 def text_of(value: Any) -> str:
-    """Return a label or the name of a site as text: whole numbers without a point."""
+    """Return a label or the name of a site as text: whole numbers without a point, True, False."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(int(value)) if isinstance(value, bool) else str(value).strip()
+    return str(value).strip()
+
+
+def number_of(value: Any) -> float:
+    """Return a cell as a number: 1 and 0 for true and false, in words too; NaN for none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        *_, number = _SPELLED.get(text_of(value).lower(), (math.nan,))
+        return float(number)
 
 
 def is_blank(value: Any) -> bool:
@@ -320,14 +335,14 @@ def _numbers(cells: Cells) -> np.ndarray:
     if isinstance(cells, np.ndarray):
         return cells.astype(np.float64)
     # One by one: numpy would read all of them in another way where one of them is of another type.
-    return np.array([_number(value) for value in cells], np.float64)
+    return np.array([number_of(value) for value in cells], np.float64)
 
 
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return np.nan
+def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
+    """Return the place of the name that a value is; a truth value has several."""
+    text = text_of(value)
+    names = (text, *_SPELLED.get(text.lower(), ()))
+    return next((place[name] for name in names if name in place), unknown)
 
 
 def _places(cells: Cells, own: Column) -> np.ndarray:
@@ -336,6 +351,6 @@ def _places(cells: Cells, own: Column) -> np.ndarray:
     unknown = np.nan if other is None else other
 
     def of(value: Any) -> float:
-        return place.get(text_of(value), np.nan if is_blank(value) else unknown)
+        return _named(value, place, np.nan if is_blank(value) else unknown)
 
     return np.array([of(value) for value in cells], np.float64)

@@ -1,11 +1,14 @@
 """Which records of a person's own are used, and what that person is told of the others."""
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+
+from fedpact.errors import DataError
 
 _logger = logging.getLogger("fedpact")
 
@@ -27,6 +30,10 @@ class Sieve:
     first: int
     _out: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
     _clamped: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
+    _unknown: dict[int, str] = field(default_factory=dict[int, str])
+    _faults: dict[tuple[str, str], set[int]] = field(
+        default_factory=lambda: defaultdict[tuple[str, str], set[int]](set)
+    )
 
     @property
     def good(self) -> np.ndarray:
@@ -37,7 +44,27 @@ class Sieve:
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as "is missing". value: or None."""
+        self._faults[column, why].add(row)
         self._out.setdefault(row, (self._place(row, column, why), _plain(value)))
+
+    def unknown(self, row: int, column: str, why: str, label: Any) -> None:
+        """Leave a record out whose label is no class: of many each label is told of once."""
+        if row not in self._out:
+            self._unknown[row] = f"{label!r}, which {why} (column {column})"
+            self.leave_out(row, column, why, label)
+
+    def wholly(self) -> dict[str, list[str]]:
+        """Return what is wrong in columns where no record fits -> those columns."""
+        broken = set[int]().union(*(r for (column, _), r in self._faults.items() if not column))
+        by_column, found = dict[str, dict[str, set[int]]](), dict[str, list[str]]()
+        for (column, why), rows in self._faults.items():
+            by_column.setdefault(column, {})[why] = rows - broken
+        for column, faults in by_column.items():
+            bad = set[int]().union(*faults.values())
+            if column and bad and len(bad | broken) == self.count:
+                most = max(faults, key=lambda why: len(faults[why]))
+                found.setdefault(most, []).append(column)
+        return found
 
     def clamp(self, row: int, column: str, why: str, value: Any) -> None:
         """Note that a value of a record was set to a bound."""
@@ -46,11 +73,17 @@ class Sieve:
     def told(self, *, values: bool) -> list[str]:
         """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
         clamped = {row: what for row, what in self._clamped.items() if row not in self._out}
+        many = self._unknown if values and len(self._unknown) > _PLACES else {}
+        told = Counter(many.values()).most_common()
+        labels = "; ".join(f"{count} have the label {label}" for label, count in told[:_PLACES])
+        labels += f"; and {len(told) - _PLACES} other labels" if len(told) > _PLACES else ""
+        out = {row: what for row, what in self._out.items() if row not in many}
+        unknown = f"{self.origin}: {len(many)} of {self.count} records are left out of everything: "
         found = (
-            (self._out, "are left out of everything", "correct them, or leave them out yourself"),
+            (out, "are left out of everything", "correct them, or leave them out yourself"),
             (clamped, "hold a value that was clamped", "correct it if it is a mistake"),
         )
-        return [
+        return ([f"{unknown}{labels}; correct them, or records.classes"] if many else []) + [
             f"{self.origin}: {len(rows)} of {self.count} records {what}: "
             f"{self._places(rows, values, rows is clamped)}; {advice}"
             for rows, what, advice in found
@@ -76,6 +109,49 @@ class Sieve:
             others = [r + self.first for r in ordered[most:]]
             shown.append(f"and {len(others)} others" if few else f"and rows {_runs(others)}")
         return "; ".join(shown)
+
+
+def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
+    """Return what to tell the owner of records of which none is used: which columns are to blame.
+
+    features: the columns of a table. For simulations alone: a deployed site tells nobody.
+    """
+    wholly = sieve.wholly() if features else {}
+    if not wholly:
+        told = (sieve.told(values=False) or [f"{sieve.origin} has 0 records"])[0]
+        return DataError(
+            "no record is left: expected at least one; declare a column of words by its categories "
+            "(records.columns) and what stands for a missing value (fill), or leave out columns "
+            f"that hold neither (records.drop): {told}"
+        )
+    told, advice = list[str](), list[str]()
+    for why, names in wholly.items():
+        what, hint = _WHOLLY.get(why, (why, "correct what is declared, or the records"))
+        hint = "name the classes as records.classes" if "classes" in why else hint
+        many = len(names) > 1
+        what = what.replace("hold ", "hold " if many else "holds ")
+        told.append(f"column{'s' * many} {', '.join(names)} {what}")
+        advice.append(hint.format(name=names[-1], names=", ".join(f'"{n}"' for n in names)))
+    return DataError(
+        f"no record is left of {sieve.origin}: {'; '.join(told)}, in every record; "
+        f"{'; '.join(dict.fromkeys(advice))}"
+    )
+
+
+_WHOLLY: Final = {
+    "is no finite number": (
+        "hold text or dates",
+        "leave them out with drop = [{names}] or name the others in features ([records]); declare "
+        "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
+        "number, as days since a day that is fixed",
+    ),
+    "is missing": (
+        "hold nothing",
+        "leave them out with drop = [{names}], or declare what stands for a missing value, as "
+        "records.columns.{name}.fill",
+    ),
+}
+"""Why a value is no number of a record -> what columns of such hold, and what to do."""
 
 
 def _plain(value: Any) -> Any:

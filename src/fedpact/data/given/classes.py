@@ -46,8 +46,6 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
             f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
             f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
-    if not largest:
-        _tell_one(name, "0")
     never = [k for k in range(largest) if k not in {*found.tolist()}]
     if never:
         _tell_never(name, never, largest, pixels=form.target.kind == "pixels")
@@ -58,8 +56,6 @@ def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
     names = sorted({label for label in given if not is_missing(label)})
-    if len(names) == 1:
-        _tell_one(name, names[0])
     try:
         numbers = [float(name) for name in names]
     except ValueError:
@@ -67,6 +63,21 @@ def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
         return tuple(names)
     _check_classes(name, numbers, len(given), _REGRESSION)
     return tuple(name for _, name in sorted(zip(numbers, names, strict=True)))
+
+
+def check_several(
+    name: str, classes: Sequence[str], labels: Sequence[str], form: RecordForm
+) -> None:
+    """Raise DataError where there is one class alone. labels: all that are found, as text."""
+    if form.target.kind not in ("class", "pixels") or len(classes) != 1:
+        return
+    found = sorted({label for label in labels if not is_missing(label)})
+    told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
+    raise DataError(
+        f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
+        "expected two classes or more, as of one there is nothing to learn; name all of them as "
+        "records.classes (classes = [...] in Python), or hand in records of the others"
+    )
 
 
 def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
@@ -87,14 +98,6 @@ def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> N
             f"data set {name}: {records} records have {len(found)} different labels, and no "
             f"classes are declared: {ask}? If they are classes, name them as records.classes"
         )
-
-
-def _tell_one(name: str, label: str) -> None:
-    _logger.warning(
-        "data set %s: every label is %r: of one class there is nothing to learn; name all classes "
-        "as records.classes, or hand in records of the others",
-        *(name, label),
-    )
 
 
 def _finite(found: Sequence[float]) -> bool:

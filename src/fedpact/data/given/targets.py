@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedpact.data.form import LabelForm, RecordForm
-from fedpact.data.own import class_numbers, is_blank
+from fedpact.data.own import class_numbers, is_blank, number_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Cells
 
@@ -57,10 +57,7 @@ def _numbers(
 ) -> np.ndarray:
     found = np.zeros(len(labels))
     for row, label in enumerate(labels):
-        try:
-            number = float(label)
-        except (TypeError, ValueError, OverflowError):
-            number = np.nan
+        number = number_of(label)
         if not np.isfinite(number):
             why = "is missing" if is_blank(label) else "is no finite number"
             sieve.leave_out(row, column, why, label)

@@ -1,0 +1,117 @@
+"""The same table gives the same records from whatever it is read, truth values included."""
+
+import logging
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import fedpact
+from fedpact.data.datasets import from_frame, load
+from fedpact.data.form import Column, RecordForm
+from fedpact.errors import DataError
+
+FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
+                      "ill": [True, True, False, False] * 10})  # fmt: skip
+GAPS = FRAME.assign(smoker=[None, *FRAME.smoker[1:]]).astype({"smoker": "boolean"})
+
+
+def read(kind, frame, tmp_path, form, classes=None):
+    if kind == "frame":
+        return from_frame(frame, "ill", classes=classes, form=form)
+    path = tmp_path / f"t.{kind}"
+    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    return load(str(path), "ill", classes=classes, form=form)
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("own", "ones"),
+    [
+        (None, True),
+        (Column(categories=[0.0, 1.0]), True),
+        (Column(categories=["False", "True"]), True),
+        (Column(categories=["true", "false"]), False),
+        (Column(categories=["0", "1"]), True),
+    ],
+)
+@pytest.mark.parametrize("frame", [FRAME, GAPS], ids=["all", "gaps"])
+def test_truth_values_are_the_same_from_every_container(kind, own, ones, frame, tmp_path):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    data = read(kind, frame, tmp_path, RecordForm(columns={"smoker": own} if own else {}))
+    smoker = torch.tensor([float(s == ones) for s in frame.smoker if s is not pd.NA])
+    assert data.x[:, 1].tolist() == smoker.tolist()
+    assert data.classes == ("False", "True")
+    assert data.y.tolist() == [int(v) for v in FRAME.ill][len(FRAME) - len(smoker) :]
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@pytest.mark.parametrize("classes", [["True", "False"], ["true", "false"], ["1", "0"]])
+def test_declared_classes_are_truth_values_from_every_container(kind, classes, tmp_path):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    data = read(kind, FRAME, tmp_path, RecordForm(), classes)
+    assert data.y.tolist() == [int(not v) for v in FRAME.ill]
+
+
+def test_words_for_truth_stand_for_numbers_in_arrays_too():
+    text = np.array([["TRUE", "0.5"], ["false", "1"]])
+    data = fedpact.from_arrays(text, [True, False], classes=["False", "True"])
+    assert data.x.tolist() == [[1.0, 0.5], [0.0, 1.0]]
+    assert data.y.tolist() == [1, 0]
+
+
+def test_a_run_on_a_frame_predicts_the_same_tables_file(tmp_path):
+    result = fedpact.run(
+        lambda shape, classes: nn.Linear(shape[0], classes), FRAME, label="ill", rounds=1, sites=2,
+        partition={"held_out": 0.2}, privacy={"mode": "none"}, out=tmp_path / "run",
+    )  # fmt: skip
+    FRAME.to_csv(tmp_path / "t.csv", index=False)
+    path = str(tmp_path / "t.csv")
+    there, again = result.predict(FRAME), result.predict(path)
+    assert again.used.all()
+    assert (there.probabilities == again.probabilities).all()
+    assert result.evaluate(FRAME) == result.evaluate(path)
+
+
+def test_columns_that_leave_every_record_out_are_named_together():
+    days = pd.date_range("2020-01-01", periods=40)
+    frame = FRAME.assign(patient="p", ward=["A", None] * 20, visit=days)
+    with pytest.raises(DataError) as caught:
+        from_frame(frame, "ill")
+    told = str(caught.value)
+    assert "columns patient, ward, visit hold text or dates" in told
+    for word in (
+        'drop = ["patient", "ward", "visit"]',
+        "records.columns.visit.categories = [...]",
+        "date",
+        "features",
+    ):
+        assert word in told
+    assert "row" not in told
+
+
+@pytest.mark.parametrize("classes", [["no"], None])
+def test_one_class_is_refused_with_the_labels_that_are_found(classes):
+    labels = ["no"] * 40 if classes is None else ["no", "yes"] * 20
+    with pytest.raises(DataError, match=r"one class, 'no', .*'no'.*records\.classes") as caught:
+        from_frame(FRAME.assign(ill=labels), "ill", classes=classes)
+    assert ("'yes'" in str(caught.value)) == (classes is not None)
+    with pytest.raises(DataError, match="one class"):
+        fedpact.from_arrays(np.zeros((40, 2)), labels, classes=classes)
+
+
+def test_many_labels_that_are_no_class_are_told_of_by_name_and_count(caplog):
+    labels = ["no"] * 10 + ["yes"] * 8 + ["Yes"] * 19 + ["?!"] * 3
+    with caplog.at_level(logging.WARNING):
+        data = from_frame(FRAME.assign(ill=labels), "ill", classes=["no", "yes"])
+    assert len(data.y) == 18
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "22 of 40 records" in told
+    assert "19 have the label 'Yes'" in told
+    assert "3 have the label '?!'" in told
+    assert "records.classes" in told
+    assert "row" not in told
