@@ -296,3 +296,17 @@ def test_nothing_of_an_own_model_is_in_a_reply():
         assert set(local.vectors) == {"w"}
         assert not local.numbers
         assert torch.equal(local.vectors["w"], START - 0.5)
+
+
+def test_a_run_without_compression_is_fedavgs_bit_for_bit(tmp_path):
+    """With the grid it is not: w_i asks for a finer one than one release a round does."""
+    common = {"rounds": 2, "sites": 2, "compression": {"kind": "none"}}
+    ends = {"fedavg": {}, "mr_mtl": {"settings": {"proximal": 1e300}}}
+    first, second = (
+        simulate(Plan.parse({**common, "algorithm": name, **more}), tmp_path / name).model
+        for name, more in ends.items()
+    )
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    units = [Plan.parse({"algorithm": name, **more}).method.units for name, more in ends.items()]
+    assert units[0] != units[1]

@@ -21,6 +21,7 @@ Bounds    u_i - w̄ = -η Σ g, whatever w_i is: fedavg's
 Releases  τ gradient sums: τ events. w_i follows from them and costs nothing further
 Neutral   λ = ∞ gives fedavg: from 1e300 on, as b_i is then 0, bit for bit; with privacy κ = ∞ too
           λ = κ = 0 is each site by itself, bit for bit: the baseline "local with privacy"
+          Both without compression: it rounds what crosses the wire, on grids of its own
 Differs   the paper's step has -ηλ (w_i - w̄) in it, with the w̄ of the round before. Here each round
           ends with the proximal step of length ητ on (λ/2) Σ p_i ‖w_i - w̄‖², over all w_i together:
           it leaves their mean where it is and shortens every w_i - w̄ to b of itself. It is stable
