@@ -214,7 +214,7 @@ def load(folder: Path | str, model: Any = None, *, loss: Any = None, metrics: An
     A deployed site holds the final model and no rounds: its result has no records.
     model: the module, class or factory that was handed in, where the plan names none; its weights
     are the run's. loss, metrics: likewise, without which `evaluate` asks for them.
-    Raises DataError: it holds none. ModelError: the model is needed, or the loss or a metric is
+    Raises DataError: it holds none. ModelError: the model is needed, or it, the loss or a metric is
     another.
     """
     restored(Path(folder))

@@ -13,6 +13,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fedpact
@@ -243,3 +244,45 @@ def test_lazy_layers_are_of_the_seed(tmp_path):
     one, two = (fedpact.run(lazy, RECORDS, **settings, out=tmp_path / n) for n in "ab")
     first, second = one.model.state_dict(), two.model.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Turned(Zeros):
+    """Weights of the same names and shapes, and another answer."""
+
+    def forward(self, x):
+        return -super().forward(x)
+
+
+def test_another_model_with_the_same_weights_is_not_the_runs(tmp_path):
+    class Own(Zeros):
+        pass
+
+    plain = {**SETTINGS, "privacy": {"mode": "none"}}
+    runs = {
+        kind: fedpact.run(model, RECORDS, **plain, out=tmp_path / kind).folder
+        for kind, model in {"place": Zeros, "handed": Own, "module": Zeros()}.items()
+    }
+    for folder in runs.values():
+        for other in (Turned, Turned(), lambda: Turned(), "logistic"):
+            with pytest.raises(ModelError, match=r"and the run's is .*: hand in the same"):
+                fedpact.load(folder, model=other)
+    # Whatever weights a module of the class has, and whoever imports what was a script.
+    for folder, same in {
+        runs["place"]: (Zeros, Zeros(), f"{__name__}:Zeros"),
+        runs["handed"]: (Own, Own()),
+        runs["module"]: (Zeros, Zeros()),
+    }.items():
+        expected = load_file(folder / "model.safetensors")
+        for model in same:
+            found = fedpact.load(folder, model=model).model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_scripts_model_is_known_where_it_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedpact.own.named._found_at", lambda place: None)
+    plain = {**SETTINGS, "privacy": {"mode": "none"}}
+    folder = fedpact.run(Zeros, RECORDS, **plain, out=tmp_path / "run").folder
+    assert json.loads((folder / "plan.json").read_text())["model"].startswith("Zeros@")
+    monkeypatch.undo()
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+    assert len(fedpact.load(folder, model=Zeros).predict(X).labels) == len(X)

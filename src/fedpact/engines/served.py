@@ -24,7 +24,7 @@ from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder, folder_of_run
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
-from fedpact.own.named import name_of
+from fedpact.own.named import model_again
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
 from fedpact.tasks.measures import shown
@@ -84,14 +84,14 @@ class Served:
 
         own: the module, class or factory, where it was handed in from Python.
         Raises DataError: no run that has ended, or a damaged one. ModelError: the model was handed
-        in, and is not here.
+        in, and is not here, or is another.
         """
         folder = folder_of_run(folder)
         raw = Folder(folder).read_json("plan.json")
         plan = Plan.parse(raw)
         if own is not None:
             # Its weights are the run's, so whatever it brings decides nothing.
-            plan = plan.model_copy(update={"model": name_of(own)})
+            plan = plan.model_copy(update={"model": model_again(own, plan.model)})
         form = GivenForm.read(folder)
         beside = folder.absolute().parent
         if plan.local.head and not (beside / "site.toml").exists():

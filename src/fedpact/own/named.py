@@ -92,6 +92,28 @@ def check_same(plan: Mapping[str, Any], *, loss: Any = None, metrics: Any = None
             )
 
 
+def model_again(model: Any, known: str) -> str:
+    """Return the name of a run's model that is handed in again. known: what its plan calls it.
+
+    Its weights count for nothing, so a module of the class will do. Raises ModelError: another.
+    """
+    name = name_of(model)
+    kind: Any = type(model) if isinstance(model, nn.Module) else model
+    if callable(kind):
+        title = getattr(kind, "__name__", type(kind).__name__)
+        # What another process calls by its place, as a script that is imported, is the same code.
+        same = {name, name_of(kind), handed_name(title, digest_of_code(kind))}
+        of_class = isinstance(kind, type) and brings_weights(known)
+        if known in same or (of_class and known.startswith(handed_name(title + _WEIGHTS, ""))):
+            return name
+    elif name == known:
+        return name
+    raise ModelError(
+        f"model is {name}, and the run's is {known}: hand in the same, as it was then, or leave it "
+        "out where the run's names a place (package.module:name) or a model of fedpact's"
+    )
+
+
 def name_of(thing: Any) -> Any:
     """Return what a plan calls a module, class or function; anything else as it is.
 
