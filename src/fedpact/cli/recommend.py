@@ -274,7 +274,8 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, chosen)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        return {"start": "zero", "bias": not features}
+        # A bias of 1 would take that much of what a clip leaves of a row, and one-hot codes hold one.
+        return {"start": "zero", "bias": False if features else 0.3}
 
 
 def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
