@@ -274,7 +274,7 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, chosen)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        # A bias of 1 would take that much of what a clip leaves of a row, and one-hot codes hold one.
+        # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one.
         return {"start": "zero", "bias": False if features else 0.3}
 
 
