@@ -121,8 +121,8 @@ def run(
     `classes` those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
     classes), or with nothing where it needs nothing. data: a name, a path, or records as
-    data.given.handed has them. test: a public test set in the same form. loss, metrics: in place of
-    those of the plan's [task], as it has them, or the functions.
+    data.given.handed has them. test: a public test set in the same form, or a file's path.
+    loss, metrics: in place of those of the plan's [task], as it has them, or the functions.
     engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
     on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between
     rounds; true ends the run there.
@@ -136,7 +136,9 @@ def run(
                 " in its place"
             )
     else:
-        plan, data = plan_of(first, settings), data if second is None else second
+        data = data if second is None else second
+        _check_named(data, settings)
+        plan = plan_of(first, settings)
     plan, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
     folder = check_out(default_folder(plan) if out is None else Path(out))
     if on_round is None:
@@ -145,6 +147,16 @@ def run(
         result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
         write_report(folder)
     return Result(**vars(result))
+
+
+def _check_named(data: Any, settings: Mapping[str, Any]) -> None:
+    """Raise PlanError where columns are named, and no data: the plan's default has none."""
+    odd = [key for key in ("label", "site", "person", "drop", "classes") if key in settings]
+    if data is None and odd and settings.get("data") is None:
+        raise PlanError(
+            f"{', '.join(f'{key} = {settings[key]!r}' for key in odd)} without data: expected your "
+            "records, as fedpact.run(model, data, ...), or a file's path in their place"
+        )
 
 
 def _bar(plan: Plan) -> OnRound:
@@ -192,6 +204,8 @@ def with_own(
     """
     document = plan.document()
     own, records = with_handed(document, model=model, loss=loss, metrics=metrics), None
+    if data is None and test is not None:
+        data = plan.data
     if isinstance(data, str | Path) and test is None:
         own["data"] = str(data)
     elif data is not None:

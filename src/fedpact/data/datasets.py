@@ -85,11 +85,17 @@ def load(
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
         return _from_table(name, read_table(Path(name), label, site, person, form), classes, form)
+    made = Synthetic.parse(name)
+    if suffix != ".npz" and name not in NAMES and not made:
+        raise DataError(
+            f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the "
+            f"path of a file ending in {', '.join(SUFFIXES)}{nearest(name, NAMES)}"
+        )
     if any(column is not None for column in (label, site, person)):
         raise DataError(
             f"data set {name}: label = {label!r}, site = {site!r}, person = {person!r}: only .csv "
-            "and .parquet files have columns to name; leave them out (an .npz file has arrays "
-            "called site and person)"
+            "and .parquet files have columns to name; name such a file as data, or leave them out "
+            "(an .npz file has arrays called site and person)"
         )
     if suffix == ".npz":
         arrays = read_npz(Path(name))
@@ -99,7 +105,6 @@ def load(
         return from_arrays(
             x, y, name=name, classes=classes, site=sites, person=whose, test=pair, form=form
         )
-    made = Synthetic.parse(name)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "digits":
@@ -112,14 +117,7 @@ def load(
         return load_shakespeare()
     if name == "adult":
         return with_columns(_adult(form), form)
-    if name in NAMES:
-        return load_images(name)
-    if made:
-        return made.dataset(name)
-    raise DataError(
-        f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the path "
-        f"of a file ending in {', '.join(SUFFIXES)}{nearest(name, NAMES)}"
-    )
+    return made.dataset(name) if made else load_images(name)
 
 
 def _adult(form: RecordForm) -> Dataset:

@@ -182,6 +182,11 @@ def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> AskedRecords:
 def _table(
     origin: str, columns: Mapping[str, Cells], broken: Mapping[int, str], plan: Plan, own: GivenForm
 ) -> Table:
+    if len(own.shape) != 1:
+        raise DataError(
+            f"{origin} is a table of the columns {', '.join(map(str, columns))}: expected the "
+            f"run's records of shape {own.shape}: hand in an .npz file with them as its array x"
+        )
     names = own.features
     if not names:
         roles = {plan.label, plan.site, plan.person}
@@ -190,7 +195,7 @@ def _table(
     if missing or (len(names),) != own.shape:
         raise DataError(
             f"{origin} has the columns {', '.join(map(str, columns))}: expected the run's "
-            f"{own.shape[0]} features {', '.join(own.features)}"
+            f"{own.shape[0]} features {', '.join(own.features) or 'as columns of numbers'}"
             + (f"; it lacks {', '.join(missing)}" if missing else "")
         )
     rows = len(columns[names[0]])

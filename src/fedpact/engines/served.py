@@ -33,7 +33,7 @@ from fedpact.text import written
 _BATCH: Final = 1024
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
     """What a model says of records, one a row, in their order.
 
@@ -50,6 +50,11 @@ class Predictions:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        count, used = len(self), int(self.used.sum())
+        told = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
+        return f"Predictions({count} records, {used} used; of {told}; .labels, .probabilities)"
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,16 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         with torch.no_grad():
             outputs = module(x)
     except Exception as error:
+        hint = (
+            "choose a model that takes this data set, and store measurements as float32 where the "
+            "records are integers, which mean tokens"
+        )
+        types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
+        if others := sorted(types - {"torch.float32"}):
+            hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
         raise ModelError(
             f"model {name!r} fails on records of shape {tuple(x.shape[1:])} with "
-            f"{type(error).__name__}: {error}; choose a model that takes this data set, and "
-            "store measurements as float32 where the records are integers, which mean tokens"
+            f"{type(error).__name__}: {error}; {hint}"
         ) from error
     finally:
         module.train(training)

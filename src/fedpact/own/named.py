@@ -148,7 +148,14 @@ def name_of_function(thing: Any) -> Any:
     return name
 
 
-Named = Annotated[str, BeforeValidator(name_of)]
+def _name_of_factory(thing: Any) -> str:
+    found = name_of(thing)
+    if not isinstance(found, str):
+        raise ValueError(f"{thing!r} is no model: expected a name, a module, a class or a factory")
+    return found
+
+
+Named = Annotated[str, BeforeValidator(_name_of_factory)]
 """A plan's field that names something, or is given it."""
 
 NamedFunction = Annotated[str, BeforeValidator(name_of_function)]

@@ -114,6 +114,14 @@ def explained(outputs: Tensor, y: Tensor) -> float:
     return 1 - missed / around if around > 0 else math.nan
 
 
+KINDS: Final = {
+    "class": "classification",
+    "several": "multi_label",
+    "number": "regression",
+    "pixels": "segmentation",
+}
+"""What a record's label is -> the task that learns it."""
+
 _OF_CLASSES: Final = ("class", "several", "pixels")
 
 MEASURES: Final[Mapping[str, Measure]] = {
@@ -205,12 +213,19 @@ def shown(name: str) -> Metric | Measure:
     return known.get(name, own)
 
 
+def _tasks(kinds: tuple[str, ...]) -> str:
+    """Return the tasks of kinds of labels."""
+    return " or ".join(KINDS[kind] for kind in kinds)
+
+
 def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
     known = MEASURES.get(name)
     if known is not None:
         if kind not in known.kinds:
+            own = [name for name, one in MEASURES.items() if kind in one.kinds]
             raise ModelError(
-                f"task.metrics has {name!r}, which is not of such labels; leave it out"
+                f"task.metrics has {name!r}, which is of {_tasks(known.kinds)}, and the task is "
+                f"{_tasks((kind,))}: expected some of {', '.join(own)}, or your own, {_FORM}"
             )
         return known.of
     called = short(name)

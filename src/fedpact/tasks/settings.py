@@ -29,16 +29,11 @@ from fedpact.losses import (
     squared_error,
 )
 from fedpact.own.named import NamedFunction, own_function
-from fedpact.tasks.measures import measures_of
+from fedpact.tasks.measures import KINDS, measures_of
 
 Kind = Literal["classification", "multi_label", "regression", "segmentation"]
 
-_TARGETS: Final[dict[Kind, Any]] = {
-    "classification": "class",
-    "multi_label": "several",
-    "regression": "number",
-    "segmentation": "pixels",
-}
+_TARGETS: Final[dict[str, Any]] = {task: kind for kind, task in KINDS.items()}
 _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
 

@@ -14,8 +14,10 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, from_frame, with_columns
 from fedpact.data.form import LabelForm, PlanRecords, RecordForm
@@ -44,33 +46,58 @@ def dataset_of(
     test: Any = None,
     target: LabelForm | None = None,
 ) -> Dataset:
-    """Return what was handed in as a data set. test: a public test set in the same form.
+    """Return what was handed in as a data set. test: a public test set in the same form, or a path.
 
     target: what a label is. records, label, site, person: as a plan declares them.
     Raises DataError: it is nothing of what the module names, or does not fit.
     """
     if isinstance(data, Dataset) and test is None:
         return data
+    form = records.shared(target)
+    if isinstance(data, str | Path):
+        found = datasets.load(
+            str(data), label, site, person=person, classes=records.classes, form=form
+        )
+        found = replace(found, name=Path(data).name)
+        return found if test is None else _with_test(found, test, label, form)
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
         return dataset_of(data["train"], records, label, site, person, test, target)
-    parts, form = parts_of(data), records.shared(target)
+    parts = parts_of(data)
     if parts.columns is None:
         if label or site or person:
             raise DataError(
                 f"label = {label!r}, site = {site!r}, person = {person!r} with {called(data)}: "
                 "only a table has columns to name; leave them out"
             )
+        if isinstance(test, str | Path):
+            return _with_test(_of_pairs(parts, None, records, form), test, None, form)
         return _of_pairs(parts, test, records, form)
     found = _of_table(parts, label, site, person, records.classes, form)
-    if test is None:
-        return found
-    others = parts_of(test, what="test")
-    if others.columns is None:
-        raise DataError(f"test is {called(test)} beside {called(data)}: expected another table")
+    return found if test is None else _with_test(found, test, label, form)
+
+
+def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
+    """Return a data set with a public test set: a file's path, a table, or a pair beside arrays.
+
+    Raises DataError: it has one, or the other is of another kind.
+    """
+    if found.x_test is not None:
+        raise DataError(f"data set {found.name} has a test set of its own: leave test out")
     named = list(found.features) or form.features
-    own = form.model_copy(update={"features": named, "drop": []})
-    beside = _of_table(others, label, None, None, list(found.classes), own, "the test table")
+    own, classes = form.model_copy(update={"features": named, "drop": []}), list(found.classes)
+    if isinstance(test, str | Path):
+        column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
+        beside = datasets.load(str(test), column, classes=classes, form=own)
+    else:
+        others = parts_of(test, what="test")
+        if (others.columns is None) != (label is None):
+            table = "another table" if label else "a pair (x, y)"
+            raise DataError(f"test is {called(test)} beside data {found.name}: expected {table}")
+        if others.columns is None:
+            beside = from_arrays(others.x, others.y, name="test", classes=classes, form=form)
+        else:
+            beside = _of_table(others, label, None, None, classes, own, "the test table")
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 
