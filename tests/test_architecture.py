@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("comparison",),  # many runs side by side, each in a process of its own
     ("cli",),
-    ("__init__",),  # the public names
+    ("__init__", "__main__"),  # the public names; the command line by the package
 )
 _LEVEL = {unit: level for level, row in enumerate(LAYERS) for unit in row}
 

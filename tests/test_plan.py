@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -50,6 +51,18 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
 def test_both_ways_to_set_the_batch_are_one_too_many():
     with pytest.raises(PlanError, match="leave one out"):
         Plan.parse({"sampling_rate": 0.1, "batch_size": 10})
+
+
+def test_two_that_were_typed_are_too_many_as_well(tmp_path):
+    for typed in itertools.permutations(["sampling_rate=0.1", "batch_size=3"]):
+        with pytest.raises(
+            PlanError, match=r"sampling_rate = 0\.1 and batch_size = 3.*leave one out"
+        ):
+            Plan.read(None, typed)
+    file = tmp_path / "p.toml"
+    file.write_text("sampling_rate = 0.1")
+    plan = Plan.read(file, ["batch_size=3"])
+    assert (plan.batch_size, plan.sampling_rate) == (3, None)
 
 
 def test_an_override_of_one_way_to_set_the_batch_replaces_the_other():

@@ -18,7 +18,7 @@ from fedpact.engines.together import held, keep_before, put_back, restored
 from fedpact.errors import PlanError
 from fedpact.folder import Folder, check_out, folder_of_run
 from fedpact.messages import RoundRecord
-from fedpact.own.named import check_same, handed_name, is_handed, with_handed
+from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
 from fedpact.plan import Plan
 from fedpact.report.charts import budgets, figures
 from fedpact.report.page import headline, write_report
@@ -275,6 +275,7 @@ def extend(
                 f"handed in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a "
                 "new run"
             )
+        _check_here(own, records, place.path, rounds)
         keep_before(place.path)
         try:
             put_on(place, plan)
@@ -286,6 +287,20 @@ def extend(
             put_back(place.path)
         write_report(place.path)
     return Result(**vars(result))
+
+
+def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) -> None:
+    """Raise PlanError: what was handed in from Python is not handed in again."""
+    missing = not_here(plan.document())
+    if records is not None:
+        missing.pop("data", None)
+    if missing:
+        names = ", ".join(name for several in missing.values() for name in several)
+        again = ", ".join(f"{key.removeprefix('task.')}=..." for key in missing)
+        raise PlanError(
+            f"{folder} is a run of {names}, handed in from Python and no part of the plan: hand in "
+            f"the same again, from Python: fedpact.extend({str(folder)!r}, {rounds}, {again})"
+        )
 
 
 def _by(plan: Plan) -> str:

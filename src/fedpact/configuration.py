@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -45,9 +45,19 @@ def read_configuration(
     raw = read(read_file(_DEFAULT if path is None else Path(path)))
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
+    # Two that were typed stand together, so that the plan refuses them.
+    typed = [setting.partition("=")[0].strip() for setting in overrides]
+    give_way(raw, typed)
     for setting in overrides:
         override(raw, setting)
     return raw
+
+
+def give_way(raw: dict[str, Any], keys: Collection[str]) -> None:
+    """Take out what a configuration has in another way than keys that are now to be set."""
+    for key in keys:
+        if (other := _ONE_OF.get(key)) is not None and other not in keys:
+            raw.pop(other, None)
 
 
 def overridden(overrides: Sequence[str], key: str) -> Any:
@@ -149,22 +159,32 @@ def override(raw: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *tables, last = key.strip().split(".")
+    put(raw, key.strip(), value, f"--set {setting!r}")
+
+
+def put(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
+    """Write a value under a dotted key. who: begins the error. Raises PlanError: no such place."""
+    *tables, last = key.split(".")
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
-            raise PlanError(f"--set {setting!r}: {table!r} is a value, not a table")
-    if last in _ONE_OF and not tables:
-        raw.pop(_ONE_OF[last], None)
+            raise PlanError(f"{who}: {table!r} is a value, not a table")
     raw[last] = value
 
 
 def plan_error(
-    error: "ValidationError", prefix: tuple[str, ...], model: "type[BaseModel]"
+    error: "ValidationError",
+    prefix: tuple[str, ...],
+    model: "type[BaseModel]",
+    tables: "Mapping[str, type[BaseModel]] | None" = None,
 ) -> PlanError:
-    """Return an error that names every mistake by its key. model: what was read, below `prefix`."""
+    """Return an error that names every mistake by its key.
+
+    model: what was read, below `prefix`. tables: what else it has than its fields say.
+    """
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
-    told = [_explain(entry, prefix, model) for entry in entries or error.errors()]
+    everywhere = list(_dotted(model, prefix, tables or {}))
+    told = [_explain(entry, prefix, model, everywhere) for entry in entries or error.errors()]
     return PlanError("; ".join(dict.fromkeys(told)))
 
 
@@ -178,19 +198,39 @@ def _is_other_branch(entry: Any) -> bool:
     )
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Return what is said of a key that no table has."""
-    names = sorted(known)
-    meant = nearest(key.rsplit(".", 1)[-1], names)
+def _dotted(
+    model: "type[BaseModel]", place: tuple[str, ...], tables: "Mapping[str, type[BaseModel]]"
+) -> Iterable[str]:
+    """Every dotted key below a model's place."""
+    from pydantic import BaseModel
+
+    for key in model.model_fields:
+        inner = tables.get(key) or model.model_fields[key].annotation
+        yield ".".join((*place, key))
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _dotted(inner, (*place, key), {})
+
+
+def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) -> str:
+    """Return what is said of a key that its table, with the keys `known`, does not have.
+
+    everywhere: all dotted keys, among which the same name may stand in another table.
+    """
+    names, last = sorted(known), key.rsplit(".", 1)[-1]
+    if same := [other for other in everywhere if other.rsplit(".", 1)[-1] == last]:
+        return f"{key} is no known key: expected {' or '.join(same)}"
+    meant = nearest(last, names)
     return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
 
 
-def _explain(entry: Any, prefix: tuple[str, ...], model: "type[BaseModel]") -> str:
+def _explain(
+    entry: Any, prefix: tuple[str, ...], model: "type[BaseModel]", everywhere: Iterable[str]
+) -> str:
     # A value of several forms is reported under each form's name, which is no key.
     place = [part for part in entry["loc"] if not _FORM.match(str(part))]
     key = ".".join(map(str, (*prefix, *place))) or "configuration"
     if entry["type"] == "extra_forbidden":
-        return unknown_key(key, _table_at(model, place[:-1]).model_fields)
+        return unknown_key(key, _table_at(model, place[:-1]).model_fields, everywhere)
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == "value_error":
         return f"{key}: {message}" if place else message

@@ -107,7 +107,7 @@ class Plan(ShownPlan, BaseModel):
         try:
             super().__init__(**raw)
         except ValidationError as error:
-            raise plan_error(error, (), Plan) from None
+            raise _refused(error, raw) from None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -326,11 +326,19 @@ class Plan(ShownPlan, BaseModel):
         return _validated(raw)
 
 
+def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
+    name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else None
+    known = name in algorithms.names()
+    return plan_error(
+        error, (), Plan, {"settings": algorithms.load(name).Settings} if known else {}
+    )
+
+
 def _validated(raw: Mapping[str, Any]) -> Plan:
     try:
         return Plan.model_validate(raw)
     except ValidationError as error:
-        raise plan_error(error, (), Plan) from None
+        raise _refused(error, raw) from None
 
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,3 +150,10 @@ def test_a_shell_s_script_is_printed_as_the_readme_says(shell):
     command = [sys.executable, "-c", CALL, "[]"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert f"_FEDPACT_COMPLETE=complete_{shell}" in done.stdout
+
+
+def test_the_package_is_the_command_line_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "fedpact", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["fedpact"])

@@ -1,10 +1,13 @@
 import itertools
 
+import numpy as np
 import pytest
+import torch
 
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.sweep import read_sweeps, swept
 from fedpact.errors import PlanError
+from fedpact.own.named import name_of
 from fedpact.plan import Plan
 
 PLAN = Plan.parse({"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}})
@@ -78,3 +81,41 @@ def test_a_sweep_that_does_not_fit_is_refused(texts, told):
     with pytest.raises(PlanError) as refused:
         swept({"a": PLAN}, read_sweeps(texts))
     assert told in str(refused.value)
+
+
+class NetA(torch.nn.Linear):
+    """A model by its class."""
+
+
+class NetB(NetA):
+    """Another."""
+
+
+def test_models_are_swept_as_classes_and_numbers_as_arrays():
+    entries, points = swept({"a": PLAN}, {"model": [NetA, NetB]})
+    assert [plan.model for plan in entries.values()] == [name_of(NetA), name_of(NetB)]
+    assert [point.values["model"] for point in points.values()] == [name_of(NetA), name_of(NetB)]
+    entries, _ = swept({"a": PLAN}, {"rounds": np.array([3, 4])})
+    assert [plan.rounds for plan in entries.values()] == [3, 4]
+    entries, _ = swept({"a": PLAN}, {"privacy.sigma": [None, 20.0]})
+    assert [plan.privacy.sigma for plan in entries.values()] == [None, 20.0]
+    entries, _ = swept({"a": Plan(sampling_rate=0.1)}, {"batch_size": [3.0, 5.0]})
+    assert [plan.sampling_rate for plan in entries.values()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "told"),
+    [
+        ({"privacy.epsilon": 1}, r"sweep privacy\.epsilon: its values are 1: expected a list"),
+        ({"rounds": "35"}, "its values are '35': expected a list"),
+        ({"data": [object()]}, "sweep data: its values are .*object is nothing"),
+        ([("rounds", [3])], "sweep is .*: expected {"),
+        (
+            {"settings.mu": [1.0]},
+            r"sweep settings\.mu: .*expected one of learning_rate, local_steps",
+        ),
+    ],
+)
+def test_what_is_no_sweep_is_told_with_what_to_give(sweep, told):
+    with pytest.raises(PlanError, match=told):
+        swept({"a": PLAN}, sweep)

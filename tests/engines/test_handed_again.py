@@ -123,3 +123,18 @@ def test_one_word_is_a_kind_or_a_metric():
         fedpact.Plan(task="ranking")
     assert fedpact.Plan(task={"metrics": "auc"}).task.metrics == ["auc"]
     assert fedpact.Plan(task={"metrics": right}).task.metrics == [f"{__name__}:right"]
+
+
+@pytest.mark.usefixtures("no_page")
+def test_extend_asks_for_what_was_handed_in_by_its_own_name(tmp_path, elsewhere):
+    result = fedpact.run("logistic", (X, Y), task={"loss": LOSS}, **SETTINGS, out=tmp_path / "r")
+    kept = (result.folder / "plan.json").read_bytes()
+    elsewhere()
+    asked = r"fedpact\.extend\(.*r', 2, data=\.\.\., loss=\.\.\.\)"
+    with pytest.raises(PlanError, match=asked):
+        fedpact.extend(result.folder, 2)
+    with pytest.raises(PlanError, match=r"fedpact\.extend\(.*r', 2, loss=\.\.\.\)"):
+        fedpact.extend(result.folder, 2, data=(X, Y))
+    assert (result.folder / "plan.json").read_bytes() == kept
+    longer = fedpact.extend(result.folder, 2, data=(X, Y), loss=LOSS)
+    assert longer.records[-1].round == 4

@@ -49,6 +49,16 @@ def test_a_run_begins_where_the_other_ended_and_says_so(before, tmp_path):
     assert Plan.parse(json.loads((tmp_path / "second" / "plan.json").read_text())) == plan
 
 
+def test_a_path_and_a_result_are_as_good_as_the_folders_name(before):
+    named = Plan.parse({**SMALL, "initial": str(before)})
+    for given in (before, fedpact.load(before), {"weights": before}):
+        assert Plan(**{**SMALL, "initial": given}) == named
+    with pytest.raises(
+        PlanError, match="initial: 3: expected a run's folder, a file of weights, or"
+    ):
+        Plan(**{**SMALL, "initial": 3})
+
+
 def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(before, tmp_path):
     file = before / "model.safetensors"
     other = tmp_path / "model.safetensors"

@@ -42,7 +42,16 @@ def refused(by, *overrides: str) -> str:
     return str(caught.value)
 
 
-MISTYPED = ["rouns=3", "privcy.epsilon=1", "privacy.epsilom=1", "run.worker=2", "robust.knd='x'"]
+MISTYPED = [
+    "rouns=3",
+    "privcy.epsilon=1",
+    "privacy.epsilom=1",
+    "run.worker=2",
+    "robust.knd='x'",
+    "epsilon=2",
+    "learning_rate=0.1",
+    "privacy.rounds=3",
+]
 
 
 @pytest.mark.parametrize("override", [*MISTYPED, "settings.learning_rat=1"])
@@ -54,6 +63,20 @@ def test_a_mistyped_key_is_answered_as_by_the_plan(override):
 def test_of_each_algorithm_a_mistyped_setting_too(name):
     given = (f"algorithm={name}", "settings={nothing=1}")
     assert "settings.nothing is no known key" in refused(check_keys, *given)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("epsilon=2", ["evaluation.epsilon", "privacy.epsilon"]),
+        ("learning_rate=0.1", ["settings.learning_rate", "server.learning_rate"]),
+        ("privacy.rounds=3", ["rounds"]),
+    ],
+)
+def test_a_key_of_another_table_is_told_by_that_table(typed, meant):
+    for by in (Plan.read, check_keys):
+        told = refused(by, typed)
+        assert told == f"{typed.split('=')[0]} is no known key: expected {' or '.join(meant)}"
 
 
 def test_every_mistyped_key_is_named():

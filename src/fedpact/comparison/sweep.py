@@ -3,13 +3,15 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from os import PathLike, fspath
 from typing import Any
 
 from fedpact import algorithms
-from fedpact.configuration import given, leaves, override
+from fedpact.configuration import give_way, given, leaves, put
 from fedpact.errors import PlanError
+from fedpact.own.named import name_of, name_of_function
 from fedpact.plan import Plan
 from fedpact.report.outcomes import SweepPoint
 
@@ -48,8 +50,11 @@ def swept(
     An algorithm's plan is swept over those of the settings that it knows. Entries are called
     NAME-KEY-VALUE. Raises PlanError: a value that does not fit, a key that no plan has.
     """
+    if not isinstance(sweeps, Mapping):
+        raise PlanError(f'sweep is {sweeps!r}: expected {{"privacy.epsilon": [0.5, 1, 2]}}')
     if not sweeps:
         return dict(plans), {}
+    sweeps = {key: _plain(key, values) for key, values in sweeps.items()}
     for key, values in sweeps.items():
         if key in _ELSEWHERE:
             raise PlanError(f"sweep {key}: {_ELSEWHERE[key]}")
@@ -57,8 +62,7 @@ def swept(
         if not texts or len(set(texts)) < len(texts):
             raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
         if not any(_knows(plan, key) for plan in plans.values()):
-            names = " or ".join(dict.fromkeys(plan.algorithm for plan in plans.values()))
-            raise PlanError(f"sweep {key}: it is no setting of {names}")
+            raise PlanError(f"sweep {key}: {_no_setting(plans.values())}")
     entries, points = dict[str, Plan](), dict[str, SweepPoint]()
     for name, plan in plans.items():
         own = [key for key in sweeps if _knows(plan, key)]
@@ -67,6 +71,35 @@ def swept(
             entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
             entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
     return entries, points
+
+
+def _plain(key: str, values: Any) -> list[Any]:
+    """Return a key's values as a plan.json has them: models, losses and metrics by name."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise PlanError(f"sweep {key}: its values are {values!r}: expected a list, as [{values!r}]")
+    name = name_of_function if key.startswith("task.") else name_of
+    found = [value.item() if hasattr(value, "item") else name(value) for value in values]
+    try:
+        return json.loads(json.dumps(found, default=_at))
+    except TypeError as error:
+        raise PlanError(
+            f"sweep {key}: its values are {found!r}: expected what a plan has under it ({error})"
+        ) from None
+
+
+def _at(value: object) -> str:
+    if not isinstance(value, PathLike):
+        raise TypeError(f"{type(value).__name__} is nothing that a file can hold")
+    return fspath(value)
+
+
+def _no_setting(plans: Iterable[Plan]) -> str:
+    names = list(dict.fromkeys(plan.algorithm for plan in plans))
+    known = sorted(
+        {field for name in names for field in algorithms.load(name).Settings.model_fields}
+    )
+    return f"it is no setting of {' or '.join(names)}: expected one of {', '.join(known)}"
 
 
 def _values(text: str) -> list[Any]:
@@ -85,8 +118,9 @@ def _knows(plan: Plan, key: str) -> bool:
 def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
     # What follows from other keys follows them where they change: only what was given is kept.
     raw = given(plan.document(), lambda found: Plan.parse(found).document())
+    give_way(raw, chosen)
     for key, value in chosen.items():
-        override(raw, f"{key}={json.dumps(value)}")
+        put(raw, key, value, f"sweep {key}")
     try:
         return Plan.parse(raw)
     except PlanError as error:

@@ -14,6 +14,7 @@ its weights `trained_on` stands alone.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
@@ -57,7 +58,17 @@ class InitialSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, raw: Any) -> Any:
-        return {"weights": raw} if isinstance(raw, str) else raw
+        raw = raw if isinstance(raw, Mapping | BaseModel) else {"weights": raw}
+        if not isinstance(raw, Mapping) or "weights" not in raw:
+            return raw
+        # A run's result has the folder that its weights are in.
+        weights = getattr(raw["weights"], "folder", raw["weights"])
+        weights = os.fspath(weights) if isinstance(weights, os.PathLike) else weights
+        if not isinstance(weights, str | None):
+            raise ValueError(
+                f"{weights!r}: expected a run's folder, a file of weights, or a table with weights"
+            )
+        return {**raw, "weights": weights}
 
     @model_validator(mode="after")
     def _settled(self) -> Self:

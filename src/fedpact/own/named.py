@@ -63,6 +63,12 @@ def handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
     return {key: names for key, names in own.items() if names}
 
 
+def not_here(plan: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what `handed_in` does, without what this process has: the data are never kept."""
+    own = handed_in(plan).items()
+    return {key: left for key, names in own if (left := [n for n in names if n not in _kept])}
+
+
 def with_handed(
     plan: Mapping[str, Any], *, model: Any = None, loss: Any = None, metrics: Any = None
 ) -> dict[str, Any]:

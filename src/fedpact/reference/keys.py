@@ -18,11 +18,28 @@ def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
 
     config: a .toml or .json file, None for the embedded default; overrides: `key=value`, over it.
     """
-    if found := list(_unknown(read_configuration(config, overrides), PLAN, ())):
+    if found := list(_unknown(read_configuration(config, overrides), PLAN, (), None)):
         raise PlanError("; ".join(found))
 
 
-def _unknown(raw: object, model: Model, place: tuple[str, ...]) -> Iterator[str]:
+def _settings(algorithm: object) -> Model:
+    return f"fedpact.algorithms.{algorithm}", "Settings"
+
+
+def _dotted(model: Model, place: tuple[str, ...], algorithm: object) -> Iterator[str]:
+    """Every dotted key of a table, settings of an algorithm among them; none if none can tell."""
+    try:
+        known = keys(model)
+    except (OSError, LookupError, SyntaxError, ValueError):
+        return
+    for key, table_of in known.items():
+        inner = _settings(algorithm) if (model, key) == (PLAN, "settings") else table_of
+        yield ".".join((*place, key))
+        if inner is not None:
+            yield from _dotted(inner, (*place, key), algorithm)
+
+
+def _unknown(raw: object, model: Model, place: tuple[str, ...], algorithm: object) -> Iterator[str]:
     """Every mistake of a table; none where the sources do not tell: the whole check comes later."""
     if not isinstance(raw, dict):
         return
@@ -30,14 +47,16 @@ def _unknown(raw: object, model: Model, place: tuple[str, ...]) -> Iterator[str]
         known = keys(model)
     except (OSError, LookupError, SyntaxError, ValueError):
         return
+    algorithm = algorithm if place else raw.get("algorithm")
     for key, value in raw.items():
         if key not in known:
-            yield unknown_key(".".join((*place, key)), known)
+            # As the plan says it, which reads settings by themselves.
+            everywhere = () if "settings" in place else _dotted(PLAN, (), algorithm)
+            yield unknown_key(".".join((*place, key)), known, everywhere)
         elif (model, key) == (PLAN, "settings"):
-            algorithm = raw.get("algorithm")
-            yield from _unknown(value, (f"fedpact.algorithms.{algorithm}", "Settings"), (key,))
+            yield from _unknown(value, _settings(algorithm), (key,), algorithm)
         elif (inner := known[key]) is not None:
-            yield from _unknown(value, inner, (*place, key))
+            yield from _unknown(value, inner, (*place, key), algorithm)
 
 
 def keys(model: Model) -> dict[str, Model | None]:
