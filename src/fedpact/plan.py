@@ -327,11 +327,9 @@ class Plan(ShownPlan, BaseModel):
 
 
 def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
-    name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else None
-    known = name in algorithms.names()
-    return plan_error(
-        error, (), Plan, {"settings": algorithms.load(name).Settings} if known else {}
-    )
+    name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else ""
+    own = {"settings": algorithms.load(name).Settings} if name in algorithms.names() else {}
+    return plan_error(error, (), Plan, own)
 
 
 def _validated(raw: Mapping[str, Any]) -> Plan:
