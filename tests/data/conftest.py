@@ -72,7 +72,8 @@ def mnist_dir(
 def records(per_label: list[int], site: list[str] | None = None) -> Dataset:
     """A data set whose feature is the record's number, labels in shuffled order."""
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(per_label)), per_label))
-    classes = [f"c{k}" for k in range(len(per_label))]
+    # One class alone is refused, as of that there is nothing to learn.
+    classes = [f"c{k}" for k in range(max(2, len(per_label)))]
     x = np.arange(len(y), dtype=np.float32)[:, None]
     return from_arrays(x, y, name="records", classes=classes, site=site)
 
