@@ -36,6 +36,15 @@ def guarded(epsilon: float, alone: float | None, honest: int) -> str:
     )
 
 
+def span(least: str, most: str) -> str:
+    """Return a range in words, one of both where they read the same.
+
+    >>> span("1", "2"), span("1", "1")
+    ('1 to 2', '1')
+    """
+    return least if least == most else f"{least} to {most}"
+
+
 def lower(value: float, digits: int = 4) -> str:
     """Return what bounds from below, as a measured ε does, rounded down.
 

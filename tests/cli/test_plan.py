@@ -87,6 +87,35 @@ def test_plan_and_report_name_their_columns_as_the_documentation_does(monkeypatc
     assert set(heads) <= named | {"accuracy", "loss", "held out"}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["sites=12", "sites_per_round=5", "rounds=60", "settings.local_steps=1"],
+        ["sites=12", "rounds=60", "secure_aggregation.threshold=10", "privacy.trust=sum",
+         "privacy.honest=5"],
+    ],
+)  # fmt: skip
+def test_eighty_columns_name_every_site_and_cut_no_number(changes, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_plan(None, changes)
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith("│")]
+    assert max(map(len, table)) <= 80
+    for i in range(12):
+        assert any(f"│ site-{i:02} " in line for line in table)
+    assert "…" not in shown
+    if "sites_per_round=5" in changes:
+        assert len(re.findall(r"│ \d+ of 60 +│", shown)) == 12
+
+
+def test_channels_are_told_from_the_least_to_the_most(capsys):
+    changes = ["sites=2", "rounds=5", "privacy.sigma=[20.0,12.5]"]
+    show_plan(None, changes)
+    assert "Channels and their σ: gradient 12.5000 to 20.0000" in capsys.readouterr().out
+    show_plan(None, [*changes, "privacy.sigma=12.5"])
+    assert capsys.readouterr().out.rstrip().endswith("gradient 12.5000")
+
+
 @pytest.mark.parametrize("budget", [0.05, 8.0])
 def test_rounds_are_weighed_by_what_signal_there_is(budget):
     """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.terms import Terms
+from fedpact.privacy.terms import Terms, channels
 from fedpact.text import size, upper
 from fedpact.theory.accounting import Budget
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
@@ -238,9 +238,11 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
     honest = plan.privacy.honest
-    table = Table("site", "N", "q", "σ", "T", "ε after 1", "ε at the end", "δ")
-    if scene.participants.partial:
-        table.add_column("rounds")
+    # A name that is cut short is no name; 24 letters of a long one leave room for the rest.
+    longest = min(24, max(map(len, document["sites"])))
+    site = Column("site", no_wrap=True, min_width=longest)
+    table = Table(site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ")
+    every = f" of {document['iterations']}" if scene.participants.partial else ""
     several = plan.privacy.told_records
     records = (plan.privacy.person_records or 5) if several else None
     if records:
@@ -253,11 +255,10 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             "noisy" if terms["size"] is None else f"{terms['size']:g}",
             f"{terms['rate']:.4g}",
             f"{terms['sigma_joint']:.4f}",
-            f"{terms['steps']}",
+            f"{terms['steps']}{every}",
             upper(terms["epsilon_by_round"][0]),
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
-            *([f"{terms['rounds']} of {document['rounds']}"] if scene.participants.partial else []),
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
@@ -285,8 +286,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         f"(ε, δ) per site and {plan.privacy.unit}, {plan.privacy.adjacency}, accountant "
         f"{plan.privacy.accountant}; it covers every release of the "
         f"{'training' if document['evaluation'] else 'run'}. "
-        f"{document['per_person']} Channels and their σ: "
-        + ", ".join(f"{c} {s:.4f}" for c, s in next(iter(scene.terms.values())).sigmas.items())
+        f"{document['per_person']} Channels and their σ: {channels(scene.terms)}"
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])

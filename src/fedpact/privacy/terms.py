@@ -17,6 +17,7 @@ from fedpact.persample.bounds import check_clip
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 from fedpact.privacy.once import Once
+from fedpact.text import span
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
     UNITS,
@@ -339,3 +340,13 @@ def check_ratios(channels: Channels) -> None:
         check.positive(**{f"channels[{name!r}]": ratio})
     if not channels:
         raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
+
+
+def channels(terms: Mapping[str, Terms]) -> str:
+    """Return each channel with its σ, from the least to the most of all sites."""
+    each = {
+        name: [of.sigmas[name] for of in terms.values()]
+        for name in next(iter(terms.values())).sigmas
+    }
+    spans = {name: span(f"{min(of):.4f}", f"{max(of):.4f}") for name, of in each.items()}
+    return ", ".join(f"{name} {told}" for name, told in spans.items())

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from fedpact.report.outcomes import Comparison, Entry, Outcome
-from fedpact.text import number
+from fedpact.text import number, span
 
 HEADINGS: Final = ("τ", "η", "iterations", "records read", "σ")
 NOTE: Final = (
@@ -46,7 +46,7 @@ def _reach(entry: Entry, measure: Callable[[Outcome], tuple[float, float] | None
     if found is None:
         return number(None)
     low, high = map(number, found)
-    return low if low == high else f"{low} to {high}"
+    return span(low, high)
 
 
 def _mean(entry: Entry, measure: Callable[[Outcome], float | None]) -> str:
