@@ -154,7 +154,7 @@ def test_what_can_only_be_a_mistake_is_told_of(caplog, tmp_path):
     frame = pd.DataFrame(X, columns=list("abcd")).assign(out=np.arange(60) % 2)
     for wrong, why in (
         (frame[["a", "out"]], "the test table"),
-        ("x.csv", "test is a builtins.str"),
+        ("x.csv", "x.csv does not exist"),
     ):
         with pytest.raises(DataError, match=why):
             fedpact.run("logistic", frame, label="out", test=wrong, **SETTINGS)
