@@ -197,7 +197,7 @@ def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[News]]
 
 def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
-    command += ["--set", "rounds=600", "--set", "sites=2", "--set", "run.evaluate_every=30"]
+    command += ["--set", "rounds=200", "--set", "sites=2", "--set", "run.evaluate_every=30"]
     command += ["--seeds", "1", "--out", "c", "--json"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     records = tmp_path / "c" / "default" / "seed-0" / "rounds.jsonl"
@@ -209,10 +209,10 @@ def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(tmp_path: Path
     assert process.returncode == 0
     assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
     done = records.read_text().count("\n")
-    assert done < 601
-    plan = Plan.read(None, ["rounds=600", "sites=2", "run.evaluate_every=30"])
+    assert done < 201
+    plan = Plan.read(None, ["rounds=200", "sites=2", "run.evaluate_every=30"])
     news: list[News] = []
     comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
     (entry,) = comparison.entries
     assert entry.missing == {}
-    assert entry.outcomes[0].rounds == 600
+    assert entry.outcomes[0].rounds == 200
