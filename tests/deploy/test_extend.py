@@ -46,12 +46,7 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         path.write_text(re.sub(r"_ever = (\S+)", r"_ever = 9e-1", path.read_text()))
         text = re.sub("epsilon_ever = .*", "epsilon_ever = 100.0", path.read_text())
         path.write_text(text)
-    again = Run(run.directory)
-    try:
-        records = again()
-    finally:
-        for node in again.nodes:
-            node.site.ledger.close()
+    again, records = carried_on(run)
     assert [record.round for record in records] == [0, 1, 2, 3, 4]
     assert records[-1].refused == {}
     for node in again.nodes:
@@ -85,6 +80,16 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         assert [run["purpose"] for run in told] == ["trying it"] * 2
 
 
+def carried_on(run):
+    """The deployment once more, carried out, and its records; no ledger is held any more."""
+    again = Run(run.directory)
+    try:
+        return again, again()
+    finally:
+        for node in again.nodes:
+            node.site.ledger.close()
+
+
 def test_what_louder_rounds_have_left_at_a_site_is_no_lie(federate):
     """FedDyn's h_i holds noise of all rounds, here a hundred times what the last ones add."""
     run = federate(
@@ -104,12 +109,7 @@ def test_what_louder_rounds_have_left_at_a_site_is_no_lie(federate):
         text = re.sub(r"epsilon_(\w+) = .*", r"epsilon_\1 = 1e3", path.read_text())
         text = re.sub(r"delta_(\w+) = .*", r"delta_\1 = 0.5", text)
         path.write_text(re.sub(r"smallest_sigma = .*", "smallest_sigma = 1e-4", text))
-    again = Run(run.directory)
-    try:
-        records = again()
-    finally:
-        for node in again.nodes:
-            node.site.ledger.close()
+    again, records = carried_on(run)
     assert loud > 100 * again.nodes[0].site.cost.terms.event.sigma
     assert records[-1].refused == {}
 
