@@ -76,6 +76,18 @@ def test_both_reservations_stand_in_the_ledger_and_add_up(private):
         assert second.records[3].epsilon[site] > first.records[-1].epsilon[site]
 
 
+def test_where_an_accuracy_ends_both_what_was_reserved_for_both_holds(tmp_path):
+    """How long each went depended on what it released: neither has spent what it was charged."""
+    first = fedpact.run(Plan.parse({**PRIVATE, "budget": {"accuracy": 1e-6}}), tmp_path / "run")
+    second = extend(tmp_path / "run", 3, epsilon=0.5)
+    assert [(r.summary["status"], r.summary["rounds"]) for r in (first, second)] == [
+        ("accuracy", 1),
+        ("accuracy", 2),
+    ]
+    assert set(first.summary["epsilon"].values()) == {1.0}
+    assert set(second.summary["epsilon"].values()) == {1.5}
+
+
 def test_what_was_spent_before_is_not_forgotten(private, tmp_path):
     shutil.copytree(private[0], tmp_path / "run")
     (tmp_path / "run" / "earlier.json").unlink()

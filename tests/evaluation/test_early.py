@@ -1,5 +1,7 @@
 """A run that ends by what was released: where it ends, and that only what was charged is spent."""
 
+import json
+
 import pytest
 
 import fedpact
@@ -65,6 +67,17 @@ def test_a_private_run_ends_by_what_sites_released_and_has_spent_what_was_charge
         (training,) = [run for run in told["runs"].values() if not run["beside"]]
         assert [(e["spent"], e["reserved"]) for e in training["events"]] == [(1, 4)]
         assert training["epsilon_spent"] < training["epsilon_reserved"]
+
+
+def test_with_noise_for_the_sum_what_was_reserved_holds_alone_too(tmp_path):
+    privacy = {"epsilon": 2.0, "accountant": "rdp", "trust": "sum", "honest": 2}
+    secure = {"threshold": 3}
+    raw = {"rounds": 4, "sites": 3, "data": "digits", "budget": {"accuracy": 1e-6}}
+    plan = Plan.parse({**raw, "privacy": privacy, "secure_aggregation": secure})
+    summary = fedpact.run(plan, tmp_path / "run").summary
+    said = json.loads((tmp_path / "run" / "privacy.json").read_text())["sites"]
+    assert (summary["status"], summary["rounds"]) == ("accuracy", 1)
+    assert summary["epsilon_alone"] == {n: each["epsilon_alone"] for n, each in said.items()}
 
 
 def test_a_private_run_is_not_stopped_by_exact_numbers():

@@ -113,15 +113,13 @@ def finish(
         # Whoever uses the model scales records by the same.
         found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json("columns.json", found)
-    found = _summary(plan, terms, sizes, records, status) | {
+    found = _summary(plan, terms, sizes, records, status, Earlier.read(folder)) | {
         "model_parameters": model.size,
         # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
         "weights": files,
         "evaluation": outcome(records, form, plan.evaluation_terms),
         "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
     }
-    earlier = Earlier.read(folder)
-    found["delta"] = {n: delta + earlier.delta(n) for n, delta in found["delta"].items()}
     folder.write_json("summary.json", found)
     return found
 
@@ -132,16 +130,18 @@ def _summary(
     sizes: Mapping[str, float],
     records: list[RoundRecord],
     status: str,
+    earlier: Earlier,
 ) -> dict[str, Any]:
     """The last round, and totals over all of them."""
     last = records[-1]
     worst = ranking(last.scores)[0] if last.scores else None
     # Of numbers there is no accuracy, and how evenly it is spread.
     counted = last.accuracy is None or not math.isnan(last.accuracy)
-    spent = dict(last.epsilon)
+    spent, alone = dict(last.epsilon), dict(last.epsilon_alone)
     if plan.private and status in ("accuracy", "patience"):
         # How long it went depended on what it released: what holds is what was reserved.
-        spent = {name: max(spent[name], terms[name].budget.epsilon) for name in spent}
+        spent = {n: terms[n].budget.epsilon + earlier.spent.get(n, 0.0) for n in spent}
+        alone = {n: terms[n].epsilon_alone for n in alone}
     return {
         "status": status,
         "private": plan.private,
@@ -158,9 +158,9 @@ def _summary(
         "bytes_down": sum(record.bytes_down for record in records),
         "bytes_up": sum(record.bytes_up for record in records),
         "epsilon": spent,
-        "epsilon_alone": dict(last.epsilon_alone),
+        "epsilon_alone": alone,
         "honest": plan.privacy.honest if plan.private else 0,
-        "delta": {name: one.budget.delta for name, one in terms.items() if plan.private},
+        "delta": {n: t.budget.delta + earlier.delta(n) for n, t in terms.items() if plan.private},
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
     }
