@@ -9,8 +9,9 @@ normal finding. Codes and units are those of the data set's own description, hea
 slope, ca and thal are left out, then each record with a gap in the rest, and each hospital has a
 fixed test part, by scikit-learn's train_test_split with train_size 0.66 and random_state 43,
 stratified by label where both have more than two records. heart_split.json has the test parts, as
-places among the records that are left. Features are scaled by declared ranges, where FLamby takes
-each hospital's exact means.
+places among the records that are left. Of cp and restecg the first code is the reference, and has
+no column, as there (pandas' get_dummies with drop_first). Features are scaled by declared ranges,
+where FLamby takes each hospital's exact means.
 """
 
 import json
@@ -90,18 +91,18 @@ def load_heart() -> Dataset:
 
 
 def load_flamby() -> Dataset:
-    """Return 740 records of 15 features in the same sites, of which 254 are FLamby's test records.
+    """Return 740 records of 13 features in the same sites, of which 254 are FLamby's test records.
 
-    Features: the five of _FLAMBY_RANGES in -1..1, three binary, then the one-hot codes of cp and
-    restecg. held: the test records, for partition.held_out = "own". Raises DataError: see
-    load_heart.
+    Features: the five of _FLAMBY_RANGES in -1..1, three binary, then the codes of cp and restecg
+    but for the first of each. held: the test records, for partition.held_out = "own". Raises
+    DataError: see load_heart.
     """
     source, split = SOURCES["heart_disease"], json.loads(_SPLIT.read_text(encoding="utf-8"))
     x, y, site, held = [], [], [], []
     for file in source.files:
         name = file.split(".")[1]
         columns = _whole(_numbers(read(source, file).decode("ascii")))
-        x.append(_features(_filled(columns), _FLAMBY_RANGES))
+        x.append(_features(_filled(columns), _FLAMBY_RANGES, reference=True))
         y.append(columns["num"] > 0)
         held.append(np.isin(np.arange(len(y[-1])), split[name]))
         site += [name] * len(y[-1])
@@ -145,13 +146,17 @@ def _filled(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _features(
-    columns: dict[str, np.ndarray], ranges: dict[str, tuple[int, int]] = _RANGES
+    columns: dict[str, np.ndarray],
+    ranges: dict[str, tuple[int, int]] = _RANGES,
+    *,
+    reference: bool = False,
 ) -> np.ndarray:
+    """Return a row per record. reference: the first code of each column is all others' absence."""
     scaled = [
         np.clip((2 * columns[name] - low - high) / (high - low), -1, 1)
         for name, (low, high) in ranges.items()
     ]
     binary = [columns[name] for name in _BINARY]
-    codes = {name: known for name, known in _CODES.items() if name in columns}
+    codes = {name: known[reference:] for name, known in _CODES.items() if name in columns}
     one_hot = [columns[name] == code for name, known in codes.items() for code in known]
     return np.stack([*scaled, *binary, *one_hot], axis=1)
