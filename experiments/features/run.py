@@ -1,12 +1,14 @@
 """Features and a linear model at a given (ε, δ), own noise and noise for the sum.
 
     FEDPACT_DATA=DIR python experiments/features/run.py NAME [SEEDS] [OUT]      results/NAME.json
+    FEDPACT_DATA=DIR python experiments/features/run.py NAME --again
     FEDPACT_DATA=DIR python experiments/features/run.py NAME --choose [KEY=VALUE ...]
 
 NAME: fashion_mnist, cifar10 or mnist, where each site has all its own noise; with "-sum" behind it,
 the ten share it out, and a sum is protected if nine of them are honest. The first form trains on
 all training records, and looks at the test set once a seed; a seed that has a result is not run
-again. The second is how settings are chosen: a sixth of the training records is set aside, in place
+again. The second carries a row out anew, from raw images to reports, and prints it beside what is
+stored. The third is how settings are chosen: a sixth of the training records is set aside, in place
 of the test set, which is left out.
 """
 
@@ -18,6 +20,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +58,7 @@ def set_aside(plan: fedpact.Plan) -> Dataset:
     return replace(data, x=x[train], y=y[train], x_test=x[test], y_test=y[test])
 
 
-def one(plan: fedpact.Plan, out: Path, data: Dataset | None = None) -> dict[str, object]:
+def one(plan: fedpact.Plan, out: Path, data: Dataset | None = None) -> dict[str, Any]:
     """Carry a plan out and return what is stored of it."""
     began, worked = time.perf_counter(), time.process_time()
     done = fedpact.run(plan, out, data=data)
@@ -88,8 +91,26 @@ def measure(name: str, seeds: int, out: Path) -> None:
         found |= {"torch": torch.__version__, "python": platform.python_version()}
         stored.write_text(json.dumps(found, indent=2) + "\n")
         print(seed, found["runs"][seed], flush=True)
-    accuracies = torch.tensor([run["accuracy"] for run in found["runs"].values()])
-    print(f"{100 * accuracies.mean():.2f} ± {100 * accuracies.std():.2f}")
+    print(row(found["runs"]))
+
+
+def row(runs: dict[str, dict[str, Any]]) -> str:
+    """Return mean and standard deviation over seeds, in percent."""
+    accuracies = torch.tensor([run["accuracy"] for run in runs.values()])
+    return f"{100 * accuracies.mean():.2f} ± {100 * accuracies.std():.2f}"
+
+
+def again(name: str, out: Path) -> None:
+    """Carry out every seed that is stored, store nothing, and print the row beside the stored."""
+    stored = json.loads((HERE / "results" / f"{name}.json").read_text())["runs"]
+    began, found = time.perf_counter(), dict[str, dict[str, Any]]()
+    out.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=out, prefix=f"{name}-again-"))
+    for seed in stored:
+        found[seed] = one(planned(name, [f"seed={seed}"]), place / seed)
+        print(seed, found[seed], place / seed / "report.html", flush=True)
+    minutes = (time.perf_counter() - began) / 60
+    print(f"{row(found)} in {minutes:.1f} minutes; stored: {row(stored)}")
 
 
 def choose(name: str, overrides: list[str]) -> None:
@@ -106,5 +127,7 @@ if __name__ == "__main__":
     chosen, *rest = sys.argv[1:]
     if rest[:1] == ["--choose"]:
         choose(chosen, rest[1:])
+    elif rest == ["--again"]:
+        again(chosen, Path("runs/features"))
     else:
         measure(chosen, int(rest[0]) if rest else 3, Path(rest[1] if rest[1:] else "runs/features"))
