@@ -38,9 +38,11 @@ slow: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(TABLES)
 
-# docs/evidence.md from what experiments/ have stored; `python -m experiments.evidence` measures more.
+# docs/evidence.md, and experiments/beyond's tables, from what experiments/ have stored;
+# `python -m experiments.evidence` measures more.
 evidence: $(INSTALLED)
 	$(BIN)/python -m experiments.evidence --page
+	$(BIN)/python experiments/beyond/table.py --page
 
 # The site, in site/; it loads nothing from outside. To read it: python -m http.server -d site
 docs: $(INSTALLED)

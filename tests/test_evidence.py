@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.beyond import table as beyond
 from experiments.evidence import ali, fedfdp, measure, page
 from experiments.evidence.__main__ import missing
 from experiments.evidence.cells import Book
@@ -24,6 +25,11 @@ RUNS = tuple(dict.fromkeys(run for run, _ in ORDER))
 
 def test_the_page_is_what_the_stored_results_make():
     assert page.PAGE.read_text(encoding="utf-8") == page.whole(), "run `make evidence`"
+
+
+def test_so_is_that_of_what_is_beyond_the_papers():
+    stored = (HERE.parent / "beyond" / "README.md").read_text(encoding="utf-8")
+    assert stored == beyond.readme(), "run `make evidence`"
 
 
 def _means() -> set[str]:

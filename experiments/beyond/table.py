@@ -1,14 +1,14 @@
 """Beyond the papers' data: accuracy by (ε, δ) and number of sites, `local` beside it.
 
-    FEDPACT_DATA=DIR python experiments/beyond/table.py adult [SITES ...]       results-adult.json
-    FEDPACT_DATA=DIR python experiments/beyond/table.py shakespeare             …
-    python experiments/beyond/table.py adult --page                             the table as stored
+    FEDPACT_DATA=DIR python experiments/beyond/table.py NAME [SITES ...]      results-NAME.json
+    python experiments/beyond/table.py --page           README.md's tables, of what is stored
 
-Entrants: federated with each site's own noise, federated with noise for the sum (all but one site
-honest), each site alone under the same (ε, δ), and, in words below the table, each alone and exact.
-Rounds and η are chosen for each cell at seed 0; figures are of other seeds, each with another
-partition and other noise, on what each site holds out. Resumable: each result is stored as it
-comes, with the digest of its partition and what each site's receipt says was spent.
+NAME: adult, adult-iid, heart or shakespeare. Entrants: federated with each site's own noise,
+federated with noise for the sum (all but one site honest), each site alone under the same (ε, δ),
+and, in words below the table, each alone and exact. Rounds and η are chosen for each cell at seed
+0; figures are of other seeds, each with other noise and, but for natural sites, another partition,
+on what each site holds out. Resumable: each result is stored as it comes, with the digest of its
+partition and what each site's receipt says was spent.
 """
 
 import hashlib
@@ -31,30 +31,54 @@ from fedpact.ledger.receipt import receipt
 
 HERE = Path(__file__).parent
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
-ENTRANTS = ("own", "sum", "local")
+ENTRANTS = {"own": "own noise", "sum": "for the sum", "local": "each alone"}
 ALONE = "alone"
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared. ways: (rounds, η) to choose from. seeds: of the figures."""
+    """What is compared.
 
+    ways: (rounds, η) to choose from. choice: overrides of the runs by which it is chosen. seeds: of
+    the figures.
+    """
+
+    title: str
     plan: str
     overrides: Sequence[str]
     sites: Sequence[int]
     ways: Sequence[tuple[int, float]]
+    choice: Sequence[str] = ()
     seeds: Sequence[int] = (1, 2, 3)
 
 
+_LINEAR = ((3, 2.0), (10, 2.0), (40, 2.0), (40, 8.0), (100, 8.0))
 STUDIES = {
+    "adult-iid": Study(
+        "Adult, records dealt out at random, logistic over 50 declared columns, δ = 10⁻⁵",
+        "../adult/adult.toml",
+        ['partition={kind = "iid", held_out = 0.2}'],
+        (4, 10, 30, 100),
+        _LINEAR,
+    ),
     # Dirichlet(0.3) of adult.toml leaves some of a hundred sites without ten records.
     "adult": Study(
+        "Adult, Dirichlet(1) over the two labels, the same model and δ",
         "../adult/adult.toml",
         ["partition.beta=1.0", "partition.held_out=0.2"],
         (4, 10, 30, 100),
-        ((10, 2.0), (40, 0.5), (40, 2.0)),
+        _LINEAR,
+    ),
+    "heart": Study(
+        "Heart disease, FLamby's hospitals and test parts, logistic over 13 features, δ = 10⁻⁴",
+        "../heart/heart.toml",
+        [],
+        (4,),
+        ((3, 0.2), (10, 0.2), (10, 0.5), (30, 0.5)),
+        ["partition.held_out=0.25"],  # the test parts are left alone
     ),
     "shakespeare": Study(
+        "Shakespeare, a site for each of 71 roles, next-character LSTM, δ = 10⁻⁵",
         "../shakespeare/lstm.toml",
         ["partition.held_out=0.2"],
         (71,),
@@ -82,6 +106,8 @@ class Cell:
             own += [f"secure_aggregation.threshold={self.sites}"]
         if self.entrant == "local":
             own += ["algorithm=mr_mtl", "settings.proximal=0"]
+        if seed not in study.seeds:
+            own += study.choice
         return fedpact.Plan.read(HERE / study.plan, [*study.overrides, *own])
 
     def __str__(self) -> str:
@@ -160,8 +186,12 @@ def told(runs: list[dict[str, Any]], figure: str) -> str:
 
 
 def page(results: Results) -> Iterator[str]:
-    """Yield the table's rows, of what is stored alone."""
-    yield "| sites | ε | " + " | ".join(f"{e}: mean | worst" for e in ENTRANTS) + " |"
+    """Yield a study's section, of what is stored alone."""
+    yield f"## {results.study.title}"
+    yield ""
+    yield (
+        "| sites | ε | " + " | ".join(f"{told}: mean | worst" for told in ENTRANTS.values()) + " |"
+    )
     yield "|" + " --- |" * (2 + 2 * len(ENTRANTS))
     for sites, epsilon in product(results.study.sites, EPSILONS):
         row = list[str]()
@@ -174,11 +204,14 @@ def page(results: Results) -> Iterator[str]:
             except LookupError:
                 row += ["not run", ""]
         yield f"| {sites} | {epsilon:g} | {' | '.join(row)} |"
+    yield ""
+    alone = list[str]()
     for sites in results.study.sites:
         keys = [f"{ALONE} sites={sites} seed={seed}" for seed in results.study.seeds]
         runs = [results.found[key] for key in keys if key in results.found]
         if runs:
-            yield f"Alone and exact, {sites} sites: {told(runs, 'mean')}, {told(runs, 'worst')}."
+            alone.append(f"{told(runs, 'mean')} (worst {told(runs, 'worst')}) of {sites}")
+    yield f"Each alone and exact: {', '.join(alone) or 'not run'}."
 
 
 class Stored(Results):
@@ -189,18 +222,24 @@ class Stored(Results):
         return self.found[f"{cell} T={way[0]} η={way[1]:g} seed={seed}"]
 
 
-def main(name: str, rest: list[str]) -> None:
-    """Compute what is missing, or print the table of what is not."""
-    if rest == ["--page"]:
-        print("\n".join(page(Stored(name))))
-        return
+def readme() -> str:
+    """Return README.md with its tables written anew."""
+    head, *_ = (HERE / "README.md").read_text(encoding="utf-8").partition("\n## ")
+    return "\n\n".join([head.rstrip(), *("\n".join(page(Stored(name))) for name in STUDIES)]) + "\n"
+
+
+def main(name: str, sites: list[str]) -> None:
+    """Compute what is missing of a study, with these numbers of sites alone where any are given."""
     results = Results(name)
     for cell in results.cells():
-        if not rest or str(cell.sites) in rest:
+        if not sites or str(cell.sites) in sites:
             way = results.chosen(cell)
             runs = [results.of(cell, way, seed) for seed in results.study.seeds]
             print(cell, way, told(runs, "mean"), told(runs, "worst"), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1:] == ["--page"]:
+        (HERE / "README.md").write_text(readme(), encoding="utf-8")
+    else:
+        main(sys.argv[1], sys.argv[2:])
