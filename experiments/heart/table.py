@@ -3,10 +3,9 @@
     FEDPACT_DATA=DIR python experiments/heart/table.py [--again]
 
 Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4). Rounds
-and η are chosen on a quarter of the training records that is set aside: four cuts or, at ε = 0.1, a
-hundred, there with the noise over the records that all of them have. A hospital's accuracy counts
-alike, as in FLamby's table. The test parts are looked at by five runs of what was chosen, or
-twenty. Results are stored as they come (results.json), and what is stored is not run again;
+and η are chosen on a quarter of the training records that is set aside: a hundred cuts, with the
+noise over the records that all of them have. A hospital's accuracy counts alike, as in FLamby's
+table. The test parts are looked at by twenty runs of what was chosen. Results are stored as they come (results.json), and what is stored is not run again;
 --again carries out the runs on the test parts anew, with the settings as stored, and stores none.
 """
 
@@ -15,7 +14,6 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,23 +29,15 @@ NOISES = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is chosen from, and by how much. kept: the share of its records that a cut trains on."""
-
-    rounds: Sequence[int]
-    rates: Sequence[float]
-    cuts: int
-    seeds: int
-    kept: float = 1.0
-
-
-CHOICES = {
-    1.0: Choice((1, 3, 10, 30), (0.2, 0.5, 1.0), 4, 5),
-    # Noise hides more of what tells settings apart. Here σ is as 1/ε, so ε over what is kept has
-    # the noise over the records of all; without that a cut favours what stands more noise.
-    0.1: Choice((3, 10), (0.2, 0.5), 100, 20, 0.75),
+# ε: rounds and η to choose from.
+CHOICES: dict[float, tuple[Sequence[int], Sequence[float]]] = {
+    1.0: ((3, 10, 30), (0.2, 0.5, 1.0)),
+    0.1: ((3, 10), (0.2, 0.5)),
 }
+CUTS, RUNS = 100, 20
+# σ is as 1/ε, nearly, so ε over what is kept of the records has the noise over the records of all;
+# without that a cut favours what stands more noise.
+KEPT = 0.75
 
 
 def outcome(settings: list[str]) -> dict[str, Any]:
@@ -78,20 +68,19 @@ def main(again: bool) -> None:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         return found[name]["accuracy"]
 
-    for (epsilon, choice), (noise, own) in product(CHOICES.items(), NOISES.items()):
+    for (epsilon, (lengths, rates)), (noise, own) in product(CHOICES.items(), NOISES.items()):
         tried = dict[str, tuple[float, list[str]]]()
-        for rounds, rate in product(choice.rounds, choice.rates):
+        for rounds, rate in product(lengths, rates):
             title = f"{noise} {epsilon} {rounds} {rate}"
             chosen = [*own, f"rounds={rounds}", f"settings.learning_rate={rate}"]
-            aside = [*chosen, f"privacy.epsilon={epsilon / choice.kept}", "partition.held_out=0.25"]
-            kind = "choice" if choice.kept == 1 else "choice at the noise of all"
+            aside = [*chosen, f"privacy.epsilon={epsilon / KEPT}", "partition.held_out=0.25"]
             cuts = [
-                of(f"{kind} {title} {cut}", [*aside, f"seed={cut}"])
-                for cut in range(100, 100 + choice.cuts)
+                of(f"choice at the noise of all {title} {cut}", [*aside, f"seed={cut}"])
+                for cut in range(100, 100 + CUTS)
             ]
             tried[title] = (statistics.fmean(cuts), [*chosen, f"privacy.epsilon={epsilon}"])
         title, (_, chosen) = max(tried.items(), key=lambda one: one[1][0])
-        test = [of(f"test {title} {n}", [*chosen, f"seed={n}"]) for n in range(choice.seeds)]
+        test = [of(f"test {title} {n}", [*chosen, f"seed={n}"]) for n in range(RUNS)]
         mean, spread = 100 * statistics.fmean(test), 100 * statistics.stdev(test)
         print(f"| {title} | {mean:.1f} ± {spread:.1f} |", flush=True)
 

@@ -25,7 +25,7 @@ DIRICHLET = {"kind": "dirichlet", "beta": 0.1, "held_out": 0.0}
 HOSPITALS = {"kind": "natural", "held_out": "own"}
 # Data, ε, δ, sites, whether images mean the same mirrored, partition, seeds.
 ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]] = {
-    "heart ε = 1": ("heart_disease_flamby", 1.0, 1e-4, 4, None, HOSPITALS, 5),
+    "heart ε = 1": ("heart_disease_flamby", 1.0, 1e-4, 4, None, HOSPITALS, 20),
     "heart ε = 0.1": ("heart_disease_flamby", 0.1, 1e-4, 4, None, HOSPITALS, 20),
     "fashion_mnist": ("fashion_mnist", 2.0, 1e-5, 10, True, LABELS, 1),
     "cifar10": ("cifar10", 2.0, 1e-5, 10, True, LABELS, 1),
