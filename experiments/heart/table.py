@@ -5,8 +5,9 @@
 Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4). Rounds
 and η are chosen on a quarter of the training records that is set aside: a hundred cuts, with the
 noise over the records that all of them have. A hospital's accuracy counts alike, as in FLamby's
-table. The test parts are looked at by twenty runs of what was chosen. Results are stored as they come (results.json), and what is stored is not run again;
---again carries out the runs on the test parts anew, with the settings as stored, and stores none.
+table. The test parts are looked at by twenty runs of what was chosen. Results are stored as they
+come (results.json), and what is stored is not run again; --again carries out the runs on the test
+parts anew, with the settings as stored, and stores none.
 """
 
 import argparse
