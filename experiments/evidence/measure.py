@@ -11,7 +11,7 @@ import torch
 from experiments.evidence.runs import Run
 
 import fedpact
-from fedpact.engines.simulation import Simulated
+from fedpact.engines.simulation import Simulated, simulate
 from fedpact.messages import RoundRecord
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
 def _until(plan: fedpact.Plan, out: Path, asked: int) -> Simulated:
     """Carry a run on to a round, after which the model is evaluated."""
     reached = [0]
-    return fedpact.run(
+    return simulate(
         plan, out, on_round=lambda r: reached.append(r.round), stop=lambda: reached[-1] >= asked
     )
 
