@@ -112,3 +112,52 @@ def test_a_file_that_declares_nothing_is_refused(tmp_path):
     done = cli("recommend", "digits", "--epsilon", "1", "--columns", str(empty))
     assert done.exit_code != 0
     assert "[records]" in f"{done.exception}{done.output}"
+
+
+def test_data_with_sites_of_their_own_keep_them(tmp_path):
+    """The hospitals of a table, not sites that records are dealt out to; the written file runs."""
+    file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
+    rows = ["age,hospital,ill", *(f"{20 + i % 60},{'abc'[i % 3]},{i % 2}" for i in range(300))]
+    file.write_text("\n".join(rows))
+    columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
+    asked = ("recommend", str(file), "--label", "ill", "--site", "hospital", "--epsilon", "2")
+    asked += ("--columns", str(columns), "--trust", "sum")
+    found = document(*asked, "--out", str(out))["configuration"]
+    assert (found["sites"], found["partition"]) == (3, {"kind": "natural"})
+    assert found["privacy"]["honest"] == 2
+    settings = ("--set", "rounds=1", "--set", "run.evaluate_every=1000")
+    assert cli("run", str(out), *settings, "--out", str(tmp_path / "run")).exit_code == 0
+    partition = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert sorted(partition["train"]) == ["a", "b", "c"]
+    refused = cli(*asked, "--sites", "4")
+    assert refused.exit_code != 0
+    assert "3 sites of its own" in f"{refused.exception}{refused.output}"
+
+
+def test_more_sites_than_there_are_records_for_are_refused_before_anything_is_written(tmp_path):
+    out = tmp_path / "study.toml"
+    done = cli("recommend", "digits", "--epsilon", "1", "--sites", "5000", "--out", str(out))
+    assert done.exit_code != 0
+    assert "at most" in f"{done.exception}{done.output}"
+    assert not out.exists()
+
+
+def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
+    file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
+    file.write_text("\n".join(["age,bmi,ill", *(f"{i},{i % 40},{i % 2}" for i in range(60))]))
+    columns.write_text("[records.columns.age]\nrange = [0, 120]\n")
+    asked = ("recommend", str(file), "--label", "ill", "--epsilon", "2", "--sites", "2")
+    reason = document(*asked, "--columns", str(columns))["reasons"]["privacy.clip"]
+    assert "of bmi no range is declared" in reason
+    assert "age (120)" in caplog.text  # its range is declared, and is wide: with the remedy
+    assert 'scale = "range"' in caplog.text
+
+
+def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tmp_path):
+    file = tmp_path / "words.npz"
+    np.savez(file, x=np.arange(80).reshape(20, 4), y=np.arange(20) % 2)
+    columns = tmp_path / "columns.toml"
+    columns.write_text("[records]\nvocabulary = 80\n")
+    done = cli("recommend", str(file), "--epsilon", "1", "--columns", str(columns))
+    assert done.exit_code != 0
+    assert "lstm" in f"{done.exception}{done.output}"

@@ -1,8 +1,8 @@
 """`fedpact recommend`: a configuration for a budget, from public numbers alone."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from fedpact.cli.console import show
 from fedpact.configuration import read_configuration
-from fedpact.data.form import PlanRecords, RecordForm
-from fedpact.engines.scene import loaded
+from fedpact.data.columns.advice import advise, square, undeclared
+from fedpact.data.dataset import Dataset
+from fedpact.data.form import PlanRecords
+from fedpact.data.partition import make_partition
+from fedpact.engines.scene import is_table, loaded
 from fedpact.errors import InputError, PlanError
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
@@ -36,7 +39,7 @@ _NOTHING: Final = PlanRecords()
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is known before anybody trains; see cli.commands.recommend."""
+    """What is known before anybody trains; see cli.commands.recommend. sites: 0 for the default."""
 
     data: str
     epsilon: float
@@ -49,6 +52,7 @@ class Circumstances:
     label: str | None = None
     site: str | None = None
     records: PlanRecords = _NOTHING
+    partition: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def declared(self) -> dict[str, Any]:
@@ -109,16 +113,24 @@ class Recommendation:
         of = {"data": asked.data, "label": asked.label, "site": asked.site}
         read = Plan.parse({**of, "records": asked.declared})
         data, form = loaded(read), asked.records.shared()
+        _check_kind(data)
+        asked = _of_sites(asked, data)
         example = read.stage().example(data.x[0])
         names = data.features or tuple(map(str, range(data.x.shape[1])))
-        square = _square(form, names) if example.ndim == 1 else 1.0
+        length = square(form, names) if example.ndim == 1 else 1.0
+        bare = undeclared(form, names) if example.ndim == 1 and is_table(asked.data) else ""
+        if bare or form.columns:
+            advise(data.name, form, names, None)
         # What a data set says is to test by trains nobody.
         records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
-        public = _Public.of(asked, example, square, records, len(data.classes))
+        public = _Public.of(asked, example, length, records, len(data.classes))
         chosen = public.chosen()
-        raw = public.configuration(chosen)
-        Plan.parse(raw)
-        return cls(raw, public.reasons(chosen), public.rows(chosen))
+        raw, reasons = public.configuration(chosen), public.reasons(chosen)
+        plan = Plan.parse(raw)
+        if bare:
+            reasons["privacy.clip"] += f"; of {bare} no range is declared: taken to lie in -1 .. 1"
+        make_partition(data, plan.partition, plan.sites, plan.seed)
+        return cls(raw, reasons, public.rows(chosen))
 
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
@@ -163,9 +175,8 @@ class _Public:
             )
         budget = Budget(asked.epsilon, asked.delta)
         features = _features(tuple(example.shape), asked.mirror)
-        return cls(
-            asked, budget, honest, records, classes, example, features, 1.0 if features else square
-        )
+        square = 1.0 if features else square
+        return cls(asked, budget, honest, records, classes, example, features, square)
 
     @property
     def shares(self) -> float:
@@ -204,7 +215,8 @@ class _Public:
             "model": "logistic",
             "algorithm": "fedavg",
             "rounds": chosen.rounds,
-            **({} if asked.site else {"sites": asked.sites}),
+            "sites": asked.sites,
+            **({"partition": asked.partition} if asked.partition else {}),
             **({"records": asked.declared} if asked.declared else {}),
             "sampling_rate": 1.0,
             **({"features": self.features} if self.features else {}),
@@ -268,10 +280,9 @@ class _Public:
         return Alternative(what, weights, rate, sigma, rounds, snr)
 
     def _weights(self, model: str, features: dict[str, Any]) -> int:
-        stage = FeatureStage(FeatureSettings(**features), 0)
-        example = stage.example(self.example)
-        chosen = LogisticSettings(**self._logistic(features))
-        return FlatModel(build(model, example, self.classes, 0, chosen)).size
+        example = FeatureStage(FeatureSettings(**features), 0).example(self.example)
+        settings = LogisticSettings(**self._logistic(features))
+        return FlatModel(build(model, example, self.classes, 0, settings)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
         # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one.
@@ -289,13 +300,30 @@ def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
     return {"kind": "scattering", "mirror": mirrored, "seed": 0}
 
 
-def _square(form: RecordForm, names: Sequence[str]) -> float:
-    """About the squared length of a record [m] of these columns, as they are scaled.
+def _check_kind(data: Dataset) -> None:
+    """Raise InputError: records or labels that no model recommended here learns."""
+    what = "" if data.x.is_floating_point() else 'records are whole numbers, as words: try "lstm"'
+    if what := what or ("" if data.kind == "class" else "labels are no classes: see [task]"):
+        raise InputError(
+            f"{data.name}: {what}, begin with `fedpact plan`; recommended is a linear "
+            "model of numbers and classes"
+        )
 
-    A value that is evenly spread over -1 .. 1 has the square 1/3; of a one-hot code one is 1.
+
+def _of_sites(asked: Circumstances, data: Dataset) -> Circumstances:
+    """Return the circumstances with a number of sites and a [partition] table.
+
+    Data with sites of their own keep them. Raises InputError: another number of sites is asked for.
     """
-    ones = ("one-hot", "standard", "released")
-    return sum(1.0 if form.of(name).scale in ones else 1 / 3 for name in names)
+    own = len(set(data.site or ()))
+    if not own:
+        return replace(asked, sites=asked.sites or 10)
+    if asked.sites not in (0, own):
+        raise InputError(
+            f"--sites is {asked.sites} and {data.name} has {own} sites of its own: leave it out"
+        )
+    held = {} if data.held is None else {"held_out": "own"}
+    return replace(asked, sites=own, partition={"kind": "natural", **held})
 
 
 def _print(found: Recommendation, out: Path | None) -> None:
@@ -306,12 +334,12 @@ def _print(found: Recommendation, out: Path | None) -> None:
         console.print(f"Written: {out}; run it with `fedpact run {out}`.")
     table = Table("", "weights", "q", "T", "σ", "signal to noise")
     for row in found.rows:
-        numbers = f"{row.weights:,}", f"{row.rate:g}", f"{row.rounds}", f"{row.sigma:.4g}"
-        table.add_row(row.what, *numbers, f"{row.snr:.3g}")
+        weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"
+        table.add_row(row.what, weights, f"{row.rate:g}", f"{row.rounds}", sigma, snr)
     console.print(table)
     console.print(
         "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
         "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "
-        "every T, and rounds are for the model's sake. Of the data only shape, classes and number "
-        f"of records were used. The rule has two fitted numbers, from {FITTED_ON}."
+        "every T, and rounds are for the model's sake. Of the data only shape, classes, number "
+        f"of records and own sites were used. The rule has two fitted numbers, from {FITTED_ON}."
     )

@@ -217,8 +217,9 @@ def with_columns(data: Dataset, form: RecordForm) -> Dataset:
         return data
     wanted = form.features or [name for name in data.features if name not in form.drop]
     if not set(wanted) <= set(data.features) or not wanted:
+        has = f"the columns {', '.join(data.features)}" if data.features else "no columns by name"
         raise DataError(
-            f"data set {data.name} has the columns {', '.join(data.features) or 'none by name'}: "
+            f"data set {data.name} has {has}: "
             f"records.features = {form.features} and records.drop = {form.drop} leave "
             f"{', '.join(wanted) or 'none'}; name columns that it has"
         )

@@ -63,7 +63,7 @@ class Scene:
         if (
             raw.x.ndim == 2
             and raw.x.is_floating_point()
-            and (data is not None or _is_table(plan.data))
+            and (data is not None or is_table(plan.data))
         ):
             names = raw.features or tuple(map(str, range(raw.x.shape[1])))
             advise(raw.name, plan.records, names, raw.x)
@@ -193,7 +193,7 @@ def _is_file(data: str) -> bool:
     return Path(data).suffix.lower() in SUFFIXES
 
 
-def _is_table(data: str) -> bool:
+def is_table(data: str) -> bool:
     """Whether what its records hold is declared by the plan alone."""
     return _is_file(data) or data in datasets.TABLES
 
@@ -207,7 +207,7 @@ def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
 
 def loaded(plan: Plan) -> Dataset:
     """Return the data set that a plan names, read by what the plan declares of its records."""
-    if not _is_table(plan.data):
+    if not is_table(plan.data):
         named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
         return refitted(named, plan.records, plan.form)
     return datasets.load(

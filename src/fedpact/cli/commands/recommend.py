@@ -15,7 +15,10 @@ def recommend(
     epsilon: Annotated[float, typer.Option(help="ε per record and site, > 0.")],
     delta: Annotated[float, typer.Option(help="δ per record and site, in (0, 1).")] = 1e-5,
     rounds: Annotated[int, typer.Option(help="Most rounds, >= 1.")] = 100,
-    sites: Annotated[int, typer.Option(help="How many sites, >= 1.")] = 10,
+    sites: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many sites; default: those that the data have, or 10."),
+    ] = None,
     trust: Annotated[
         str, typer.Option(help="own: each site's noise protects; sum: the honest sites' together.")
     ] = "own",
@@ -30,19 +33,21 @@ def recommend(
     site: Annotated[str | None, typer.Option(help="A table's column of site names.")] = None,
     columns: Annotated[
         Path | None,
-        typer.Option(help="A configuration whose [records] says what a table's columns may hold."),
+        typer.Option(
+            help="A configuration whose \\[records] says what a table's columns may hold."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend a whole configuration for a budget, from public numbers alone, with reasons.
 
-    Of the data only shape, number of classes and of records are read, which have to be public.
+    Of the data only shape, number of classes, records and own sites are read: they are public.
     """
     from fedpact.cli import recommend as command
 
     records = command.declared(columns)
     asked = command.Circumstances(
-        data, epsilon, delta, rounds, sites, trust, honest, mirror, label, site, records
+        data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site, records
     )
     command.recommend(asked, out, as_json=as_json)

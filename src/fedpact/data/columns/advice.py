@@ -38,6 +38,22 @@ def advise(origin: str, form: RecordForm, features: Sequence[str], x: Tensor | N
         _logger.warning(_told(origin, wide, looked=x is not None))
 
 
+def undeclared(form: RecordForm, features: Sequence[str]) -> str:
+    """Name the columns of which neither range, scale nor categories are declared; "" for none."""
+    bare = [name for name in features if _extent(form.of(name)) is None]
+    more = f" and {len(bare) - _SHOWN} more columns" if len(bare) > _SHOWN else ""
+    return ", ".join(bare[:_SHOWN]) + more
+
+
+def square(form: RecordForm, features: Sequence[str]) -> float:
+    """About the squared length of a record [m] of these columns, as they are scaled.
+
+    A value that is evenly spread over -1 .. 1 has the square 1/3; of a one-hot code one is 1.
+    """
+    ones = ("one-hot", "standard", "released")
+    return sum(1.0 if form.of(name).scale in ones else 1 / 3 for name in features)
+
+
 def _extent(own: ValueRange) -> float | None:
     """Return how far from 0 a column's numbers get, by its declaration; None: it does not say."""
     if own.scale != "none":
