@@ -159,6 +159,7 @@ class Plan(ShownPlan, BaseModel):
             self.privacy.clip_schedule != "constant",
             self.rounds,
             len(self.records.released),
+            self.after,
         )
 
     @cached_property

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.deploy.grid import Run
 from tests.killed import killed_after
 
@@ -80,6 +82,14 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         assert [run["purpose"] for run in told] == ["trying it"] * 2
 
 
+def allow_all(run):
+    for node in run.nodes:
+        path = node.directory / "policy.toml"
+        text = re.sub(r"epsilon_(\w+) = .*", r"epsilon_\1 = 1e3", path.read_text())
+        text = re.sub(r"delta_(\w+) = .*", r"delta_\1 = 0.5", text)
+        path.write_text(re.sub(r"smallest_sigma = .*", "smallest_sigma = 1e-4", text))
+
+
 def carried_on(run):
     """The deployment once more, carried out, and its records; no ledger is held any more."""
     again = Run(run.directory)
@@ -104,14 +114,28 @@ def test_what_louder_rounds_have_left_at_a_site_is_no_lie(federate):
         node.site.ledger.close()
     loud = run.nodes[0].site.cost.terms.event.sigma
     extend(run.directory, 1, 200.0)
-    for node in run.nodes:
-        path = node.directory / "policy.toml"
-        text = re.sub(r"epsilon_(\w+) = .*", r"epsilon_\1 = 1e3", path.read_text())
-        text = re.sub(r"delta_(\w+) = .*", r"delta_\1 = 0.5", text)
-        path.write_text(re.sub(r"smallest_sigma = .*", "smallest_sigma = 1e-4", text))
+    allow_all(run)
     again, records = carried_on(run)
     assert loud > 100 * again.nodes[0].site.cost.terms.event.sigma
     assert records[-1].refused == {}
+
+
+def test_the_average_of_the_last_models_is_of_the_longer_run_s_last(federate):
+    server = {"average": "tail", "average_share": 0.6}
+    run = federate(None, rounds=2, server=server)
+    run()
+    for node in run.nodes:
+        node.site.ledger.close()
+    extend(run.directory, 1, None)
+    allow_all(run)
+    _, records = carried_on(run)
+    kept = run.directory / "server" / "run"
+    w2, w3, average = (
+        torch.cat([v.flatten() for _, v in sorted(load_file(kept / f"{name}.safetensors").items())])
+        for name in ("model-2", "model", "average")
+    )
+    torch.testing.assert_close(average, (w2 + w3) / 2)
+    assert records[-1].told_average("tail") == "tail average of rounds 2 to 3"
 
 
 def files_of(directory):

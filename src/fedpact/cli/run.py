@@ -176,7 +176,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     if (average := summary["average"]) is not None:
         label, value = fares(average["accuracy"], average["loss"], exact_percent)
         its = "" if label == "accuracy" else f"{label} "
-        out.print(f"average    {its}{value} ({plan.server.average} average)")
+        kind = result.records[-1].told_average(plan.server.average)
+        out.print(f"average    {its}{value} ({kind})")
     for name, value in result.records[-1].metrics.items():
         out.print(f"{shown(name).label:<10} {written(shown(name).form, value)}")
     if summary["worst_site"] is not None:

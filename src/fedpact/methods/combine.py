@@ -141,9 +141,11 @@ def combined(
     clips: bool,
     rounds: int,
     columns: int = 0,
+    after: int = 0,
 ) -> Method:
     """Return the algorithm with everything around it. clips: whether the clip changes from round to
-    round. rounds: of the run. columns: that are scaled by what the sites release.
+    round. rounds: of the run. columns: that are scaled by what the sites release. after: of the
+    rounds, how many were done before the run was extended.
 
     Raises PlanError: they do not go together.
     """
@@ -194,7 +196,7 @@ def combined(
         _check("secure_aggregation", method.name)
         check_summed(method)
     if server.average != "none":
-        method = Averaged(method, server, rounds)
+        method = Averaged(method, server, rounds, after)
     if columns:
         # Outside of all: its round is before the first one, and no algorithm's.
         _check_columns(method, compression.kind, secure)

@@ -14,11 +14,15 @@ stands beside the last one, and is told to nobody (Polyak, Juditsky, SIAM J. Con
 
     exponential  a_t = Σ_s (1 - β) β^(t-s) w_s / (1 - β^t)      tail  the mean of w_s, s > T - ⌈p T⌉
 
+A run that is extended has another T, and of its models before only their mean and the last one are
+left: the tail begins where the new T says if that is with that last one or later, and otherwise
+stays what it was begun with. From which round on it is of is in the state.
+
 All of it is post-processing of what the sites released: no privacy is spent.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, Self
 
 import torch
@@ -42,7 +46,8 @@ class ServerSettings(Scheduled):
     adaptivity: a, of adam and yogi, which keeps steps short where v is small. average: which
     average of the rounds' models is kept, evaluated and saved beside the last model. average_decay:
     β of average = "exponential". average_share: p of average = "tail", the part of the planned
-    rounds that it is of; before, it is the last model.
+    rounds that it is of; before, it is the last model. Of an extended run it may be of more or
+    fewer: models before the extension that are in a mean cannot be taken out of it, or put in.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -76,14 +81,16 @@ class ServerSettings(Scheduled):
 
 
 class Averaged(Around):
-    """A method beside whose model the server keeps an average of it; not "none". rounds: T.
+    """A method beside whose model the server keeps an average of it; not "none".
 
-    The average is the state's vector "average/w" [d], of no site's concern.
+    The average is the state's vector "average/w" [d], of no site's concern. Of a tail the number
+    "average/first" says of which round the first model in it is. rounds: T. after: how many of them
+    were done before the run was extended.
     """
 
-    def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
+    def __init__(self, inner: Method, server: ServerSettings, rounds: int, after: int = 0) -> None:
         super().__init__(inner)
-        self._server = server
+        self._server, self._after = server, after
         # Of ten rounds 0.3 are three, though 0.3 * 10 may be a bit more.
         self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
 
@@ -107,16 +114,27 @@ class Averaged(Around):
         """See Method."""
         own, rest = split(state, _AVERAGE)
         after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
-        # A share of 1 is the new model itself, bit for bit.
-        average = torch.lerp(own.vectors["w"], after.vectors["w"], self._share(number))
-        return join(State({"w": average}, {"round": number}), _AVERAGE, after)
-
-    def _share(self, number: int) -> float:
-        """Return the part of the new model in the average of round `number`, in (0, 1]."""
+        average, numbers = own.vectors["w"], {"round": number}
         if self._server.average == "tail":
-            return 1 / max(1, number - self._first + 1)
-        beta = self._server.average_decay
-        return (1 - beta) / (1 - beta**number)
+            first = self._begun(own.numbers, number)
+            if first == number - 1:
+                average = rest.vectors["w"]
+            share, numbers["first"] = 1 / (number - first + 1), first
+        else:
+            beta = self._server.average_decay
+            share = (1 - beta) / (1 - beta**number)
+        # A share of 1 is the new model itself, bit for bit.
+        average = torch.lerp(average, after.vectors["w"], share)
+        return join(State({"w": average}, numbers), _AVERAGE, after)
+
+    def _begun(self, numbers: Mapping[str, float], number: int) -> int:
+        """Return from which round on the tail is of models, after round `number`."""
+        if self._first >= number - 1:
+            return min(self._first, number)
+        # Where states did not say it, it began by T; which the T of before an extension was is not
+        # known, so then it begins with the last model.
+        unsaid = number - 1 if self._after else self._first
+        return int(numbers.get("first", unsaid))
 
 
 def averaged(state: State) -> Tensor | None:

@@ -65,6 +65,12 @@ class RoundRecord:
         """Whether a site was asked and has replied."""
         return self.was_asked(site) and site not in self.refused
 
+    def told_average(self, kind: str) -> str:
+        """Return of which models the server's average is, in words. kind: server.average."""
+        first = self.numbers.get("average/first")
+        of = "the rounds' models" if first is None else f"rounds {first:.0f} to {self.round}"
+        return f"{kind} average of {of}"
+
     def to_json(self) -> str:
         """Return the record as one line of strict JSON; a metric stands under its own name."""
         scores = {name: vars(score) for name, score in self.scores.items()}

@@ -143,9 +143,8 @@ def _learning_cards(run: RunFolder) -> list[Card]:
             loss += "its head is each site's own" if run.head else "there is no public test set"
         cards.append(Card(*fares(last.accuracy, last.loss), loss, simulator_only=pooled))
         if last.average:
-            kind = run.plan["server"]["average"]
-            note = f"the {kind} average of the rounds' models; mean loss "
-            note += number(last.average["loss"])
+            kind = last.told_average(run.plan["server"]["average"])
+            note = f"the {kind}; mean loss {number(last.average['loss'])}"
             value = fares(last.average["accuracy"], last.average["loss"])[1]
             cards.append(Card("averaged model", value, note, simulator_only=pooled))
     if (found := evaluations.headline(run)) is not None:
