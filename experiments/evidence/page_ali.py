@@ -160,10 +160,23 @@ def _explained(book: Book, data: str) -> str:
         return "not run."
     best = max(known, key=lambda name: known[name])
     gap = _printed(data) - known[best]
-    tried = f"(tried: {', '.join(known)})"
+    tried = f"(tried: {', '.join(known)}){_swept(book, data)}"
     if gap > 2 * CLEAR:
-        return f"{best} comes nearest, {gap:.1f} points under the printed number {tried}."
+        said = f"{best} comes nearest, {gap:.1f} points under the printed number {tried}"
+        return f"{said}; so none of them explains it."
     return f"{best} comes within {abs(gap):.1f} points of the printed number {tried}."
+
+
+def _swept(book: Book, data: str) -> str:
+    """Say which η is best on the records set aside; "" while one of them was not run."""
+    runs = {rate: ali.choice(data, "cnn", rate) for rate in ali.RATES}
+    found = {r: book.mean(run, run.looks[-1], "held_out") for r, run in runs.items()}
+    known = {rate: 100 * mean for rate, mean in found.items() if mean is not None}
+    if len(known) < len(runs):
+        return ""
+    best = max(known, key=lambda rate: known[rate])
+    each = ", ".join(f"{mean:.1f} at {rate:g}" for rate, mean in known.items())
+    return f", where the sweep on records set aside has η = {best:g} ({each})"
 
 
 def _best(book: Book) -> str:

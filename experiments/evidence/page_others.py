@@ -123,7 +123,7 @@ def others(book: Book) -> Iterator[str]:
     yield "## Other settings"
     yield (
         "What other experiments have stored; their own pages say how settings were chosen. Three "
-        "seeds, of heart disease five."
+        "seeds, of heart disease twenty."
     )
     rows = list[list[str]]()
     for name, said, printed in _FEATURES:
@@ -161,7 +161,7 @@ def _heart() -> list[list[str]]:
 
 
 def _last(runs: dict[str, list[float]]) -> str:
-    return told(list(runs.values())[-1], 1).replace(" (5 seeds)", "")
+    return told(list(runs.values())[-1], 1).replace(" (20 seeds)", "")
 
 
 def _noise() -> list[list[str]]:
