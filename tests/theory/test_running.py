@@ -1,5 +1,6 @@
 """ε while a history grows: sound by closed forms and lower bounds, tight beside PLD, and quick."""
 
+import itertools
 import math
 import random
 import time
@@ -9,7 +10,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
 from fedpact.errors import InputError
-from fedpact.theory import accounting, pld, rdp, running
+from fedpact.theory import accounting, pld, rdp, running, special
 from fedpact.theory.accounting import (
     RunningEpsilon,
     SampledGaussian,
@@ -54,6 +55,18 @@ def delta_of_one(q: float, sigma: float, e: float) -> mpmath.mpf:
     removed = mixed(above, x) - mpmath.exp(e) * above(x, 0)
     added = 0 if y == -mpmath.inf else below(y, 0) - mpmath.exp(e) * mixed(below, y)
     return max(removed, added)
+
+
+def test_a_transform_has_the_least_length_without_primes_above_five():
+    def smooth(n):
+        for prime in (2, 3, 5):
+            while n % prime == 0:
+                n //= prime
+        return n == 1
+
+    at = random.Random(0).sample(range(1, 10**6), 50)
+    for least in (*range(1, 200), *at):
+        assert special.fast_length(least) == next(filter(smooth, itertools.count(least)))
 
 
 def test_one_release_costs_no_less_than_its_closed_form():

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal (one paragraph).
 """
 
+import gc
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -62,3 +63,6 @@ def main() -> None:
             f"fedpact: {error}", style="red", markup=False
         )
         sys.exit(2)
+    finally:
+        # The interpreter ends: to look through all that was loaded once more finds nothing.
+        gc.freeze()

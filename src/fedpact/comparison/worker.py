@@ -7,6 +7,7 @@ code 0: ended, or stopped by an interrupt after the round under way; 2: refused,
 else a bug, with a traceback.
 """
 
+import gc
 import json
 import os
 import signal
@@ -14,11 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedpact.api import run
 from fedpact.errors import FedpactError
-from fedpact.messages import RoundRecord
-from fedpact.plan import Plan
-from fedpact.records.rounds import strict
 
 
 class _Stop:
@@ -39,6 +36,14 @@ def main() -> int:
     """Carry out the run that standard input names; return the exit code."""
     stop = _Stop()
     channel = _channel()
+    # What is loaded stays; see deploy/party.py.
+    gc.disable()
+    from fedpact.api import run
+    from fedpact.plan import Plan
+    from fedpact.records.rounds import RoundRecord, strict
+
+    gc.freeze()
+    gc.enable()
 
     def say(**line: Any) -> None:
         # Whoever reads may have died: the broken pipe then ends this process, too.

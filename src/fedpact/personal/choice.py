@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from fedpact.draws.seeded import stream
 from fedpact.params import FlatModel
 from fedpact.personal.tuning import answers, tuned
+from fedpact.theory.special import fair_coins_at_least
 
 WEIGHTS: Final = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
 """The λ that are tried, in nats over squared length; the largest first, as each begins the next."""
@@ -76,7 +76,7 @@ class Validated:
     def chance(self) -> float:
         """A bound on the chance of such a gain where there is none; at most 1."""
         gained, lost = self.gained, self.lost
-        return min(1.0, len(WEIGHTS) * float(binom.sf(gained - 1, gained + lost, 0.5)))
+        return min(1.0, len(WEIGHTS) * fair_coins_at_least(gained, gained + lost))
 
     @property
     def tune(self) -> bool:

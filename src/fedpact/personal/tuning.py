@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from torch import Tensor
 
 from fedpact.losses import cross_entropy
@@ -34,6 +33,9 @@ def tuned(
     """
     if math.isinf(weight) or not len(y):
         return anchor.clone()
+    # Few runs tune anything, and each would load it.
+    from scipy.optimize import minimize
+
     centre = anchor.double().numpy()
 
     def objective(w: NDArray[Any]) -> tuple[float, NDArray[Any]]:

@@ -1,12 +1,13 @@
-"""The few functions of SciPy the accountants need, behind typed signatures."""
+"""The few functions of SciPy the accountants need, behind typed signatures.
+
+Only its special functions are loaded with this file, which every process of a run loads.
+"""
 
 import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-import scipy.fft as _fft  # pyright: ignore[reportMissingTypeStubs]
-import scipy.optimize as _optimize  # pyright: ignore[reportMissingTypeStubs]
 import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 
@@ -46,16 +47,25 @@ def normal_cdfs(x: Array) -> Array:
     return np.asarray(_special.ndtr(x))
 
 
+def fair_coins_at_least(heads: int, coins: int) -> float:
+    """Return the probability of at least `heads` heads among `coins` fair coins, both >= 0."""
+    return float(_special.bdtrc(heads - 1, coins, 0.5))
+
+
 def log_sum_exp(x: Array) -> float:
     """Return log Σ e^x over all entries."""
     return float(_special.logsumexp(x))
 
 
 def fast_length(least: int) -> int:
-    """Return a length >= `least` at which a real Fourier transform is quick."""
-    return int(cast(Any, _fft).next_fast_len(least, real=True))
+    """Return the least 2^i 3^j 5^k >= `least` >= 1, at which a real Fourier transform is quick."""
+    powers = range(least.bit_length())
+    odd = (3**j * 5**k for j in powers for k in powers)
+    return min(part << (-(-least // part) - 1).bit_length() for part in odd)
 
 
 def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
     """Return a root of f between low and high, where f changes its sign, by Brent's method."""
-    return float(cast(Any, _optimize).brentq(f, low, high, xtol=tolerance))
+    import scipy.optimize as optimize  # pyright: ignore[reportMissingTypeStubs]
+
+    return float(cast(Any, optimize).brentq(f, low, high, xtol=tolerance))
