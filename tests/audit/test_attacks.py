@@ -90,7 +90,7 @@ def test_false_alarms_are_rare(plain, monkeypatch):
 
     That holds for whatever rule the pilots give, so for one of few as well.
     """
-    monkeypatch.setattr("fedpact.audit.many_runs._PILOT", 20)
+    monkeypatch.setattr("fedpact.audit.many_runs._PILOT", 10)
     alarms = 0
     for seed in range(10):
         target = dataclasses.replace(plain, plan=plain.plan.model_copy(update={"seed": seed}))

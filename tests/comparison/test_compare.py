@@ -14,7 +14,7 @@ import pytest
 import fedpact
 from fedpact.cli.main import main
 from fedpact.comparison import pool
-from fedpact.comparison.pool import News
+from fedpact.comparison.pool import Job, News
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
@@ -175,7 +175,10 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert told.out.rstrip().endswith("comparison.html")
 
 
-def test_a_sweep_runs_every_value_and_calls_it_no_inequality(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "here", True)  # two processes less to begin
     plan = Plan.parse({**TABLES, "rounds": 1})
     values = {"privacy.epsilon": [1, 4.0], "settings.learning_rate": [0.5]}
     found = fedpact.compare({"a": plan}, 1, tmp_path / "s", sweep=values, jobs=1)
@@ -195,7 +198,9 @@ def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[News]]
     assert not (whole[0].folder / "new").exists()
 
 
-def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
     command += ["--set", "rounds=200", "--set", "sites=2", "--set", "run.evaluate_every=30"]
     command += ["--seeds", "1", "--out", "c", "--json"]
@@ -211,6 +216,7 @@ def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(tmp_path: Path
     done = records.read_text().count("\n")
     assert done < 201
     plan = Plan.read(None, ["rounds=200", "sites=2", "run.evaluate_every=30"])
+    monkeypatch.setattr(Job, "here", True)
     news: list[News] = []
     comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
     (entry,) = comparison.entries

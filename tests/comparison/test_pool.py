@@ -187,6 +187,6 @@ def test_a_run_tells_its_rounds_in_strict_json(tmp_path, monkeypatch):
     def run(_plan, _out, on_round, stop):
         on_round(RoundRecord(round=1, accuracy=math.nan))
 
-    monkeypatch.setattr(worker, "run", run)
+    monkeypatch.setattr("fedpact.api.run", run)
     assert worker.main() == 0
     assert told.getvalue() == '{"round": 1, "accuracy": null, "loss": null}\n'

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.comparison.compare import compare
 from fedpact.comparison.entrants import read_plans
+from fedpact.comparison.pool import Job
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.joining import of_run
 from fedpact.engines.simulation import simulate
@@ -138,6 +139,13 @@ def test_compare_refuses_before_it_begins_where_nothing_is_held_out(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Comparisons begin no process: one takes as long as all else here."""
+    monkeypatch.setattr(Job, "here", True)
+
+
+@pytest.mark.usefixtures("here")
 def test_what_evaluations_hold_out_tells_what_joining_was_worth(tmp_path):
     table = people(tmp_path / "people.csv")
     tables = {"rounds": 1, "sites": 2, "partition": {"held_out": 0.0}}
@@ -164,6 +172,7 @@ def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():
     assert local == plans["fedavg"].terms(sizes)["a"]
 
 
+@pytest.mark.usefixtures("here")
 def test_compare_says_it_from_one_command(tmp_path):
     out, table, data = tmp_path / "c", tmp_path / "opposite.csv", some_data()
     rows = zip(data.x.tolist(), data.y.tolist(), data.site, strict=True)

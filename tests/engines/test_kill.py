@@ -33,10 +33,12 @@ PLAN = {
 
 # It loads everything once and forks for each run, so that a run takes a fraction of a second.
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 from pathlib import Path
+import dp_accounting.pld
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
+gc.freeze()
 for line in sys.stdin:
     plan, folder = json.loads(line)
     child = os.fork()

@@ -12,6 +12,7 @@ True
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
@@ -204,7 +205,8 @@ def names() -> list[str]:
 
 def load(name: str) -> Algorithm:
     """Return the algorithm of that name. Raises PlanError: there is none."""
-    if name not in names():
+    # One that is loaded is known: to look through the folder is most of reading a short plan.
+    if f"{__name__}.{name}" not in sys.modules and name not in names():
         known = names()
         told = f"expected one of {', '.join(known)}{nearest(name, known)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
