@@ -102,6 +102,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """The interpreter ends; to look through all that is left finds nothing."""
+    gc.freeze()
+
+
 @pytest.fixture
 def card(monkeypatch):
     """No number is at hand: what is done otherwise on a card is done here."""

@@ -76,8 +76,8 @@ ADDED = {
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(fedpact.__file__).parent, root / "fedpact", ignore=ignored)
+    # Bytecode goes with it, which is found out of date where a file is changed.
+    shutil.copytree(Path(fedpact.__file__).parent, root / "fedpact")
     for file, change in ADDED.values():
         path = root / "fedpact" / file
         path.write_text(change(path.read_text("utf-8") if path.exists() else ""), encoding="utf-8")
