@@ -142,7 +142,7 @@ SHARED = {
     "settings": {"local_steps": 1, "learning_rate": 0.5},
     "secure_aggregation": {"threshold": 4},
     "privacy": {"trust": "sum", "honest": 3, "accountant": "rdp"},
-    "run": {"workers": 2},
+    "run": {"workers": 1},
 }
 
 
