@@ -24,7 +24,7 @@ COLUMNS = {
     "robust": {"robust": {"rule": "median"}},
     "secure_aggregation": {"secure_aggregation": {"threshold": 3}},
     "server": {"server": {"optimiser": "momentum"}},
-    "local": {"local": {"momentum": 0.9}},
+    "local": {"local": {"schedule": "cosine"}},
     "sites_per_round": {"sites_per_round": 1},
     "per_sample": {},
     "batch_clipped": {"privacy": {"mode": "batch_clipped"}},

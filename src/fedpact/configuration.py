@@ -18,7 +18,7 @@ _DEFAULT = Path(__file__).with_name("default.toml")
 DEFAULTS = "defaults"
 """The key of a written plan under which stands what was left to its default."""
 
-_FORM = re.compile(r"(constrained-)?(float|int)$|list\[")
+_FORM = re.compile(r"(constrained-)?(float|int|str|bool)$|(list|literal)\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
 
@@ -46,8 +46,7 @@ def read_configuration(
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
     # Two that were typed stand together, so that the plan refuses them.
-    typed = [setting.partition("=")[0].strip() for setting in overrides]
-    give_way(raw, typed)
+    give_way(raw, [setting.partition("=")[0].strip() for setting in overrides])
     for setting in overrides:
         override(raw, setting)
     return raw
@@ -82,6 +81,14 @@ def given(
     written, here = leaves(raw), leaves(document(bare))
     same = [key for key in marked(raw) if written.get(key) == here.get(key)]
     return without(raw, [*same, DEFAULTS])
+
+
+def typed_in(raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()) -> list[str] | None:
+    """Return the keys that somebody types now: None, all, but of a written plan the overrides'."""
+    raw = read_file(raw) if isinstance(raw, Path) else raw
+    if not isinstance(raw, Mapping) or DEFAULTS not in raw:
+        return None
+    return [setting.partition("=")[0].strip() for setting in overrides]
 
 
 def marked(raw: Mapping[str, Any]) -> list[str]:
@@ -184,18 +191,19 @@ def plan_error(
     """
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
     everywhere = list(_dotted(model, prefix, tables or {}))
-    told = [_explain(entry, prefix, model, everywhere) for entry in entries or error.errors()]
-    return PlanError("; ".join(dict.fromkeys(told)))
+    of = dict[str, list[Any]]()
+    for entry in entries or error.errors():
+        of.setdefault(_key(entry, prefix), []).append(entry)
+    told = (_explain(key, each, model, everywhere) for key, each in of.items())
+    return PlanError("; ".join(told))
 
 
 def _is_other_branch(entry: Any) -> bool:
-    """Whether it only says that a value is not of the other form: a number or a list of them."""
-    if len(entry["loc"]) < 2:
-        return False
+    """Whether it only says that a value is not of the other form: a list, or none."""
     a_list = isinstance(entry["input"], list)
-    return (entry["type"] == "list_type" and not a_list) or (
-        entry["type"] == "float_type" and a_list
-    )
+    if entry["type"] == "list_type":
+        return len(entry["loc"]) > 1 and not a_list
+    return a_list and any(_FORM.match(str(part)) for part in entry["loc"][-1:])
 
 
 def _dotted(
@@ -223,20 +231,30 @@ def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) 
     return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
 
 
-def _explain(
-    entry: Any, prefix: tuple[str, ...], model: "type[BaseModel]", everywhere: Iterable[str]
-) -> str:
+def _place(entry: Any) -> list[Any]:
     # A value of several forms is reported under each form's name, which is no key.
-    place = [part for part in entry["loc"] if not _FORM.match(str(part))]
-    key = ".".join(map(str, (*prefix, *place))) or "configuration"
-    if entry["type"] == "extra_forbidden":
+    return [part for part in entry["loc"] if not _FORM.match(str(part))]
+
+
+def _key(entry: Any, prefix: tuple[str, ...]) -> str:
+    return ".".join(map(str, (*prefix, *_place(entry)))) or "configuration"
+
+
+def _explain(
+    key: str, entries: Sequence[Any], model: "type[BaseModel]", everywhere: Iterable[str]
+) -> str:
+    """Return what is wrong with a key in one sentence. entries: of each form that it may have."""
+    first, place = entries[0], _place(entries[0])
+    if first["type"] == "extra_forbidden":
         return unknown_key(key, _table_at(model, place[:-1]).model_fields, everywhere)
-    message = entry["msg"].removeprefix("Value error, ")
-    if entry["type"] == "value_error":
-        return f"{key}: {message}" if place else message
-    return (
-        f"{key} is {entry['input']!r}: {message[0].lower()}{message[1:]}; set {key} to such a value"
-    )
+    messages = [entry["msg"].removeprefix("Value error, ") for entry in entries]
+    if first["type"] == "value_error":
+        told = "; ".join(dict.fromkeys(messages))
+        return f"{key}: {told}" if place else told
+    begin = "Input should be "
+    others = [message.removeprefix(begin) for message in messages[1:]]
+    told = ", or ".join(dict.fromkeys([messages[0], *others]))
+    return f"{key} is {first['input']!r}: {told[0].lower()}{told[1:]}; set {key} to such a value"
 
 
 def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":

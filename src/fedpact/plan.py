@@ -1,7 +1,6 @@
 """The plan: one configuration, validated whole and frozen; `fedpact settings` lists its keys."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration
+from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration, typed_in
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
@@ -24,7 +23,7 @@ from fedpact.methods import Method
 from fedpact.methods.combine import check_extended, check_mode, check_part, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
-from fedpact.methods.effective import in_effect, unset, with_iterations
+from fedpact.methods.effective import check_used, in_effect, refusing, unset, with_iterations
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
@@ -124,6 +123,7 @@ class Plan(ShownPlan, BaseModel):
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
         method = self.method
+        check_used(self)
         check_mode(method, self.algorithm, mode)
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
@@ -188,8 +188,7 @@ class Plan(ShownPlan, BaseModel):
     @property
     def handed(self) -> list[str]:
         """The names of what was handed in from Python, which no other process can import."""
-        own = handed_in(self.document())
-        return [name for key, names in own.items() if key != "data" for name in names]
+        return [n for key, own in handed_in(self.document()).items() if key != "data" for n in own]
 
     @property
     def form(self) -> RecordForm:
@@ -256,11 +255,7 @@ class Plan(ShownPlan, BaseModel):
         each = self.participants(names).rounds(self.after, self.rounds)
         requests = (self._request(name, sizes[name], names, each[name]) for name in names)
         result = {request.site: self.privacy.terms(names, request) for request in requests}
-        if self.privacy.honest:
-            # Every site relies on the others' shares: all add what the most careful one needs.
-            loudest = max(result.values(), key=lambda one: one.event.sigma)
-            result = {name: replace(one, sigmas=loudest.sigmas) for name, one in result.items()}
-        return result
+        return self.privacy.together(result)
 
     @cached_property
     def evaluation_terms(self) -> Once | None:
@@ -308,9 +303,12 @@ class Plan(ShownPlan, BaseModel):
         return {**whole, DEFAULTS: unset(left(self), whole["settings"], self.settings, none)}
 
     @staticmethod
-    def parse(raw: Mapping[str, Any]) -> "Plan":
-        """Return the plan of a parsed configuration, as plan.json is."""
-        return _validated(given(raw, _document))
+    def parse(raw: Mapping[str, Any], typed: Collection[str] | None = None) -> "Plan":
+        """Return the plan of a parsed configuration, as plan.json is.
+
+        typed: the keys that are refused where they do nothing; left out, all but a plan.json's.
+        """
+        return _validated(given(raw, _document), typed_in(raw) if typed is None else typed)
 
     @staticmethod
     def read(path: Path | str | None, overrides: Sequence[str] = ()) -> "Plan":
@@ -319,12 +317,13 @@ class Plan(ShownPlan, BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
+        typed = None if path is None else typed_in(Path(path), overrides)
         raw = read_configuration(path, overrides, lambda found: given(found, _document))
         private = any(text.lstrip().startswith("privacy") for text in overrides)
         if path is None and not private and algorithms.load(raw["algorithm"]).Settings().plain_only:
             # The embedded configuration's word on privacy is not the user's.
             raw["privacy"] = {"mode": "none"}
-        return _validated(raw)
+        return _validated(raw, typed)
 
 
 def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
@@ -333,12 +332,13 @@ def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
     return plan_error(error, (), Plan, own)
 
 
-def _validated(raw: Mapping[str, Any]) -> Plan:
+def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
     try:
-        return Plan.model_validate(raw)
+        with refusing(typed):
+            return Plan.model_validate(raw)
     except ValidationError as error:
         raise _refused(error, raw) from None
 
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _validated(raw).document()
+    return _validated(raw, ()).document()

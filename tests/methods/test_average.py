@@ -232,7 +232,7 @@ def test_every_algorithm_has_an_average_of_its_models(name):
     ("table", "why"),
     [
         ({"average": "mean"}, "'none', 'exponential' or 'tail'"),
-        ({"average_decay": 0.5}, "average_decay is 0.5 with average = 'none'"),
+        ({"average_decay": 0.5}, "average_decay is 0.5 with server.average = 'none'"),
         ({"average": "tail", "average_decay": 0.5}, "average_decay is 0.5"),
         ({"average": "exponential", "average_share": 0.1}, "average_share is 0.1"),
         ({"average": "exponential", "average_decay": 1.0}, "average_decay"),

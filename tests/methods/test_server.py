@@ -155,6 +155,10 @@ def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
         {"optimiser": "momentum", "schedule": [0.5, -1.0]},
         {"optimiser": "momentum", "schedule": [float("nan")]},
         {"optimiser": "momentum", "halved_after": 3.0},
+        # These would spend all of ε, and train nothing.
+        {"optimiser": "momentum", "schedule": [0.0]},
+        {"optimiser": "momentum", "schedule": [0.0] * 30 + [1.0]},
+        {"optimiser": "adam", "schedule": [1e308, 1e308]},
     ],
 )
 def test_what_is_not_understood_is_refused(table):

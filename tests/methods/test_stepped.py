@@ -39,9 +39,8 @@ def by_hand(made, rounds, steps, rate, beta, factors):
     return w
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.6])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_local_steps_are_torchs(beta, steps):
+@pytest.mark.parametrize(("steps", "beta"), [(1, 0.0), (3, 0.0), (3, 0.6)])
+def test_local_steps_are_torchs(steps, beta):
     """Full batches of a plain run; momentum begins anew in each round."""
     tables = {"algorithm": "fedavg", "rounds": 2, "local": {**LOCAL, "momentum": beta}}
     method = of({**tables, "settings": {"local_steps": steps, "learning_rate": 0.3}})
@@ -112,6 +111,9 @@ def test_it_spends_what_plain_steps_spend_and_goes_on_where_it_ended(tmp_path):
         ({"local": {"momentum": -0.1}}, "momentum"),
         ({"local": {"schedule": []}}, "schedule"),
         ({"local": {"schedule": [0.0]}}, "above 0"),
+        ({"local": {"schedule": [0.0] * 4 + [1.0]}, "rounds": 4}, "above 0 .* steps 1 to 4"),
+        ({"local": {"schedule": [1e308, 1e308]}}, r"local\.schedule\.0 is 1e\+308"),
+        ({"local": {"schedule": [1.0, 0.0]}, "rounds": 3, "after": 1}, "above 0 .* steps 2 to 3"),
         ({"local": {"schedule": [-1.0, 1.0]}}, "schedule"),
         ({"local": {"schedule": "linear"}}, "schedule"),
         ({"local": {"halved_after": 3.0}}, 'of schedule = "inverse" alone'),

@@ -134,9 +134,14 @@ def test_a_bias_of_one_is_a_bias():
     ours, usual = (build("logistic", example, 3, 0, s) for s in (one, None))
     x = torch.randn(7, 4)
     assert torch.equal(ours(x), usual(x))
-    for bias in (0.0, -0.3, math.nan, math.inf):
-        with pytest.raises(PlanError, match=r"logistic\.bias"):
+    for bias in (0.0, -0.3, math.nan, math.inf, 1e30, "x"):
+        # One sentence, though the value has two forms.
+        with pytest.raises(
+            PlanError, match=r"^logistic\.bias is [^;]*; set logistic\.bias to [^;]*$"
+        ):
             Plan.parse({"logistic": {"bias": bias}})
+    most = build("logistic", example, 3, 0, LogisticSettings(bias=1000.0))
+    assert torch.isfinite(most(x)).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])

@@ -218,7 +218,9 @@ def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_pa
         ({"kind": "regression", "range": [1, 1]}, "expected a range"),
         ({"range": [0, 1]}, "expected a range"),
         ({"kind": "regression", "range": [0, 1], "class_weights": [1.0]}, "leave them out"),
-        ({"class_weights": [1.0, 0.0]}, "expected a number > 0"),
+        ({"class_weights": [1.0, 0.0]}, "expected a number from"),
+        ({"class_weights": [1e300, 1.0]}, "expected a number from"),
+        ({"kind": "regression", "range": [-1e308, 1e308]}, "expected a range"),
         ({"kind": "ranking"}, "task.kind is 'ranking'"),
     ],
 )

@@ -116,13 +116,14 @@ def _knows(plan: Plan, key: str) -> bool:
 
 
 def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
-    # What follows from other keys follows them where they change: only what was given is kept.
+    # What follows from other keys follows them where they change: only what was given is kept. What
+    # one value of the sweep leaves without effect another one uses.
     raw = given(plan.document(), lambda found: Plan.parse(found).document())
     give_way(raw, chosen)
     for key, value in chosen.items():
         put(raw, key, value, f"sweep {key}")
     try:
-        return Plan.parse(raw)
+        return Plan.parse(raw, typed=chosen)
     except PlanError as error:
         told = ", ".join(f"{key}={value}" for key, value in leaves(chosen).items())
         raise PlanError(f"sweep {told}: {error}") from None

@@ -27,6 +27,7 @@ that a file's arrays happen to have, and not from the values that happen to occu
 In an array of records [n, d] the columns are called "0", "1", ...
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Self, cast
 
@@ -86,7 +87,7 @@ class ValueRange(BaseModel):
 
 
 def _wide(low: float | None, high: float | None) -> bool:
-    return low is not None and high is not None and low < high
+    return low is not None and high is not None and 0 < high - low < math.inf
 
 
 def _lies(value: float, low: float | None, high: float | None) -> bool:

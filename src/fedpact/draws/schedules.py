@@ -3,17 +3,21 @@
 Of number t of T, from 1 on, with h = `halved_after`:
 
     constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
-    a list    f(1), f(2), ..., whose last number holds for all that follow
+    a list    f(1), f(2), ..., whose last number holds for all that follow, each in [0, 1e6]
 
 They follow from the plan alone, so they tell nothing and cost no privacy.
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from fedpact.errors import PlanError
+
 Kind = Literal["constant", "inverse", "cosine"]
+
+_MOST: Final = 1e6  # a step is made no longer: there is a learning rate for that
 
 
 def factor(schedule: Kind | list[float], halved_after: float, number: int, total: int) -> float:
@@ -35,7 +39,9 @@ class Scheduled(BaseModel):
     holds for all that follow. halved_after: h of schedule = "inverse", steps until it is half.
     """
 
-    schedule: Kind | list[Annotated[float, Field(ge=0)]] = Field(default="constant", min_length=1)
+    schedule: Kind | list[Annotated[float, Field(ge=0, le=_MOST)]] = Field(
+        default="constant", min_length=1
+    )
     halved_after: float = Field(default=10.0, gt=0)
 
     @model_validator(mode="after")
@@ -46,6 +52,15 @@ class Scheduled(BaseModel):
                 'of schedule = "inverse" alone; leave it out'
             )
         return self
+
+    def check_moves(self, table: str, done: int, total: int) -> None:
+        """Raise PlanError unless one of the steps after `done`, up to `total`, is longer than 0."""
+        if not any(self.factor(number, total) > 0 for number in range(done + 1, total + 1)):
+            raise PlanError(
+                f"{table}.schedule is {self.schedule}: expected a number above 0 among those of "
+                f"steps {done + 1} to {total}, which are the run's; it would spend its budget and "
+                "move nowhere"
+            )
 
     def factor(self, number: int, total: int) -> float:
         """Return f of number 1 .. total."""

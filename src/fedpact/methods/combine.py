@@ -172,6 +172,7 @@ def combined(
                 "'topk': a site sends later what it left out of earlier, longer steps, and how far "
                 "a reply may go follows the round's own; use another kind, or a constant schedule"
             )
+        local.check_moves("local", after * method.steps(), rounds * method.steps())
         method = Stepped(method, local, rounds)
     if local.head:
         check_goes(name, {**chosen, "average": server.average != "none"})
@@ -181,6 +182,7 @@ def combined(
         method = FairMethod(method, fairness)
     if server.optimiser != "none":
         _check("server", name)
+        server.check_moves("server", after, rounds)
         method = ServerOptimised(method, server, rounds)
     if chosen["control"]:
         _check("control", name)

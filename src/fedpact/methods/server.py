@@ -68,15 +68,6 @@ class ServerSettings(Scheduled):
                 'algorithm\'s next model as it is: use optimiser = "momentum", with momentum = 0 '
                 "for none"
             )
-        for name, own, usual in (
-            ("average_decay", "exponential", 0.9),
-            ("average_share", "tail", 0.5),
-        ):
-            if getattr(self, name) != usual and self.average != own:
-                raise ValueError(
-                    f"{name} is {getattr(self, name):g} with average = {self.average!r}: it is of "
-                    f"average = {own!r} alone; leave it out"
-                )
         return self
 
 

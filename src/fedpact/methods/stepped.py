@@ -12,9 +12,8 @@ by more than max f (1 - β^τ)/(1 - β), which is how much longer a reply may be
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from fedpact.draws.schedules import Scheduled
@@ -34,12 +33,6 @@ class LocalSettings(Scheduled):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     head: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _is_used(self) -> Self:
-        if isinstance(self.schedule, list) and not max(self.schedule) > 0:
-            raise ValueError(f"schedule is {self.schedule}: expected a number above 0 in it")
-        return self
 
     @property
     def plain(self) -> bool:

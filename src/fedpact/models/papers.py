@@ -15,14 +15,14 @@ class LogisticSettings(BaseModel):
 
     start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
     classes are alike, which on unit rows is nearer to where it ends than any draw. bias: the input,
-    > 0, for which a class has a weight; true is 1, false leaves it out. On unit rows an input of 1
-    is half of a gradient's squared length, so it takes 1 - 1/sqrt(2) of what a clip leaves of the
-    rest; one of 0.3 takes 4 %.
+    in (0, 1000], for which a class has a weight; true is 1, false leaves it out. On unit rows an
+    input of 1 is half of a gradient's squared length, so it takes 1 - 1/sqrt(2) of what a clip
+    leaves of the rest; one of 0.3 takes 4 %.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     start: Literal["random", "zero"] = "random"
-    bias: bool | Annotated[float, Field(gt=0)] = True
+    bias: bool | Annotated[float, Field(gt=0, le=1000)] = True
 
     def check_model(self, model: str) -> None:
         """Raise ValueError: another model, which has no use for it."""

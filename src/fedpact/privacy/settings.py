@@ -301,6 +301,16 @@ class Privacy(BaseModel):
         found = asked.calibrated() if sigma is None else asked.with_noise(sigma)
         return found if request.steps else replace(found, steps=0)
 
+    def together(self, each: dict[str, Terms]) -> dict[str, Terms]:
+        """Return the terms of all sites: where they share the noise out, with that of the loudest.
+
+        Every site relies on the others' shares, so all add what the most careful one needs.
+        """
+        if not self.honest:
+            return each
+        loudest = max(each.values(), key=lambda one: one.event.sigma)
+        return {name: replace(one, sigmas=loudest.sigmas) for name, one in each.items()}
+
 
 def _at(value: float | list[float], place: int) -> float:
     return value[place] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ All of it is public and declared. A loss is of one record, by what the kernel cl
 losses of one's own change nothing about how far a record can move what is released.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, Literal, Self, cast
 
@@ -77,7 +78,7 @@ class TaskSettings(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.kind == "regression") != (self.range is not None) or (
-            self.range is not None and not self.range[0] < self.range[1]
+            self.range is not None and not 0 < self.range[1] - self.range[0] < math.inf
         ):
             raise ValueError(
                 f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], "
@@ -91,8 +92,10 @@ class TaskSettings(BaseModel):
                     f"class_weights with kind = {self.kind!r} and loss = {self.loss!r}: they weigh "
                     "the loss of classification and multi_label; leave them out"
                 )
-            if not all(w > 0 for w in weights):
-                raise ValueError(f"class_weights = {weights}: expected a number > 0 of each class")
+            if not all(1e-6 <= w <= 1e6 for w in weights):
+                raise ValueError(
+                    f"class_weights = {weights}: expected a number from 1e-6 to 1e6 of each class"
+                )
         return self
 
     @property
