@@ -212,3 +212,32 @@ def test_a_model_is_built_for_what_comes_out(tmp_path):
 def test_columns_of_another_table_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"records\.columns declares ages"):
         Scene.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))
+
+
+@pytest.mark.parametrize("features", ["none", "own"])
+@pytest.mark.parametrize(("value", "deviation"), [(3e38, 0.5), (2.0, 1e-300)])
+def test_a_record_whose_scaled_value_is_none_is_left_out_by_itself(
+    caplog, value, deviation, features
+):
+    """(x - mean) / deviation is beyond float32 for it alone: it must not end anybody's run."""
+    x = np.zeros((60, 4), np.float32)
+    x[:, 1] = np.arange(60)
+    x[7, 0] = value
+    columns = {"0": {"scale": "standard", "mean": 0, "deviation": deviation}}
+    chosen = {"kind": "tests.features.backbones_of_users:linear", "trained_on": "nothing"}
+    plan = Plan.parse(
+        {
+            "records": {"columns": columns},
+            "sites": 2,
+            "features": chosen if features == "own" else {},
+        }
+    )
+    labels = [0, 1] * 30
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        scene = Scene.of(plan, from_arrays(x, labels))
+    assert "1 of 60 records have no finite numbers as they are scaled" in caplog.text
+    assert "places 7 " in caplog.text
+    rest = [k for k in range(60) if k != 7]
+    without = Scene.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
+    assert torch.equal(scene.dataset.x, without.dataset.x)
+    assert torch.equal(scene.raw.x, without.raw.x)

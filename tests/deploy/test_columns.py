@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,24 @@ def test_a_site_reads_its_own_table_and_says_which_columns_are_wide(make, tmp_pa
     # By the declaration: 60, not the widest value that this site has.
     assert "bmi (60)" in caplog.text
     assert "federation.toml" in caplog.text
+
+
+def test_a_site_opens_without_a_record_whose_scaled_value_is_none(make, tmp_path, caplog):
+    data = table(tmp_path / "t.csv")
+    declared = {**DECLARED, "bmi": {**DECLARED["bmi"], "deviation": 0.5}}
+    directory = make(
+        tmp_path / "d", {"records": False}, data=data, label="out", records={"columns": declared}
+    )
+    home = directory / "sites" / NAMES[0]
+    text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+    (home / "site.toml").write_text(text)
+    with Site(home) as site:
+        before = site._records._records.x
+    with Path(data).open("a") as file:
+        file.write("50,3e38,A,no\n")
+    with Site(home) as site:
+        assert torch.equal(site._records._records.x, before)
+    assert "1 of 91 records have no finite numbers as they are scaled" in caplog.text
 
 
 MEANS = "columns/means"

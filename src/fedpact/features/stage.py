@@ -79,21 +79,17 @@ class FeatureStage:
         """
         scaling = self._scaling(example, features)
         x, example = scaling(x), scaling.example(example)
+        good = torch.ones(len(x), dtype=torch.bool)
+        if scaling.used:
+            good = x.isfinite().flatten(1).all(1)
+            x = torch.where(good.view(-1, *[1] * (x.dim() - 1)), x, 0)
+            _warn(origin, good, "no finite numbers as they are scaled by [records]")
         if not self.settings.used:
-            return Staged(x, torch.ones(len(x), dtype=torch.bool))
+            return Staged(x, good)
         found = cache.features(x, self._extractor(example), kept)
-        bad = (~found.good).nonzero()[:, 0].tolist()
-        if bad:
-            _logger.warning(
-                "%s: %d of %d records have no features of kind %s and are left out of everything: "
-                "places %s (counted from 0); look for values that are none",
-                origin,
-                len(bad),
-                len(x),
-                self.settings.kind,
-                ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
-            )
-        return Staged(found.x.float(), found.good)
+        # Those without a scale are told of above.
+        _warn(origin, found.good | ~good, f"no features of kind {self.settings.kind}")
+        return Staged(torch.where(good[:, None], found.x, 0).float(), good & found.good)
 
     def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
         return Scaling.of(self.form, record.shape, features)
@@ -106,6 +102,20 @@ class FeatureStage:
             )
         return extractor(
             self.settings.model_dump_json(), tuple(record.shape), self.seed, self.at.absolute()
+        )
+
+
+def _warn(origin: str, good: Tensor, what: str) -> None:
+    bad = (~good).nonzero()[:, 0].tolist()
+    if bad:
+        _logger.warning(
+            "%s: %d of %d records have %s and are left out of everything: places %s (counted from "
+            "0); look for values that are none",
+            origin,
+            len(bad),
+            len(good),
+            what,
+            ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
         )
 
 
