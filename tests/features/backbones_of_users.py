@@ -57,14 +57,190 @@ def counting_some(shape):
     return _Counting(shape, above=100.0)
 
 
+BEFORE = {}
+
+
 class _Remembering(nn.Module):
     def forward(self, x):
-        self.before, last = x.flatten(1).clone(), getattr(self, "before", 0.0)
+        last, BEFORE["x"] = BEFORE.get("x", 0.0), x.flatten(1).clone()
         return x.flatten(1) + last
 
 
 def remembering(shape):
     return _Remembering()
+
+
+class _Part(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(1.0, 1 + math.prod(shape)))
+        self.register_buffer("b", torch.full((math.prod(shape),), 0.25), persistent=False)
+        self.odd = torch.zeros(3, dtype=torch.uint8)
+
+
+class _Changing(nn.Module):
+    """Calls `how` of itself at a record above 100, and answers by all that it could change."""
+
+    def __init__(self, shape, how):
+        super().__init__()
+        self.part, self.how = _Part(shape), how
+        self.kept, self.count = [{"sum": 0.0}], 0
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if x.max() > 100:
+            self.how(self)
+        x = nn.functional.dropout(x, 0.5, self.part.training) * self.part.p.double()
+        told = self.part.b.sum() + self.part.odd.sum() + self.count + self.kept[0]["sum"]
+        return x + told + getattr(self, "told", 0.0)
+
+
+def _other_numbers(it):
+    it.part.p.data += 5
+
+
+def _through_numpy(it):
+    it.part.b.numpy()[:] += 3
+
+
+def _another_buffer(it):
+    it.part.b = torch.full_like(it.part.b, 9.0)
+
+
+def _another_weight(it):
+    it.part.p = nn.Parameter(it.part.p * 3)
+
+
+def _other_data(it):
+    it.part.p.data = (it.part.p * 3).detach()
+
+
+def _other_type(it):
+    it.part.p.data = it.part.p.data.half()
+
+
+def _one_byte(it):
+    it.part.odd[1:2].numpy()[:] = 7
+
+
+def _trains(it):
+    it.train()
+
+
+def _another_part(it):
+    it.part = _Part((2, 3)).double()
+
+
+def _attributes(it):
+    it.count += 1
+    it.told = 4.0
+    it.kept.insert(0, {"sum": 2.0})
+
+
+def _inner_attributes(it):
+    it.kept[0]["sum"] += 2.0
+
+
+def _a_hook(it):
+    it.part.p.data *= 1
+    it.register_forward_hook(lambda m, x, y: y + 1)
+
+
+CHANGES = {
+    how.__name__.strip("_"): how
+    for how in (
+        _other_numbers,
+        _through_numpy,
+        _another_buffer,
+        _another_weight,
+        _other_data,
+        _other_type,
+        _one_byte,
+        _trains,
+        _another_part,
+    )
+}
+HARMLESS = {how.__name__.strip("_"): how for how in (_attributes, _inner_attributes, _a_hook)}
+
+
+def _factory(how):
+    return lambda shape: _Changing(shape, how)
+
+
+for _name, _how in {**CHANGES, **HARMLESS}.items():
+    globals()[_name] = _factory(_how)
+
+
+class _Leaving(nn.Module):
+    def forward(self, x):
+        if x.max() > 100:
+            raise SystemExit(3)
+        return x.flatten(1)
+
+
+def leaving(shape):
+    return _Leaving()
+
+
+class _Interrupted(nn.Module):
+    def forward(self, x):
+        if x.max() > 100:
+            raise KeyboardInterrupt
+        return x.flatten(1)
+
+
+def interrupted(shape):
+    return _Interrupted()
+
+
+class _Times(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x.flatten(1).double() * self.by
+
+
+def times_1(shape):
+    return _Times(1.0)
+
+
+def times_huge(shape):
+    return _Times(2.0**1000)
+
+
+def times_tiny(shape):
+    return _Times(2.0**-1000)
+
+
+class _Waves(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x.flatten(1))
+
+
+def waves(shape):
+    return _Waves()
+
+
+def lazy(shape):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+
+
+def raising(shape):
+    class Raising(nn.Module):
+        def forward(self, x):
+            raise ValueError("never ready")
+
+    return Raising()
+
+
+def empty(shape):
+    class Empty(nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :0]
+
+    return Empty()
 
 
 class _Noisy(nn.Module):

@@ -236,10 +236,18 @@ def test_a_plan_with_unknown_or_unfitting_features_is_refused(chosen, word):
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("counting", "own weights or buffers"), ("remembering", "after others")]
+    ("name", "word"),
+    [
+        ("counting", "own weights, buffers or mode"),
+        ("remembering", "after others"),
+        ("waves", "real numbers"),
+        ("lazy", "lazy layers"),
+        ("raising", "never ready"),
+        ("empty", "at least one"),
+    ],
 )
-def test_a_module_with_state_of_its_own_is_refused(tmp_path, name, word):
-    """One record would be in the features of the next."""
+def test_a_module_whose_answers_are_no_features_is_refused(tmp_path, name, word):
+    """As where one record would be in the features of the next."""
     chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
     with pytest.raises(ModelError, match=word):
         Extractor(chosen, (2, 3), 0, tmp_path)
@@ -265,6 +273,55 @@ def test_no_record_is_in_anothers_features_whatever_a_module_does_at_it(tmp_path
     without = Extractor(chosen, (2, 3), 0, tmp_path)(x[others])
     assert torch.equal(whole.x[others], without.x)
     assert whole.good.tolist() == [True, name == "noisy", True, True, True]
+
+
+@pytest.mark.parametrize("name", [*backbones_of_users.CHANGES, *backbones_of_users.HARMLESS])
+def test_what_a_module_holds_is_put_back_however_it_was_changed(tmp_path, name):
+    """Left out where that was weights, buffers or modes; no other record tells of it either way."""
+    chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
+    x = torch.rand(6, 2, 3)
+    x[1] = x[4] = 200.0
+    whole = Extractor(chosen, (2, 3), 0, tmp_path)(x)
+    others = torch.tensor([0, 2, 3, 5])
+    without = Extractor(chosen, (2, 3), 0, tmp_path)(x[others])
+    assert torch.equal(whole.x[others], without.x)
+    assert torch.equal(whole.x[1], whole.x[4])
+    harmless = name in backbones_of_users.HARMLESS
+    assert whole.good.tolist() == [True, harmless, True, True, harmless, True]
+
+
+def test_a_module_that_leaves_at_a_record_ends_no_party_and_the_users_interrupt_does(tmp_path):
+    x = torch.rand(5, 2, 3)
+    x[1] = 200.0
+
+    def extractor(name):
+        return Extractor(
+            FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing"), (2, 3), 0, tmp_path
+        )
+
+    assert extractor("leaving")(x).good.tolist() == [True, False, True, True, True]
+    with pytest.raises(KeyboardInterrupt):
+        extractor("interrupted")(x)
+
+
+def test_how_long_a_modules_answers_are_does_not_matter(tmp_path):
+    """A power of two changes no bit of a direction; nor does it make one of length 0."""
+
+    def of(name, x):
+        chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
+        return Extractor(chosen, (2, 3), 0, tmp_path)(x)
+
+    x = made(20, (2, 3))
+    x[3] = 0
+    expected = of("times_1", x)
+    straight = nn.functional.normalize(x.flatten(1)).half()
+    assert torch.equal(expected.x, straight)
+    assert expected.good.all()
+    for name in ("times_huge", "times_tiny"):
+        assert torch.equal(of(name, x).x, straight)
+        assert of(name, x).good.all()
+    for by in (1e30, 1e-30, 1e-44):
+        assert of("times_1", x * by).x[x.flatten(1).sum(1) > 0].float().norm(dim=1).min() > 0.99
 
 
 def test_a_plain_run_needs_no_word_on_what_its_backbone_was_trained_on():

@@ -1,20 +1,22 @@
 """Features of somebody's own: factory(shape) -> a frozen nn.Module, given one record at a time.
 
-A module is given each record alone, as a batch of one, with the random state of every other; one
-that changes its own weights or buffers at a record is put back, and that record left out. What a
-module keeps elsewhere, as in an attribute of Python's, is tried on made-up records in two orders: a
-factory is code that its users answer for. Its weights are those that the factory leaves, or those
-of a file of safetensors or of torch, whose SHA-256 the plan names.
+A module is given each record alone, as a batch of one, with the random state of every other. What
+it holds (see held) is put back after each; where its weights or buffers had become others, the
+record is left out. What is kept elsewhere, as in a variable of its file, is tried on made-up
+records in two orders: a factory is code that its users answer for. Its weights are those that the
+factory leaves, or those of a file of safetensors or of torch, whose SHA-256 the plan names.
 """
 
 import hashlib
 import inspect
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
+from fedpact.features.held import Held
 from fedpact.features.settings import FeatureSettings
 from fedpact.models.weights import checked, tensors_of
 from fedpact.own.named import own_factory
@@ -38,7 +40,7 @@ class Backbone:
             torch.manual_seed(seed)
             try:
                 module = factory(shape)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ModelError(
                     f"{self._name}: calling it with shape {shape} failed with "
                     f"{type(error).__name__}: {error}; expected {_FORM}"
@@ -47,40 +49,52 @@ class Backbone:
             raise ModelError(f"{self._name} returned {type(module).__name__}: expected {_FORM}")
         if settings.weights is not None:
             self._fill(module, at / settings.weights, settings.sha256)
-        self._module, self._seed = module.eval().requires_grad_(False), seed
-        self._state = [*module.parameters(), *module.buffers()]
-        self._kept = [t.detach().clone() for t in self._state]
+        self._module, self._seed = module.eval(), seed
+        try:
+            self._held = Held(module)
+        except TypeError as error:
+            raise ModelError(
+                f"{self._name} holds {error}: expected dense tensors with values in the CPU's "
+                "memory; of lazy layers, have the factory call the module once"
+            ) from None
+        module.requires_grad_(False)
         self._try(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a record's features [p] as float32, of x [1, *shape].
+        """Return a record's features [p] as float32, of x [1, *shape], times some power of two.
 
+        The largest is in [0.5, 1) then, unless all are 0, so that no length is beyond float32.
         Raises ModelError: another form, or a module that changes itself; and whatever it raises.
         """
-        before = [t._version for t in self._state]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
                 found = self._module(x.clone())
+        except (Exception, KeyboardInterrupt):  # the latter is the user's, as far as one can tell
+            raise
+        except BaseException as error:  # as of sys.exit(): at a record it must not end a party
+            raise RuntimeError(f"{self._name} raised {type(error).__name__}") from error
         finally:
-            changed = before != [t._version for t in self._state]
-            if changed:
-                self._put_back()
+            changed = self._held.put_back()
         if changed:
             raise ModelError(
-                f"{self._name} changes its own weights or buffers at a record, which the next one "
-                "would tell of: expected a module that leaves them as they are"
+                f"{self._name} changes its own weights, buffers or mode at a record, which the "
+                "next one would tell of: expected a module that leaves them as they are; what it "
+                "fills at its first call, have the factory fill by a call of its own"
             )
         if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
             what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ModelError(
                 f"{self._name} answers a batch of one record with {what}: expected [1, ...]"
             )
-        return found.detach().reshape(-1).float()
-
-    def _put_back(self) -> None:
-        for t, kept in zip(self._state, self._kept, strict=True):
-            t.copy_(kept)
+        if found.is_complex() or not found.numel():
+            raise ModelError(
+                f"{self._name} answers a record with {found.numel()} numbers of {found.dtype}: "
+                "expected at least one, and real numbers, as torch.view_as_real makes of others"
+            )
+        values = found.detach().reshape(-1).double().numpy()
+        exponent = np.frexp(np.abs(values).max())[1]
+        return torch.from_numpy(np.ldexp(values, -exponent)).float()
 
     def _try(self, shape: tuple[int, ...]) -> None:
         """Raise ModelError where made-up records are answered otherwise in another order."""
@@ -88,9 +102,11 @@ class Backbone:
         drawn = torch.rand(1, *shape, generator=generator)
         made = [torch.zeros(1, *shape), torch.ones(1, *shape), drawn]
         with torch.no_grad():
+            self.width = self._width(made[0])
             once = [self._answer(x) for x in made]
             again = [self._answer(x) for x in reversed(made)][::-1]
-        state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in self._kept]
+        of = (*self._module.parameters(), *self._module.buffers())
+        state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
         # Code that the factory's file imports is in what it answers.
         self.fingerprint = hashlib.sha256(b"".join([*state, *once])).hexdigest()
         if once != again:
@@ -98,6 +114,17 @@ class Backbone:
                 f"{self._name} answers a record otherwise after others: expected a module without "
                 "state of its own and without random numbers but torch's"
             )
+
+    def _width(self, zeros: Tensor) -> int:
+        try:
+            return len(self(zeros))
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{self._name} failed at a record of zeros with {type(error).__name__}: {error}; "
+                "expected numbers, which say how many a record has"
+            ) from error
 
     def _answer(self, x: Tensor) -> bytes:
         try:

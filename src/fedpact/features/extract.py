@@ -75,11 +75,10 @@ class Extractor:
     @cached_property
     def width(self) -> int:
         """How many numbers a record's features are, p."""
-        zeros = torch.zeros(1, *self._shape)
+        if self._settings.factory:
+            return self._backbone.width
         with torch.no_grad():
-            if self._settings.factory:
-                return len(self._backbone(zeros))
-            return self._mapped(zeros).shape[1]
+            return self._mapped(torch.zeros(1, *self._shape)).shape[1]
 
     @property
     def key(self) -> str:

@@ -1,0 +1,103 @@
+"""What a module holds: found once, compared after each record, and put back.
+
+Held are its parameters and buffers, its submodules, whether each trains, its attributes, and what
+of all this lies in lists, dicts, sets and tuples of theirs. Tensors are compared by the bytes of
+their memory, so that no way to write to them is passed over (`p.data`, `b.numpy()`). What else
+there is, other objects, variables of files, closures, is not held.
+"""
+
+from collections import deque
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+class Held:
+    """What a module holds now. Raises TypeError: tensors that cannot be compared."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # Kept for good, so that an id is one thing's alone.
+        self._seen = dict[int, Any]()
+        self._tensors = list[tuple[Tensor, Tensor]]()
+        self._memory = dict[int, list[tuple[Tensor, Tensor]]]()
+        self._places = list[tuple[Any, list[Any]]]()
+        self._registered = set[int]()
+        self._modes = list[tuple[dict[str, Any], Any]]()
+        waiting: list[Any] = [module, *module.parameters(), *module.buffers()]
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) not in self._seen:
+                self._seen[id(thing)] = thing
+                waiting.extend(self._found_in(thing))
+
+    def put_back(self) -> bool:
+        """Put all of it back; whether weights, buffers, submodules or modes had become others."""
+        changed = any(own.get("training") is not mode for own, mode in self._modes)
+        for place, kept in self._places:
+            if not _same(_listed(place), kept):
+                changed = changed or id(place) in self._registered
+                _fill(place, kept)
+        for memory, kept in (pair for pairs in self._memory.values() for pair in pairs):
+            if not torch.equal(memory, kept):
+                changed = True
+                memory.copy_(kept)
+        for t, own in self._tensors:
+            if _form(t) != _form(own):
+                changed = True
+                t.data = own
+        return changed
+
+    def _found_in(self, thing: Any) -> list[Any]:
+        """Note a thing; return what lies in it."""
+        if isinstance(thing, Tensor):
+            self._note(thing)
+            return []
+        if isinstance(thing, nn.Module):
+            own = vars(thing)
+            self._modes.append((own, own.get("training")))
+            self._registered.update(id(own.get(name)) for name in _REGISTERED)
+            return [own]
+        if isinstance(thing, dict | list | set | deque):
+            listed = _listed(thing)
+            self._places.append((thing, listed))
+            return listed
+        return list(cast(tuple[Any, ...], thing)) if isinstance(thing, tuple) else []
+
+    def _note(self, t: Tensor) -> None:
+        if t.device.type != "cpu" or t.layout is not torch.strided or is_lazy(t):
+            raise TypeError(f"a tensor of {type(t).__name__}, {t.device}, {t.layout}")
+        self._tensors.append((t, t.detach()))
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self._memory:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            # Eight bytes at a time are compared fastest.
+            even = len(whole) - len(whole) % 8
+            parts = whole[:even].view(torch.int64), whole[even:]
+            self._memory[storage.data_ptr()] = [(part, part.clone()) for part in parts]
+
+
+def _form(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def _listed(place: Any) -> list[Any]:
+    return [x for pair in place.items() for x in pair] if isinstance(place, dict) else list(place)
+
+
+def _same(now: list[Any], kept: list[Any]) -> bool:
+    return len(now) == len(kept) and all(map(is_, now, kept))
+
+
+def _fill(place: Any, kept: list[Any]) -> None:
+    place.clear()
+    if isinstance(place, dict):
+        place.update(zip(kept[::2], kept[1::2], strict=True))
+    elif isinstance(place, set):
+        place.update(kept)
+    else:
+        place.extend(kept)
