@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
 
 class Held:
     """What a module holds now. Raises TypeError: tensors that cannot be compared."""
@@ -26,21 +24,22 @@ class Held:
         self._tensors = list[tuple[Tensor, Tensor]]()
         self._memory = dict[int, list[tuple[Tensor, Tensor]]]()
         self._places = list[tuple[Any, list[Any]]]()
-        self._registered = set[int]()
-        self._modes = list[tuple[dict[str, Any], Any]]()
         waiting: list[Any] = [module, *module.parameters(), *module.buffers()]
         while waiting:
             thing = waiting.pop()
             if id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 waiting.extend(self._found_in(thing))
+        self._module, self._registered = module, _registered(module)
 
     def put_back(self) -> bool:
         """Put all of it back; whether weights, buffers, submodules or modes had become others."""
-        changed = any(own.get("training") is not mode for own, mode in self._modes)
+        try:
+            changed = _registered(self._module) != self._registered
+        except Exception:  # torch's own attributes are gone
+            changed = True
         for place, kept in self._places:
             if not _same(_listed(place), kept):
-                changed = changed or id(place) in self._registered
                 _fill(place, kept)
         for memory, kept in (pair for pairs in self._memory.values() for pair in pairs):
             if not torch.equal(memory, kept):
@@ -58,10 +57,7 @@ class Held:
             self._note(thing)
             return []
         if isinstance(thing, nn.Module):
-            own = vars(thing)
-            self._modes.append((own, own.get("training")))
-            self._registered.update(id(own.get(name)) for name in _REGISTERED)
-            return [own]
+            return [vars(thing)]
         if isinstance(thing, dict | list | set | deque):
             listed = _listed(thing)
             self._places.append((thing, listed))
@@ -79,6 +75,11 @@ class Held:
             even = len(whole) - len(whole) % 8
             parts = whole[:even].view(torch.int64), whole[even:]
             self._memory[storage.data_ptr()] = [(part, part.clone()) for part in parts]
+
+
+def _registered(module: nn.Module) -> list[int]:
+    things = (module.modules(), module.parameters(), module.buffers())
+    return [*(m.training for m in module.modules()), *(id(thing) for t in things for thing in t)]
 
 
 def _form(t: Tensor) -> tuple[Any, ...]:
