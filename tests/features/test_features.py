@@ -23,7 +23,7 @@ from fedpact.features import cache, settings
 from fedpact.features.cache import beside, features
 from fedpact.features.extract import Extractor
 from fedpact.features.kinds import KINDS, FeatureKind
-from fedpact.features.made import dead_leaves
+from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
@@ -116,7 +116,9 @@ def test_whitened_features_of_made_images_are_uncorrelated_where_they_vary(tmp_p
     mean, whitening = Extractor(
         FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
     )._whitening
-    found = torch.cat([raw._mapped(x) for x in dead_leaves(4000, SHAPE, 3).split(64)]).double()
+    found = torch.cat(
+        [raw._mapped(x) for x in dead_leaves(4000, SHAPE, 3, 0, 4000).split(64)]
+    ).double()
     assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
     covariance = torch.cov((found - mean).T, correction=0)
     ridge = 0.4 * covariance.trace() / len(covariance)
@@ -184,12 +186,29 @@ def test_a_patchs_brightness_and_contrast_do_not_count():
 
 
 def test_made_images_are_nobodys_and_no_two_are_alike():
-    images = dead_leaves(50, (3, 10, 9), 1)
+    images = dead_leaves(50, (3, 10, 9), 1, 0, 50)
     assert images.shape == (50, 3, 10, 9)
     assert 0 <= images.min() <= images.max() <= 1
     assert images.unique(dim=0).shape[0] == 50
-    assert torch.equal(images, dead_leaves.__wrapped__(50, (3, 10, 9), 1))
-    assert not torch.equal(images, dead_leaves(50, (3, 10, 9), 2))
+    assert torch.equal(images, dead_leaves.__wrapped__(50, (3, 10, 9), 1, 0, 50))
+    assert not torch.equal(images, dead_leaves(50, (3, 10, 9), 2, 0, 50))
+
+
+def test_made_images_in_parts_are_the_same_images():
+    """Each is drawn from the same numbers, whoever is made beside it."""
+    shape = (3, 7, 9)
+    whole = dead_leaves.__wrapped__(MADE, shape, 1, 0, MADE)
+    for start, stop in ((0, 8), (8, 9), (1003, 1500), (3999, MADE)):
+        part = dead_leaves.__wrapped__(MADE, shape, 1, start, stop)
+        assert torch.equal(part, whole[start:stop])
+    assert torch.equal(torch.cat(list(made_images(1000, shape, 1))), whole[:1000])
+
+
+def test_large_images_are_made_in_parts_that_fit_into_memory():
+    """4,000 of them would be 2.4 GB, and what draws them several times that."""
+    first = next(iter(made_images(MADE, (3, 224, 224), 1)))
+    assert len(first) % 8 == 0
+    assert first.numel() <= 2**24
 
 
 # ---------------------------------------------------------------- what is refused

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedpact.errors import ModelError
 from fedpact.features.backbone import Backbone, source_of
 from fedpact.features.kinds import KINDS
-from fedpact.features.made import MADE, dead_leaves
+from fedpact.features.made import MADE, made_images
 from fedpact.features.settings import FeatureSettings
 from fedpact.persample.products import aligned, linear
 
@@ -147,8 +147,8 @@ class Extractor:
                 f"at most {_MOST_WHITENED} with whiten = true; lower cells or filters, or set "
                 "whiten = false"
             )
-        made = dead_leaves(MADE, self._image, self._seed)
-        found = self._mapped_all(made).double()
+        made = made_images(MADE, self._image, self._seed)
+        found = torch.cat([self._mapped_all(some) for some in made]).double()
         mean = found.mean(0)
         found -= mean
         covariance = found.T @ found / len(found)

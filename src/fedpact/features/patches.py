@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.draws.seeded import stream
-from fedpact.features.made import MADE, dead_leaves
+from fedpact.features.made import made_images
 
 _IMAGES: Final = 1000
 _FLAT: Final = 0.03
@@ -35,11 +35,10 @@ class Patches:
         threshold: float,
     ) -> None:
         self._cells, self._size, self._threshold = cells, size, threshold
-        made = dead_leaves(MADE, shape, seed)[:_IMAGES]
         draws = stream("patches", seed, *shape, size)
-        found = F.unfold(made, size).transpose(1, 2)
-        place = torch.randint(found.shape[1], (_IMAGES, 20), generator=draws)
-        some = found.gather(1, place[..., None].expand(-1, -1, found.shape[2])).flatten(0, 1)
+        places = (shape[1] - size + 1) * (shape[2] - size + 1)
+        place = torch.randint(places, (_IMAGES, 20), generator=draws)
+        some = _at(shape, seed, size, place)
         some = some[some.std(1, correction=0) > _FLAT]
         some = _contrast(some).double()
         values, vectors = torch.linalg.eigh(some.T @ some / len(some))
@@ -64,6 +63,16 @@ class Patches:
             for side in (found, -found)
         ]
         return torch.cat(pooled, 1)
+
+
+def _at(shape: tuple[int, int, int], seed: int, size: int, place: Tensor) -> Tensor:
+    """Return the patches of made images at places [n, m], as rows [n m, channels size²]."""
+    made = (image for part in made_images(len(place), shape, seed) for image in part.split(8))
+    rows = list[Tensor]()
+    for images, at in zip(made, place.split(8), strict=True):
+        found = F.unfold(images, size).transpose(1, 2)
+        rows.append(found.gather(1, at[..., None].expand(-1, -1, found.shape[2])).flatten(0, 1))
+    return torch.cat(rows)
 
 
 def _contrast(patches: Tensor) -> Tensor:
