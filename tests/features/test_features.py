@@ -218,7 +218,10 @@ def test_large_images_are_made_in_parts_that_fit_into_memory():
     ("chosen", "shape", "word"),
     [
         (SMALL["scattering"], (13,), "expected images"),
-        (SMALL["patches"], (1, 3, 28), "lower cells"),
+        (SMALL["patches"], (1, 3, 28), "at least 4 x 4 pixels, as size = 4; lower size"),
+        ({"kind": "scattering"}, (1, 8), "at least 2 x 2 pixels$"),
+        ({**SMALL["patches"], "cells": 6}, (8, 8), "5 x 5 at most; lower cells, or size = 4"),
+        ({**SMALL["patches"], "threshold": 1000.0}, (8, 8), "a lower threshold than 1000"),
         ({"kind": "scattering", "cells": 9}, (8, 8), "4 x 4 at most"),
         ({"kind": f"{OWN}:none", "trained_on": "x"}, SHAPE, "cannot be imported|has no attribute"),
         ({"kind": f"{OWN}:nothing", "trained_on": "x"}, SHAPE, "returned NoneType"),
@@ -401,8 +404,21 @@ def test_a_file_that_is_another_or_fits_no_module_is_refused(tmp_path):
     # A file of torch's that would carry code out is none of weights.
     torch.save(module, tmp_path / "code.pt")
     code = hashlib.sha256((tmp_path / "code.pt").read_bytes()).hexdigest()
-    with pytest.raises(ModelError, match="does not fill"):
+    with pytest.raises(ModelError, match="cannot be read as weights") as told:
         extractor(weights="code.pt", sha256=code)
+    assert "\n" not in str(told.value)
+    assert "http" not in str(told.value)
+
+
+@pytest.mark.parametrize("table", ["features", "initial"])
+def test_a_sha256_counts_in_either_case_and_what_is_none_is_told(tmp_path, table):
+    _, sha256 = weights_file(tmp_path / "w.pt")
+    own = {"kind": f"{OWN}:linear"} if table == "features" else {}
+    chosen = {**own, "weights": str(tmp_path / "w.pt"), "trained_on": "made numbers"}
+    plan = Plan.parse({table: {**chosen, "sha256": sha256.upper()}})
+    assert getattr(plan, table).sha256 == sha256
+    with pytest.raises(PlanError, match="expected 64 hexadecimal digits"):
+        Plan.parse({table: {**chosen, "sha256": sha256[:-1]}})
 
 
 def test_records_at_which_a_backbone_fails_are_left_out_by_themselves(tmp_path, caplog):

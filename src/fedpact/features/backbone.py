@@ -136,8 +136,9 @@ class Backbone:
 
     def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
         block = checked(path, sha256, "features.weights")
+        tensors = tensors_of(path, block, "features.weights")
         try:
-            module.load_state_dict(tensors_of(path, block))
+            module.load_state_dict(tensors)
         except Exception as error:
             raise ModelError(
                 f"features.weights: {path} does not fill the module of {self._name} "

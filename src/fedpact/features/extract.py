@@ -154,9 +154,13 @@ class Extractor:
         covariance = found.T @ found / len(found)
         ridge = _SHRINKAGE / p * covariance.trace()
         if not ridge > 0:
+            of = self._settings
+            what = "larger images, or set whiten = false"
+            if of.kind == "patches":
+                what = f"a lower threshold than {of.threshold:g}, or larger images"
             raise ModelError(
-                f"features.kind = {self._settings.kind!r} finds the same in every made image of "
-                f"shape {self._image}: expected larger images, or set whiten = false"
+                f"features.kind = {of.kind!r} finds the same in every made image of shape "
+                f"{self._image}: expected {what}"
             )
         covariance.diagonal().add_(ridge)
         factor = torch.linalg.cholesky(covariance)

@@ -48,11 +48,18 @@ def _patches(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
 
 
 def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
+    if most < 1:
+        least = settings.size if settings.kind == "patches" else 2
+        raise ModelError(
+            f"features.kind = {settings.kind!r} with images of shape {shape}: expected at least "
+            f"{least} x {least} pixels"
+            + (f", as size = {least}; lower size" if settings.kind == "patches" else "")
+        )
     cells = min(default, most) if settings.cells is None else settings.cells
     if not 1 <= cells <= most:
         raise ModelError(
             f"features.kind = {settings.kind!r} with cells = {cells}: an image of shape {shape} "
-            f"has places for {max(most, 0)} x {max(most, 0)} at most; lower cells"
+            f"has places for {most} x {most} at most; lower cells"
             + (f", or size = {settings.size}" if settings.kind == "patches" else "")
         )
     return cells

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedpact.errors import FedpactError
 from fedpact.features.kinds import KINDS
+from fedpact.models.weights import lowered
 
 _OWN: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FACTORY: Final = "package.module:factory"
@@ -62,7 +63,7 @@ class FeatureSettings(BaseModel):
     whiten: bool = True
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     weights: str | None = None
-    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    sha256: Annotated[str | None, AfterValidator(lowered)] = None
     trained_on: str | None = Field(default=None, pattern=r"\S")
 
     @property

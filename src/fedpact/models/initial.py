@@ -17,14 +17,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError, PlanError
 from fedpact.models.held import alike, all_held
-from fedpact.models.weights import block_of, checked, tensors_of
+from fedpact.models.weights import block_of, checked, lowered, tensors_of
 from fedpact.own.named import brings_weights, is_own
 
 _SETTING = "initial.weights"
@@ -52,7 +52,7 @@ class InitialSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     weights: str | None = Field(default=None, min_length=1)
-    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    sha256: Annotated[str | None, AfterValidator(lowered)] = None
     trained_on: str | None = Field(default=None, pattern=r"\S")
 
     @model_validator(mode="before")
@@ -174,14 +174,7 @@ class InitialSettings(BaseModel):
             return None
         path = self._path(at)
         block = checked(path, self.sha256, _SETTING)
-        try:
-            found: object = tensors_of(path, block)
-        except Exception as error:
-            raise ModelError(
-                f"{_SETTING}: {path} cannot be read ({type(error).__name__}: {error}): expected a "
-                "state_dict, as safetensors.torch.save_file or torch.save writes it"
-            ) from error
-        return _tensors(path, found)
+        return _tensors(path, tensors_of(path, block, _SETTING))
 
     def file(self) -> Path:
         """Return the file, of a folder the model in it, relative to the working directory."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,28 @@ def checked(path: Path, sha256: str | None, setting: str) -> bytes:
     return block
 
 
-def tensors_of(path: Path, block: bytes) -> Mapping[str, Any]:
-    """Return the tensors of a file of safetensors or torch, by name. Raises what reading does."""
-    if path.suffix == ".safetensors":
-        return load_tensors(block)
-    # weights_only: a file of torch's may otherwise hold code, which would be carried out.
-    return torch.load(io.BytesIO(block), map_location="cpu", weights_only=True)
+def tensors_of(path: Path, block: bytes, setting: str) -> Mapping[str, Any]:
+    """Return the tensors of a file of safetensors or torch, by name. Raises ModelError: it is none.
+
+    setting: what names the file, for errors.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return load_tensors(block)
+        # weights_only: a file of torch's may otherwise hold code, which would be carried out.
+        return torch.load(io.BytesIO(block), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's own text is of other settings than a user's
+        raise ModelError(
+            f"{setting}: {path} cannot be read as weights ({type(error).__name__}): expected a "
+            "state_dict, as safetensors.torch.save_file (NAME.safetensors) or torch.save writes "
+            "it, without code of other classes"
+        ) from error
+
+
+def lowered(sha256: str | None) -> str | None:
+    """Return a SHA-256 in lower case. Raises ValueError: it is none."""
+    if sha256 is None or re.fullmatch(r"[0-9a-f]{64}", sha256.lower()):
+        return sha256 and sha256.lower()
+    raise ValueError(
+        f"{sha256!r} is no SHA-256: expected 64 hexadecimal digits, as `sha256sum FILE` prints them"
+    )
