@@ -253,7 +253,7 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_sites(names)
         self.privacy.check_shared(self.secure_aggregation.threshold, len(names))
         each = self.participants(names).rounds(self.after, self.rounds)
-        requests = (self._request(name, sizes[name], names, each[name]) for name in names)
+        requests = (self.request(name, sizes[name], names, each[name]) for name in names)
         result = {request.site: self.privacy.terms(names, request) for request in requests}
         return self.privacy.together(result)
 
@@ -267,7 +267,7 @@ class Plan(ShownPlan, BaseModel):
             return None
         return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
 
-    def _request(self, name: str, size: float, names: tuple[str, ...], rounds: int) -> TermsRequest:
+    def request(self, name: str, size: float, names: tuple[str, ...], rounds: int) -> TermsRequest:
         """Return what one of these sites' terms follow from. rounds: that it takes part in."""
         mode, spare = self.privacy.mode, self.budget.spare_rounds if rounds else 0
         if mode == "none":

@@ -2,14 +2,17 @@
 
 import math
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedpact.cli.plan import forecast, optimised
 from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.scene import Scene
-from fedpact.errors import PlanError
+from fedpact.errors import FedpactError, PlanError
 from fedpact.plan import Plan
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
@@ -30,6 +33,11 @@ def test_the_choice_keeps_the_budget_together_with_what_is_no_batch(overrides):
     (case,) = optimised(whole, passes=4.0)["cases"]
     chosen, terms = case["chosen"], whole.terms["site-00"]
     history = terms.history(0, terms.openings)
+    if terms.openings:
+        # Their noise is so many times that of a batch, which is another one now.
+        (opening,) = history
+        grown = opening.sigma * chosen["sigma"] / terms.event.sigma
+        history = Counter({replace(opening, sigma=grown): terms.openings})
     history[SampledGaussian(chosen["sampling_rate"], chosen["sigma"])] += int(chosen["steps"])
     assert 0.99 * case["epsilon"] < epsilon(history, case["delta"]) <= case["epsilon"]
     assert chosen["passes"] <= 4.0
@@ -131,3 +139,56 @@ def test_rounds_are_weighed_by_what_signal_there_is(budget):
     assert (chosen["rounds"] < 10) == (budget < 1)
     spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"])
     assert 0.99 * budget < spent <= budget
+
+
+PROPOSED: list[dict[str, Any]] = [
+    {},
+    {"sites": 1},
+    {"sampling_rate": 1.0},
+    {"sampling_rate": 0.001},
+    {"privacy": {"accountant": "rdp"}},
+    {"privacy": {"mode": "batch_clipped"}},
+    {"budget": {"spare_rounds": 10}},
+    {"algorithm": "ldp_fedsgd"},
+    {"algorithm": "fedproxvr"},
+    {"privacy": {"trust": "sum", "honest": 2}, "secure_aggregation": {"threshold": 3}},
+]
+
+
+@pytest.mark.parametrize("passes", [None, 40.0])
+@pytest.mark.parametrize("tables", PROPOSED, ids=str)
+def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
+    tables: dict[str, Any], passes: float | None
+) -> None:
+    tables = {"sites": 3, "rounds": 10, **tables}
+    plan = Plan.parse(tables)
+    (case,) = optimised(Scene.of(plan), passes)["cases"]
+    told = case["chosen"]
+    if told["local_steps"] != plan.method.steps():
+        tables = {**tables, "settings": {"local_steps": told["local_steps"]}}
+    proposed = {key: told[key] for key in ("rounds", "sampling_rate")}
+    for terms in Scene.of(Plan.parse({**tables, **proposed})).terms.values():
+        assert terms.event.sigma == pytest.approx(told["sigma"], rel=1e-9)
+        snr = math.sqrt(told["rounds"] * told["local_steps"]) * terms.rate / terms.event.sigma
+        assert snr == pytest.approx(told["snr"], rel=1e-9)
+    assert case["gain"] == pytest.approx(told["snr"] / case["configured"]["snr"])
+    reached = case["configured"]["passes"] <= (passes or math.inf)
+    assert case["gain"] >= 1 or case["useful_rounds"] < 10 or not reached
+    assert told["passes"] <= (passes or case["configured"]["passes"]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tables", "passes", "why"),
+    [
+        ({"control": {"kind": "ali"}}, None, "τ is chosen on the way"),
+        ({"privacy": {"mode": "none"}}, None, "how to spend ε, and there is none"),
+        ({}, 0.0, "passes is 0"),
+        ({}, math.nan, "passes is nan"),
+        ({"privacy": {"epsilon": 1e-6}}, None, "no noise is large enough"),
+    ],
+)
+def test_where_nothing_can_be_proposed_it_says_why(
+    tables: dict[str, Any], passes: float | None, why: str
+) -> None:
+    with pytest.raises(FedpactError, match=why):
+        optimised(Scene.of(Plan.parse(tables)), passes)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from fedpact.privacy.terms import Terms, channels
 from fedpact.text import size, upper
 from fedpact.theory.accounting import Budget
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
-from fedpact.theory.planner import Choice, best
+from fedpact.theory.planner import MOST_STEPS, Choice, best
 from fedpact.theory.shares import UNITS
 
 
@@ -50,43 +51,54 @@ def plan(
 def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
 
-    Raises PlanError: a plain run, which has no budget to spend.
+    Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
     """
-    if not scene.plan.private:
-        raise PlanError(
-            f"--optimise chooses how to spend ε: with {scene.plan.why_unprotected} there is none"
-        )
-    if scene.participants.partial:
-        raise PlanError(
-            f"--optimise with sites_per_round = {scene.plan.sites_per_round}: it chooses for sites "
-            "that take part in every round; leave one of them out"
-        )
+    plan, rounds = scene.plan, _own_rounds(scene.plan)
+    for name, why, found in (
+        (plan.why_unprotected, "it chooses how to spend ε, and there is none", not plan.private),
+        (
+            f"sites_per_round = {plan.sites_per_round}",
+            "it chooses for sites that take part in every round; leave one of them out",
+            scene.participants.partial,
+        ),
+        ("a τ that follows the budgets", "τ is chosen on the way", plan.method.controlled),
+    ):
+        if found:
+            raise PlanError(f"--optimise with {name}: {why}")
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
         if key not in cases:
-            rounds = _own_rounds(scene.plan)
-            now = Choice(terms.rate, terms.event.sigma, rounds, max(1, terms.steps // rounds))
-            most = passes or now.passes
-            best_one = _best(terms, rounds, most)
+            now = Choice(terms.rate, terms.event.sigma, rounds, plan.method.steps())
+            most = now.passes if passes is None else passes
+            best_one = _best(scene, terms, rounds, most)
             useful = _useful(scene, terms, best_one)
             if useful is not None and useful < rounds:
-                best_one = _best(terms, useful, most)
+                best_one = _best(scene, terms, useful, most)
+            elif now.snr > best_one.snr and now.passes <= most:
+                best_one = now
             cases[key] = {
                 "epsilon": terms.budget.epsilon,
                 "delta": terms.budget.delta,
-                "configured": _described(now),
-                "chosen": _described(best_one),
+                "configured": now.told(),
+                "chosen": best_one.told(),
                 "gain": best_one.snr / now.snr,
                 "useful_rounds": useful,
             }
     return {"cases": list(cases.values())}
 
 
-def _best(terms: Terms, rounds: int, passes: float) -> Choice:
+def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
+    """Return the best choice, with the σ that a plan of it has: calibrated as the plan's own is."""
+    plan, own = scene.plan, scene.plan.algorithm_settings
     # What is not a batch is paid for first: a noisy size, the openings of the rounds.
     fixed = terms.history(0, min(terms.openings, rounds))
-    return best(terms.budget, rounds, passes, fixed)
+    alone = plan.privacy.honest or "local_steps" not in type(own).model_fields
+    one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
+    asked = plan.request(terms.site, terms.size, tuple(scene.terms), rounds)
+    steps = asked.steps // plan.method.steps() * one.local_steps
+    planned = replace(asked, rate=one.rate, steps=steps).calibrated()
+    return replace(one, sigma=planned.event.sigma)
 
 
 def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
@@ -100,18 +112,6 @@ def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
     weights = FlatModel(scene.module()).size
     snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
     return useful_rounds(snr)
-
-
-def _described(one: Choice) -> dict[str, float]:
-    return {
-        "sampling_rate": one.rate,
-        "sigma": one.sigma,
-        "rounds": one.rounds,
-        "steps": one.steps,
-        "local_steps": one.local_steps,
-        "passes": one.passes,
-        "snr": one.snr,
-    }
 
 
 def forecast(scene: Scene) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
         f"The choice has {gains} times the signal to noise at the same (ε, δ). Set it by rounds = "
-        "T / τ, sampling_rate and settings.local_steps."
+        "T / τ, sampling_rate and settings.local_steps, without privacy.sigma."
     )
     pay = [case["useful_rounds"] for case in chosen["cases"] if case["useful_rounds"]]
     if pay:

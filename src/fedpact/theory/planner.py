@@ -20,6 +20,7 @@ from fedpact.theory.calibration import smallest_sigma
 _ALIKE = 0.01
 _HALVINGS = 5
 _LOCAL_STEPS = (1, 2, 4, 8, 16)
+MOST_STEPS = _LOCAL_STEPS[-1]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class Choice:
         """sqrt(T) q / σ."""
         return math.sqrt(self.steps) * self.rate / self.sigma
 
+    def told(self) -> dict[str, float]:
+        """Return it as plain data, its rate and number of iterations by their keys in a plan."""
+        return {
+            "sampling_rate": self.rate,
+            "sigma": self.sigma,
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "local_steps": self.local_steps,
+            "passes": self.passes,
+            "snr": self.snr,
+        }
+
 
 def choice(
     budget: Budget,
@@ -66,17 +79,22 @@ def choice(
 
 
 def candidates(
-    budget: Budget, rounds: int, passes: float, spent: History | None = None
+    budget: Budget,
+    rounds: int,
+    passes: float,
+    spent: History | None = None,
+    most_steps: int = MOST_STEPS,
 ) -> list[Choice]:
     """Return the plans within the budgets, cheapest first, with σ by RDP: enough to rank them.
 
     rounds: >= 1, all of them used. passes: most passes over each site's data, > 0; where even one
     record a round is more than that, rates go down to passes / rounds. spent: see `choice`.
+    most_steps: τ is at most this, >= 1.
     """
     check.count(rounds=rounds)
     check.positive(passes=passes)
     found: list[Choice] = []
-    for local_steps in _LOCAL_STEPS:
+    for local_steps in (each for each in _LOCAL_STEPS if each <= most_steps):
         most = min(1.0, passes / (rounds * local_steps))
         # Local steps multiply what one round's message is worth, not what a batch is: once the
         # rate has to fall below a hundredth for them, they are no gain by any measure.
@@ -88,9 +106,15 @@ def candidates(
     return sorted(found, key=lambda c: c.passes)
 
 
-def best(budget: Budget, rounds: int, passes: float, spent: History | None = None) -> Choice:
+def best(
+    budget: Budget,
+    rounds: int,
+    passes: float,
+    spent: History | None = None,
+    most_steps: int = MOST_STEPS,
+) -> Choice:
     """Return the candidate with the largest snr, the cheapest of those alike, with its exact σ."""
-    found = candidates(budget, rounds, passes, spent)
+    found = candidates(budget, rounds, passes, spent, most_steps)
     top = max(c.snr for c in found)
     chosen = next(c for c in found if c.snr >= (1 - _ALIKE) * top)
     return choice(budget, chosen.rate, chosen.rounds, chosen.local_steps, spent=spent)
