@@ -502,6 +502,10 @@ def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
     first = features(x, counted, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     second = features(x, counted, path)
+    # As a copy may be.
+    path.chmod(0o644)
+    assert torch.equal(features(x, counted, path).x, first.x)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert counted.count == 10
     assert torch.equal(first.x, second.x)
     assert torch.equal(first.good, second.good)

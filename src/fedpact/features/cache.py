@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedpact.features.extract import Extractor, Found
-from fedpact.files import write_whole
+from fedpact.files import PRIVATE, write_whole
 
 SUFFIX: Final = ".features"
 _DIGEST: Final = 32
@@ -52,6 +52,9 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
 def _stored(cache: Path, key: bytes, count: int, width: int) -> Found | None:
     try:
         block = cache.read_bytes()
+        # As of a copy: what others may read is made private, or made anew where it cannot be.
+        if cache.stat().st_mode & ~PRIVATE & 0o777:
+            cache.chmod(PRIVATE)
     except OSError:
         return None
     if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
