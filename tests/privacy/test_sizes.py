@@ -75,9 +75,9 @@ def test_size_and_training_together_spend_the_budget(noise):
 
 
 def test_with_given_noise_the_size_takes_steps_away():
-    asked = {"rounds": 10**5, "sampling_rate": 0.1, "privacy": {"sigma": 1.0, "size_noise": 4.0}}
+    asked = {"rounds": 10**5, "sampling_rate": 0.1, "privacy": {"sigma": 1.0}}
     (declared,) = Plan.parse(asked).terms({"a": 1.0}).values()
-    asked["privacy"] |= NOISY
+    asked["privacy"] |= {**NOISY, "size_noise": 4.0}
     (terms,) = Plan.parse(asked).terms({"a": 1.0}).values()
     assert terms.steps < declared.steps
     assert recount(terms, terms.steps) <= 2 * (1 + 1e-4)
