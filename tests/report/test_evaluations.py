@@ -83,6 +83,8 @@ def test_where_nothing_is_released_a_simulation_shows_exact_rates_and_says_who_s
     if nothing == "no privacy":
         tables["privacy"] = {"mode": "none"}
     else:
+        own = tables["evaluation"]
+        tables["evaluation"] = {k: v for k, v in own.items() if k not in ("epsilon", "delta")}
         tables["evaluation"] |= {"releases": []}
     folder = run_folder(tmp_path, "plain", 0)
     plan = Plan.parse({**table, **tables})
