@@ -302,12 +302,12 @@ def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
 
 def _check_kind(data: Dataset) -> None:
     """Raise InputError: records or labels that no model recommended here learns."""
-    what = "" if data.x.is_floating_point() else 'records are whole numbers, as words: try "lstm"'
-    if what := what or ("" if data.kind == "class" else "labels are no classes: see [task]"):
-        raise InputError(
-            f"{data.name}: {what}, begin with `fedpact plan`; recommended is a linear "
-            "model of numbers and classes"
-        )
+    begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
+    if not data.x.is_floating_point():
+        words = 'whole numbers, as words are: see model = "lstm" or "transformer"'
+        raise InputError(f"records of {data.name} are {words}; {begin}")
+    if data.kind != "class":
+        raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
 
 
 def _of_sites(asked: Circumstances, data: Dataset) -> Circumstances:
