@@ -1,5 +1,7 @@
 """The flat vector: the model's weights are views of it, and nothing else is."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.params import FlatModel, all_finite
+from fedpact.params import FlatModel, all_finite, one_thread
 
 
 def model():
@@ -147,3 +149,15 @@ def test_neither_sums_that_overflow_nor_infinities_that_cancel_deceive():
     assert not all_finite(torch.tensor([most, most, torch.nan, -torch.inf]))
     assert all_finite(torch.arange(5))
     assert all_finite(torch.zeros(0))
+
+
+def test_torch_computes_on_one_thread_meanwhile():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with contextlib.suppress(ZeroDivisionError), one_thread():
+            assert torch.get_num_threads() == 1
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

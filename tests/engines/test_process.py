@@ -1,6 +1,5 @@
 """What the process may use: cores, by affinity and control groups; open files; memory."""
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -9,14 +8,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from fedpact.engines import process
 from fedpact.engines.process import (
     allow_open_files,
     available_cores,
     keep_freed_memory,
-    one_thread,
 )
 
 
@@ -137,15 +134,3 @@ def test_freed_memory_is_not_asked_for_again():
 def test_other_libraries_are_left_as_they_are(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     keep_freed_memory()
-
-
-def test_torch_computes_on_one_thread_meanwhile():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with contextlib.suppress(ZeroDivisionError), one_thread():
-            assert torch.get_num_threads() == 1
-            raise ZeroDivisionError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -15,10 +15,10 @@ from fedpact.audit.views import views
 from fedpact.check import count
 from fedpact.cli.console import show
 from fedpact.data.partition import Partition
-from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.folder import Folder
+from fedpact.params import one_thread
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run

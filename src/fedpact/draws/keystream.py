@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedpact.params import from_numpy
+from fedpact.params import from_numpy, one_thread
 
 # Words that are worked on at once. With the intermediate results they stay in the cache, and each
 # operation is long enough for several threads to take turns with the interpreter.
@@ -41,7 +41,9 @@ _ZEROS: Final = memoryview(bytes(8 * CHUNK))
 # The upper 12 bits of a float64 in [1, 2); the others are then uniform there.
 _ONE: Final = np.uint64(0x3FF0_0000_0000_0000)
 _NOT_NEGATIVE: Final = np.int32(0x7FFF_FFFF)
-# numpy's own logarithm and tangent are all vectorised with AVX-512 only, torch's always.
+# numpy's own logarithm and tangent are all vectorised with AVX-512 only, torch's always. Those are
+# asked for on one thread: whoever draws much has threads of its own, and in a fork torch waits for
+# ever for the threads that only its parent has.
 _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -210,11 +212,13 @@ def _log(x: Floats) -> None:
     if _NUMPY_IS_FAST:
         np.log(x, out=x)
     else:
-        from_numpy(x).log_()
+        with one_thread():
+            from_numpy(x).log_()
 
 
 def _tan(x: Floats) -> None:
     if _NUMPY_IS_FAST:
         np.tan(x, out=x)
     else:
-        from_numpy(x).tan_()
+        with one_thread():
+            from_numpy(x).tan_()

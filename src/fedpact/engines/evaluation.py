@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from fedpact.engines.extended import with_epsilon
-from fedpact.engines.process import threads
 from fedpact.engines.scene import Scene
 from fedpact.folder import Checkpoint
 from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate, of_sites
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, threads
 from fedpact.privacy.columns import scaled_by
 from fedpact.records.rounds import SumsBySite
 from fedpact.theory.accounting import History

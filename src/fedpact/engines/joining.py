@@ -16,12 +16,11 @@ from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition
 from fedpact.data.splits import numbered
-from fedpact.engines.process import one_thread
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder
 from fedpact.methods.released import check_as_declared
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, one_thread
 from fedpact.personal.joining import (
     METHOD,
     SiteFigures,

@@ -5,7 +5,6 @@ import ctypes
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -74,27 +73,6 @@ def keep_freed_memory() -> None:
         return
     for option, value in ((_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**30), (_TOP_PAD, 2**26)):
         mallopt(option, value)
-
-
-@contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Have torch compute on so many threads meanwhile, where this thread asks it to."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def one_thread() -> AbstractContextManager[None]:
-    """Have torch compute on this thread alone meanwhile.
-
-    Beside threads that are at work on every core, its own only wait for each other: to add up the
-    vectors of ten sites took seven times as long on two threads as on one. Between rounds, two of
-    them on one core wait for the system to move one: 6 ms for a sum that takes one thread 0.1.
-    """
-    return threads(1)
 
 
 def _quotas(own: Path, groups: Path) -> Iterator[float]:

@@ -26,7 +26,7 @@ from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
-from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory, one_thread
+from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
 from fedpact.engines.run import environment_of, finish, start, tell_waits
 from fedpact.engines.scene import Scene
@@ -42,7 +42,7 @@ from fedpact.evaluation.early import Early
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import RoundRecord, State
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, one_thread
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import reserved

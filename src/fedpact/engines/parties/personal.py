@@ -17,11 +17,10 @@ from fedpact.data.splits import numbered
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.final import published, read_model
 from fedpact.engines.parties.records import SiteSettings, own_records
-from fedpact.engines.process import one_thread
 from fedpact.files import write_whole
 from fedpact.folder import RUN
 from fedpact.methods.released import check_as_declared
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, one_thread
 from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
 
 NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
