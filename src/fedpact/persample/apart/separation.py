@@ -14,6 +14,7 @@ from torch.nn.modules.instancenorm import (
 
 from fedpact.errors import InputError, ModelError
 from fedpact.params import FlatModel, check_unwritten
+from fedpact.persample.bounds import SHORTEST
 from fedpact.persample.norms import square_sums
 
 _DROPOUT = (
@@ -168,10 +169,13 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     rows = tried.alone(x, y).double()
     norms = _norms(rows)
     rows = torch.where(norms.isfinite()[:, None], rows, 0)
-    clip = 0.5 * float(torch.median(norms))
+    # A record that is all but certain has a gradient of a few rounding errors, or of less than a
+    # clip may be: what the others' digits say nothing of is no scale.
+    longest = float(norms.where(norms.isfinite(), 0).amax())
+    clip = max(0.5 * float(torch.median(norms)), 1e-3 * longest)
     chosen = torch.arange(LARGE, device=x.device) % len(x)
     w = torch.linspace(0.5, 1.5, LARGE, dtype=tried.model.vector.dtype, device=x.device)
-    if not (0 < clip < math.inf):
+    if not (SHORTEST <= clip < math.inf):
         return
     c = torch.minimum(w.double(), clip / norms[chosen]).where(norms[chosen].isfinite(), 0)
     found = tried.summed(x[chosen], y[chosen], clip, w).double()
