@@ -93,8 +93,11 @@ def test_features_follow_from_the_plans_seed_or_their_own(tmp_path):
     assert torch.equal(of(1, seed=7), of(2, seed=7))
 
 
-def test_mirrored_images_have_the_same_features(tmp_path):
-    chosen = FeatureSettings(kind="scattering", cells=3, mirror=True, whiten=False)
+@pytest.mark.parametrize(
+    "kind", [{"kind": "scattering"}, SMALL["patches"], {**SMALL["patches"], "filters": 7}]
+)
+def test_mirrored_images_have_the_same_features(tmp_path, kind):
+    chosen = FeatureSettings(**kind, cells=3, mirror=True, whiten=False)
     mirrored = Extractor(chosen, SHAPE, 0, tmp_path)
     x = made(4)
     assert torch.allclose(mirrored(x).x.float(), mirrored(x.flip(3)).x.float(), atol=2e-3)
@@ -102,6 +105,21 @@ def test_mirrored_images_have_the_same_features(tmp_path):
     assert not torch.allclose(plain(x).x.float(), plain(x.flip(3)).x.float(), atol=2e-3)
     # Of three columns of cells, the left and the middle one.
     assert mirrored.width * 3 == plain.width * 2
+
+
+@pytest.mark.parametrize("width", [11, 12])
+@pytest.mark.parametrize("cells", [1, 2, 3, 4])
+def test_a_patchs_filter_has_a_twin_that_finds_the_same_in_mirrored_images(width, cells):
+    """What the twins of the first filters are is seen in the bank: mirrored, and in the maps."""
+    chosen = FeatureSettings(kind="patches", filters=24, size=4, cells=cells)
+    maps = KINDS["patches"].make(chosen, (2, 10, width), 0)
+    twins = KINDS["patches"].twins(chosen)
+    assert torch.allclose(maps._bank[twins[:24]], maps._bank.flip(3), atol=1e-5)
+    x = made(5, (2, 10, width))
+    assert torch.allclose(maps(x.flip(3)), maps(x)[:, twins].flip(3), atol=1e-5)
+    assert not torch.allclose(maps(x.flip(3)), maps(x).flip(3), atol=1e-2)
+    assert KINDS["patches"].twins(chosen.model_copy(update={"filters": 23})) is None
+    assert KINDS["scattering"].twins(chosen) is None
 
 
 def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):

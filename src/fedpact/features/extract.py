@@ -34,7 +34,7 @@ from fedpact.features.made import MADE, made_images
 from fedpact.features.settings import FeatureSettings
 from fedpact.persample.products import aligned, linear
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of what is computed here: one more wherever a record's features become others."""
 
 _BATCH: Final = 64
@@ -70,7 +70,9 @@ class Extractor:
             self._backbone = Backbone(settings, shape, self._seed, at)
         else:
             self._image = _image_shape(settings, shape)
-            self._maps = KINDS[settings.kind].make(settings, self._image, self._seed)
+            kind = KINDS[settings.kind]
+            self._maps = kind.make(settings, self._image, self._seed)
+            self._twins = kind.twins(settings)
 
     @cached_property
     def width(self) -> int:
@@ -132,7 +134,9 @@ class Extractor:
         x = _scaled(x.reshape(len(x), *self._image))
         maps = self._maps(x)
         if self._settings.mirror:
-            maps = (maps + self._maps(x.flip(3))) / 2
+            twins = self._twins
+            other = self._maps(x.flip(3)) if twins is None else maps[:, twins].flip(3)
+            maps = (maps + other) / 2
             # What is right of the middle is the left's twin.
             maps = maps[..., : (maps.shape[3] + 1) // 2]
         return F.normalize(maps.flatten(1).clamp_min(0).sqrt())

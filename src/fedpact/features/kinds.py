@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fedpact.errors import ModelError
@@ -29,11 +30,14 @@ class FeatureKind:
     """A way to compute features.
 
     make: of settings, shape (channels, height, width) and a seed, it returns maps. own: the
-    settings that matter here and in the kinds that name them too.
+    settings that matter here and in the kinds that name them too. twins: of settings, for each map
+    the place of the one that finds in an image what it finds in the mirrored one, at the mirrored
+    place; None where there are none, and mirrored images have maps of their own.
     """
 
     make: Callable[[Any, tuple[int, int, int], int], Maps]
     own: tuple[str, ...] = ()
+    twins: Callable[[Any], Tensor | None] = lambda _: None
 
 
 def _scattering(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
@@ -45,6 +49,14 @@ def _patches(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
     places = min(shape[1:]) - settings.size + 1
     cells = _cells(settings, 2, places, shape)
     return Patches(shape, seed, cells, settings.filters, settings.size, settings.threshold)
+
+
+def _patches_twins(settings: Any) -> Tensor | None:
+    """The second half of the filters is the first one mirrored, if there are as many."""
+    if settings.filters % 2:
+        return None
+    twins = torch.arange(settings.filters).roll(settings.filters // 2)
+    return torch.cat([twins, twins + settings.filters])
 
 
 def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
@@ -67,5 +79,7 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
 
 KINDS: Final[dict[str, FeatureKind]] = {
     "scattering": FeatureKind(_scattering, own=("cells",)),
-    "patches": FeatureKind(_patches, own=("cells", "filters", "size", "threshold")),
+    "patches": FeatureKind(
+        _patches, own=("cells", "filters", "size", "threshold"), twins=_patches_twins
+    ),
 }

@@ -41,7 +41,12 @@ class Patches:
         some = _at(shape, seed, size, place)
         some = some[some.std(1, correction=0) > _FLAT]
         some = _contrast(some).double()
-        values, vectors = torch.linalg.eigh(some.T @ some / len(some))
+        covariance = some.T @ some / len(some)
+        # Mirrored, made images are as likely: then whitening a mirrored patch mirrors it, and of
+        # two filters that mirror each other each finds in an image what the other finds mirrored.
+        across = torch.arange(covariance.shape[0]).view(-1, size).flip(1).flatten()
+        covariance = (covariance + covariance[across][:, across]) / 2
+        values, vectors = torch.linalg.eigh(covariance)
         values = values.clamp_min(0)
         whitening = vectors / (values + _LEAST * values.mean()).sqrt() @ vectors.T
         chosen = some[torch.randperm(len(some), generator=draws)[: (filters + 1) // 2]] @ whitening
@@ -57,12 +62,17 @@ class Patches:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the maps, each of a record's own; no record has a part in another's."""
         variance = F.conv2d(x.square(), self._box) - F.conv2d(x, self._box).square()
-        found = F.conv2d(x, self._bank) / variance.clamp_min(_FLAT**2).sqrt()
-        pooled = [
-            F.adaptive_avg_pool2d((side - self._threshold).relu_(), self._cells)
-            for side in (found, -found)
-        ]
-        return torch.cat(pooled, 1)
+        found = F.conv2d(x, self._bank).div_(variance.clamp_min_(_FLAT**2).sqrt_())
+        above = self._pooled((found - self._threshold).relu_())
+        below = self._pooled(found.neg_().sub_(self._threshold).relu_())
+        return torch.cat([above, below], 1)
+
+    def _pooled(self, maps: Tensor) -> Tensor:
+        """The mean of each cell; rows first, whole ones at a time, which is most of it."""
+        height, cells = maps.shape[2], self._cells
+        ends = [(i * height // cells, -(-(i + 1) * height // cells)) for i in range(cells)]
+        rows = [maps[:, :, start:stop].mean(2) for start, stop in ends]
+        return F.adaptive_avg_pool2d(torch.stack(rows, 2), cells)
 
 
 def _at(shape: tuple[int, int, int], seed: int, size: int, place: Tensor) -> Tensor:
