@@ -91,6 +91,14 @@ def _few_pilots(monkeypatch):
     monkeypatch.setattr("fedpact.audit.many_runs._PILOT", 40)
 
 
+@pytest.fixture
+def bounds_alone(monkeypatch):
+    """The bounds on ε without the tests of noise and sampling, which test_mechanism tries."""
+    monkeypatch.setattr("fedpact.audit.many_runs.noise_alone", lambda *_: {})
+    for name in ("noise_levels", "noise_tests", "sampling_tests"):
+        monkeypatch.setattr(f"fedpact.audit.many_runs.{name}", lambda *_: ())
+
+
 @pytest.fixture(scope="session")
 def audited():
     return SimpleNamespace(target=target, broken=BROKEN, Constant=Constant)

@@ -41,21 +41,20 @@ def bounds_fail(found):
 def test_a_correct_mechanism_passes(plain, fair):
     """Fails for 5 % of seeds at most, and 0.1 % for the noise."""
     for target in (plain, fair):
-        found = many_runs(target, runs=200)
+        found = many_runs(target, runs=100)
         assert found.passed
-        # The attack is worth something: 200 runs show that some privacy is lost.
+        # The attack is worth something: 100 runs show that some privacy is lost.
         assert found.bounds[0].epsilon > 0
 
 
 @pytest.mark.parametrize("mistake", ["noise halved", "clip not applied", "realised batch size"])
-def test_a_mistake_is_found(mistake, plain, audited):
-    """By the bounds on ε alone, whatever the check of the noise says."""
-    found = many_runs(dataclasses.replace(plain, make=audited.broken[mistake]), runs=200)
+def test_a_mistake_is_found(mistake, plain, audited, bounds_alone):
+    found = many_runs(dataclasses.replace(plain, make=audited.broken[mistake]), runs=100)
     assert not found.passed
     assert bounds_fail(found), found
 
 
-def test_each_rounds_clip_is_attacked(audited, monkeypatch):
+def test_each_rounds_clip_is_attacked(audited, monkeypatch, bounds_alone):
     """A clip that stays where the noise follows the schedule is found; a right one passes.
 
     That it does fails for 5 % of seeds at most, as above.
@@ -76,17 +75,17 @@ def test_each_rounds_clip_is_attacked(audited, monkeypatch):
         assert float(rows.norm(dim=1).max()) == pytest.approx(clip, rel=1e-5)
 
 
-def test_the_unclamped_weight_is_found(fair, audited):
+def test_the_unclamped_weight_is_found(fair, audited, bounds_alone):
     """FedFDP's weight as printed lets λ (F - ℓ) > 1 + C/‖g‖ through, with any length."""
     found = many_runs(
-        dataclasses.replace(fair, make=audited.broken["weight not clamped"]), runs=200
+        dataclasses.replace(fair, make=audited.broken["weight not clamped"]), runs=100
     )
     assert bounds_fail(found), found
     assert "weight" in found.attack
 
 
-def test_false_alarms_are_rare(plain, monkeypatch):
-    """Ten seeds of a correct mechanism: each alarms at 5.1 % at most, more than 4 at 7e-5.
+def test_false_alarms_are_rare(plain, monkeypatch, bounds_alone):
+    """Ten seeds of a correct mechanism: each alarms at 5 % at most, more than 4 at 7e-5.
 
     That holds for whatever rule the pilots give, so for one of few as well.
     """
@@ -95,7 +94,7 @@ def test_false_alarms_are_rare(plain, monkeypatch):
     for seed in range(10):
         target = dataclasses.replace(plain, plan=plain.plan.model_copy(update={"seed": seed}))
         alarms += not many_runs(target, runs=40).passed
-    assert alarms <= stats.binom(10, 0.051).isf(1e-3)
+    assert alarms <= stats.binom(10, 0.05).isf(1e-3)
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.9, False), (0.5, False)])
@@ -115,11 +114,12 @@ def test_noise_level(factor, passes, fair):
         assert level.measured == pytest.approx(factor * level.claimed, rel=0.25)
 
 
-def test_noise_level_of_batch_clipping(audited):
+def test_noise_level_of_batch_clipping(audited, request):
     target = audited.target("algorithm=ldp_fedsgd", "privacy.mode=batch_clipped")
     found = many_runs(target, runs=60)
     assert found.passed
     assert found.noise[0].measured == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
+    request.getfixturevalue("bounds_alone")
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
     assert bounds_fail(many_runs(broken, runs=200))
 

