@@ -22,7 +22,7 @@ def signs_of_life(directory):
     return found
 
 
-def wait_for(condition, directory, pause=0.1):
+def wait_for(condition, directory, pause=0.5):
     """Return when the condition holds; fail when nothing in the directory changes any more."""
     last, since = {}, time.monotonic()
     while not condition():

@@ -148,7 +148,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
 
 
 def test_parties_are_killed(make, tmp_path):
-    survive(make, tmp_path / "d", rounds=2, kills=3, spare=4, pause=4, sites=2)
+    survive(make, tmp_path / "d", rounds=2, kills=2, spare=4, pause=4, sites=2)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tests.deploy.grid import allow
@@ -13,6 +14,9 @@ from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 
 
+# That the bits are the simulation's is tested in memory (test_secure), and that processes carry
+# whatever bits there are without secure aggregation (test_federation).
+@pytest.mark.slow
 def test_processes_that_share_noise_out_train_the_simulations_model(make, tmp_path):
     """Digits, two rounds, the same draws in both: whole numbers are summed exactly, bit for bit."""
     directory = make(

@@ -155,8 +155,8 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_ten_kills(runner, tmp_path):
-    kill_often(runner, tmp_path, 10, seed=int.from_bytes(os.urandom(4)))
+def test_five_kills(runner, tmp_path):
+    kill_often(runner, tmp_path, 5, seed=int.from_bytes(os.urandom(4)))
 
 
 @pytest.mark.slow
