@@ -1,6 +1,6 @@
 """Engine "ray": the bits, ledgers and memories of the local engine, and an orderly end.
 
-Starting Ray takes nearly all of the time, so two tests do it, each in a process of its own.
+Starting Ray takes nearly all of the time, so two runs do it, one after the other in one process.
 """
 
 import importlib.util
@@ -39,7 +39,26 @@ PLAN = {
     "run": {"workers": 2, "evaluate_every": 1},
 }
 SITES = ("site-00", "site-01", "site-02")
-COMMAND = (sys.executable, "-c", "from fedpact.cli.main import main; main()")
+SHARED = {
+    "rounds": 2,
+    "sites": 5,
+    "settings": {"local_steps": 1, "learning_rate": 0.5},
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 3, "accountant": "rdp"},
+    "run": {"workers": 1},
+}
+# Two commands; each raises SystemExit.
+COMMANDS = """
+import json, sys
+from fedpact.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["fedpact", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 MARK = "FEDPACT_RAY_TEST"
 SECONDS = 200  # far beyond what it takes: machines are shared
 
@@ -54,15 +73,15 @@ def runs(tmp_path_factory):
     return home
 
 
-@pytest.fixture
-def marked(tmp_path):
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
     """The environment of a process whose offspring can be told; none of them is left behind."""
-    mark = f"{MARK}={tmp_path}"
-    variables = {**os.environ, MARK: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    mark = str(tmp_path_factory.mktemp("mark"))
+    variables = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
     variables.pop("RAY_ADDRESS", None)
     yield variables
     end = time.monotonic() + 120  # they have been told to end: far beyond what that takes
-    while (left := marked_processes(mark)) and time.monotonic() < end:
+    while (left := marked_processes(f"{MARK}={mark}")) and time.monotonic() < end:
         time.sleep(0.1)
     for number in left:
         os.kill(number, signal.SIGKILL)
@@ -107,10 +126,18 @@ def check_that_it_is_the_same_run(one: Path, other: Path) -> None:
             assert kept[0] == kept[1], (site, name)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=WITHOUT)
-def test_rounds_on_ray_until_ctrl_c_and_the_rest_on_threads_are_one_run(runs, marked):
+@pytest.fixture(scope="module")
+def on_ray(runs, marked):
+    """What was printed of the one run, on Ray until Ctrl-C, and of one whose sites share noise."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip(WITHOUT)
+    (runs / "plan.json").write_text(json.dumps(SHARED))
+    words = [
+        ["resume", str(runs / "ray"), "--engine", "ray"],
+        ["run", str(runs / "plan.json"), "--engine", "ray", "--out", str(runs / "shared")],
+    ]
     with subprocess.Popen(
-        [*COMMAND, "resume", str(runs / "ray"), "--engine", "ray"],
+        [sys.executable, "-c", COMMANDS, json.dumps(words)],
         env=marked,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,49 +152,30 @@ def test_rounds_on_ray_until_ctrl_c_and_the_rest_on_threads_are_one_run(runs, ma
                 pressed = True
                 os.killpg(process.pid, signal.SIGINT)
         assert process.wait(SECONDS) == 0, "".join(told)
+    return "".join(told)
+
+
+def test_rounds_on_ray_until_ctrl_c_and_the_rest_on_threads_are_one_run(runs, on_ray):
     stopped = json.loads((runs / "ray" / "summary.json").read_text())
-    assert stopped["status"] == "stopped", "".join(told)
-    on_ray = stopped["rounds"]
-    assert on_ray >= 2
+    assert stopped["status"] == "stopped", on_ray
+    rounds = stopped["rounds"]
+    assert rounds >= 2
     for site in SITES:
         here = entries(runs / "ray" / "sites" / site / "ledger.jsonl")
-        assert here == entries(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + on_ray]
+        assert here == entries(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + rounds]
     simulate(Plan.parse(PLAN), runs / "ray")
     check_that_it_is_the_same_run(runs / "local", runs / "ray")
 
 
-SHARED = {
-    "rounds": 2,
-    "sites": 5,
-    "settings": {"local_steps": 1, "learning_rate": 0.5},
-    "secure_aggregation": {"threshold": 4},
-    "privacy": {"trust": "sum", "honest": 3, "accountant": "rdp"},
-    "run": {"workers": 1},
-}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=WITHOUT)
-def test_shares_of_noise_on_ray_add_up_to_the_sums_of_threads(marked, tmp_path):
+def test_shares_of_noise_on_ray_add_up_to_the_sums_of_threads(runs, on_ray, tmp_path):
     """Whole numbers are summed exactly: the same model bit for bit, and the same charges."""
-    simulate(Plan.parse(SHARED), tmp_path / "local")
-    (tmp_path / "plan.json").write_text(json.dumps(SHARED))
-    done = subprocess.run(
-        [
-            *(*COMMAND, "run", str(tmp_path / "plan.json")),
-            *("--engine", "ray", "--out", str(tmp_path / "ray")),
-        ],
-        env=marked,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    kept = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "ray")]
-    assert kept[0] == kept[1]
+    simulate(Plan.parse(SHARED), tmp_path)
+    folders = tmp_path, runs / "shared"
+    kept = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert kept[0] == kept[1], on_ray
     for number in range(5):
         own = Path("sites") / f"site-{number:02d}" / "ledger.jsonl"
-        spent = [receipt(tmp_path / name / own)["runs"].values() for name in ("local", "ray")]
+        spent = [receipt(folder / own)["runs"].values() for folder in folders]
         ((here, there),) = zip(*spent, strict=True)
         assert here["events"] == there["events"]
         assert here["epsilon_alone_spent"] == there["epsilon_alone_spent"] > 0
