@@ -3,11 +3,12 @@
 import json
 import stat
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.deploy.test_site import task_of
+from tests.deploy.test_site import task_of as site_task
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -25,6 +26,20 @@ def quick(monkeypatch):
 
 def files(directory):
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def written(make, tmp_path_factory):
+    """Three sites of 64 records each: little to tune on, and enough to tell a gain from chance."""
+    where = tmp_path_factory.mktemp("personal")
+    x = np.random.default_rng(0).normal(size=(240, 5)).astype(np.float32)
+    np.savez(where / "t.npz", x=x, y=(x[:, 0] > 0).astype(int))
+    return make(where / "d", data=str(where / "t.npz"))
+
+
+def task_of(site, number=1):
+    d = site.plan.method.init(torch.zeros(12)).vectors["w"].numel()
+    return site_task(site, number, vectors={"w": torch.zeros(d)})
 
 
 @pytest.fixture

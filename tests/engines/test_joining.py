@@ -21,6 +21,7 @@ from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
+from fedpact.personal import choice
 from fedpact.plan import Plan
 from fedpact.report.joining import joining_rows, paid
 from fedpact.report.page import write_report
@@ -39,6 +40,14 @@ def some_data():
 def plan_of(**tables):
     partition = {"kind": "natural", "held_out": 0.3}
     return Plan.parse({"rounds": 2, "sites": 2, "partition": partition, **tables})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Two λ are enough; which is chosen, and of how many, is for tests/personal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "WEIGHTS", (0.1, 1e-3))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -207,10 +207,10 @@ def test_a_list_that_leaves_a_site_too_few_neighbours_is_refused(party):
         this.ask_consistency()
 
 
-def test_a_hundred_sites(party):
-    """Two thirds have to stay, ten may be the server's: 46 neighbours; five drop out."""
-    mine = party(100, 67, 10, length=5)
-    assert mine.circle.graph.neighbours == 46
-    away = dict.fromkeys(mine.sites[3:83:20], "masked")
+def test_sixty_sites(party):
+    """Two thirds have to stay, six may be the server's: 28 neighbours; three drop out."""
+    mine = party(60, 40, 6, length=5)
+    assert mine.circle.graph.neighbours == 28
+    away = dict.fromkeys(mine.sites[3:53:20], "masked")
     this = mine.up_to(mine.session(), "unmask", away)
     check_mean(mine, this, [site for site in mine.sites if site not in away])
