@@ -167,13 +167,12 @@ def test_randomness_outside_dropout_layers_is_named():
         verify(Apply(after=lambda x: F.dropout(x, 0.5)))
 
 
-@pytest.mark.parametrize("margin", [90.0, 16.0])
-def test_records_that_are_all_but_certain_are_no_reason_to_refuse(margin):
-    """Gradients of e^-margin, of which the trial made its clip: too small, or rounding errors."""
+def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
+    """Its gradient, of e^-97, is the median of four, and half of that is no clip."""
     linear = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         linear.weight.copy_(torch.eye(2))
-    x = torch.tensor([[margin, 0.0], [500.0, 0.0], [1000.0, 0.0], [1000.0, 0.0]]) / 1e3
+    x = torch.tensor([[97.0, 0.0], [500.0, 0.0], [1000.0, 0.0], [1000.0, 0.0]]) / 1e3
     kernel = PerSampleKernel(FlatModel(linear), cross_entropy)
     kernel.verify(x, torch.tensor([0, 0, 1, 1]))
 
