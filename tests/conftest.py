@@ -16,7 +16,6 @@ import math
 import pkgutil
 import stat
 from html import escape
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,20 +73,21 @@ def _once(shop: Workshop, kernel: PerSampleKernel | BatchClippedKernel) -> None:
 
 Workshop._verify = _once
 
-_SVG, _DRAWN = Chart.svg, Path(__file__).parent / "report"
+_SVG = Chart.svg
 
 
 def _undrawn(chart: Chart) -> str:
     """In place of Chart.svg, which is over half of a small run with its report.
 
-    Figures are drawn where they are what is tested: in tests/report and in processes of their own.
+    Figures are drawn where they are what is tested: by tests that are marked `drawn`, and in
+    processes of their own.
     """
     return f'<svg role="img" aria-label="{escape(chart.title)}"></svg>'
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    Chart.svg = _SVG if item.path.is_relative_to(_DRAWN) else property(_undrawn)
+    Chart.svg = _SVG if item.get_closest_marker("drawn") else property(_undrawn)
     return (yield)
 
 

@@ -130,6 +130,7 @@ def test_tables_have_a_row_a_round_a_run_a_setting(tmp_path, monkeypatch):
             each.frame()
 
 
+@pytest.mark.drawn
 def test_figures_are_matplotlibs_and_are_saved_with_their_legends(tmp_path):
     (tmp_path / "run").mkdir()
     found = result(tmp_path / "run").figures()

@@ -79,7 +79,7 @@ def test_a_run_that_fails_takes_no_other_with_it(whole: tuple[Comparison, list[N
 
 
 def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
-    whole: tuple[Comparison, list[News]],
+    whole: tuple[Comparison, list[News]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison, _ = whole
     folder, news = comparison.folder, list[News]()
@@ -93,6 +93,7 @@ def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
     model = (folder / "two" / "seed-3" / "model.safetensors").read_bytes()
     for file in ("summary.json", "report.html", "model.safetensors"):
         (folder / "two" / "seed-3" / file).unlink()
+    monkeypatch.setattr(Job, "here", True)
     fedpact.compare(two, [3], folder, on_news=news.append)
     assert {n.job.name for n in news} == {"two"}
     assert (folder / "two" / "seed-3" / "model.safetensors").read_bytes() == model

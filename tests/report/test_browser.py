@@ -22,6 +22,8 @@ from .conftest import builder
 from .test_audits import audit
 from .test_comparison import put, read
 
+pytestmark = pytest.mark.drawn
+
 SITES = [f"clinic-{i}" for i in range(5)]
 LONG = [f"a-very-long-name-of-a-hospital-{i}" for i in range(20)]
 LABELS = tuple(f"label-{i}" for i in range(10))

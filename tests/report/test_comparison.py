@@ -301,6 +301,7 @@ def test_weights_are_told_by_their_digest_wherever_their_file_is() -> None:
     assert [d.key for d in differences({"one": same[0], "two": other})] == ["initial.sha256"]
 
 
+@pytest.mark.drawn
 def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
     put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
@@ -362,6 +363,7 @@ def test_a_round_that_diverged_is_not_drawn(tmp_path: Path) -> None:
     assert curve(lost, "accuracy", "rounds") is None
 
 
+@pytest.mark.drawn
 def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
     comparison = two(tmp_path, epsilon=None, data="<b>x</b>", settings={"note": "<i>y</i>"})
     found = Page(write_comparison(comparison))
@@ -395,6 +397,7 @@ def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path: Path, pooled
     assert ("on the public test set" in text) == (not pooled)
 
 
+@pytest.mark.drawn
 def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
     comparison = read(tmp_path, ["one", "two"], [0])
     found = Page(write_comparison(comparison))
@@ -433,6 +436,7 @@ def test_settings_that_were_left_to_unlike_defaults_are_no_choice(tmp_path: Path
     assert [d.key for d in differences(plans) if d.unequal] == ["settings.local_steps"]
 
 
+@pytest.mark.drawn
 def test_accuracy_over_a_swept_key_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
     """Two algorithms at three ε each, as if a list had been typed in any order."""
     finals = {("a", 4.0): [0.7, 0.9], ("a", 0.5): [0.1, 0.3], ("b", 0.5): [0.2, 0.2]}

@@ -10,6 +10,8 @@ import pytest
 from fedpact.messages import SiteScore
 from fedpact.report.page import write_report
 
+from .conftest import builder
+
 Build = Callable[..., Path]
 FIVE = [f"clinic-{i}" for i in range(5)]
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -60,8 +62,15 @@ def page(folder: Path) -> Page:
     return Page(path)
 
 
-def test_fetches_nothing_and_refers_to_nothing_that_is_missing(build: Build) -> None:
-    found = page(build(FIVE))
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """A page of five sites, with its figures; for tests that are marked `drawn`."""
+    return page(builder(tmp_path_factory.mktemp("five"))(FIVE))
+
+
+@pytest.mark.drawn
+def test_fetches_nothing_and_refers_to_nothing_that_is_missing(five: Page) -> None:
+    found = five
     for tag, key, value in found.attributes:
         if key in {"src", "href", "xlink:href", "srcset", "data", "action", "poster"}:
             assert value.startswith(("#", "data:")), (tag, key, value)
@@ -76,8 +85,9 @@ def test_fetches_nothing_and_refers_to_nothing_that_is_missing(build: Build) -> 
     assert {a or b for a, b in used} <= set(ids)
 
 
-def test_is_well_formed(build: Build) -> None:
-    assert page(build(FIVE)).crossed == []
+@pytest.mark.drawn
+def test_is_well_formed(five: Page) -> None:
+    assert five.crossed == []
 
 
 def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
@@ -165,15 +175,18 @@ def test_what_no_site_releases_is_marked(build: Build) -> None:
         assert re.search(re.escape(title) + r' <span class="tag">simulator only', source)
 
 
-@pytest.mark.parametrize("name", ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院"])
-def test_names_are_text_and_nothing_else(build: Build, name: str) -> None:
-    found = page(build([name, "other"], labels=(name, "$x$"), refused={name: "policy"}))
+@pytest.mark.drawn
+def test_names_are_text_and_nothing_else(build: Build) -> None:
+    names = ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院"]
+    refused = dict.fromkeys(names, "policy")
+    found = page(build([*names, "other"], labels=(*names, "$x$"), refused=refused))
     assert found.crossed == []
     assert "script" not in found.tags
     assert "b" not in found.tags
-    assert name in found.text
+    assert all(name in found.text for name in names)
 
 
+@pytest.mark.drawn
 def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
     names = [f"ward-{i:04}" for i in range(1000)]
     folder = build(names, rounds=30, budgets=[1 + i / 1000 for i in range(1000)])
@@ -187,6 +200,7 @@ def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
 
 
 # Labels and budgets are in different figures, and one site has one budget.
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("sites", "labels", "budgets"),
     [(1, 1, 1), (20, 2, 1), (20, 2, 2), (20, 2, 3), (20, 100, 4), (21, 3, 1), (21, 3, 4)],
@@ -202,8 +216,9 @@ def test_figures_have_room_for_long_names(
     assert len(found.titles()) == 6
 
 
-def test_a_few_sites_are_drawn_by_name_worst_first(build: Build) -> None:
-    source = page(build(FIVE)).source
+@pytest.mark.drawn
+def test_a_few_sites_are_drawn_by_name_worst_first(five: Page) -> None:
+    source = five.source
     bars = next(s for s in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if "of the sites" in s)
     names = re.findall(r">(clinic-\d)</text>", bars)
     heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>clinic-', bars)]
@@ -225,6 +240,7 @@ def test_refusals_say_who_why_and_when(build: Build) -> None:
     assert "No site refused" in page(build(FIVE)).text
 
 
+@pytest.mark.drawn
 def test_a_diverged_run_is_reported(build: Build) -> None:
     lost = {name: SiteScore(0.1, math.inf, 10) for name in FIVE}
     lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
@@ -265,6 +281,7 @@ def test_the_page_says_what_a_repetition_gives(build: Build, randomness: str, to
     assert told in " ".join(write_report(folder).read_text().split())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
     folder = build(FIVE, rounds=rounds, bytes_down=0, bytes_up=0)
@@ -275,11 +292,13 @@ def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
     assert "Who holds what" not in found.titles()
 
 
+@pytest.mark.drawn
 def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
     folder = build(FIVE, rounds=0, accuracy=None, loss=None, metrics={}, scores={})
     assert "[evaluation] share = 0.2" in page(folder).text
 
 
+@pytest.mark.drawn
 def test_the_page_of_a_run_is_always_the_same(build: Build) -> None:
     folder = build(FIVE)
     assert page(folder).source == page(folder).source

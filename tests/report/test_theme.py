@@ -33,6 +33,7 @@ def test_text_and_lines_stand_out(scheme: dict[str, str]) -> None:
         assert contrast(scheme[line], scheme["page"]) >= 3, line
 
 
+@pytest.mark.drawn
 def test_figures_have_the_pages_colours_and_no_others(build: Callable[..., Path]) -> None:
     source = write_report(build(["a", "b", "c"])).read_text()
     figures = re.findall(r"<svg.*?</svg>", source, re.DOTALL)
