@@ -4,10 +4,9 @@ Draws are seeded, so nothing fails by chance; with other seeds a right mechanism
 """
 
 import pytest
-from tests.audit.test_mechanism import Draws
+from tests.audit.test_mechanism import Draws, noise_checks
 
 from fedpact.audit.many_runs import attacks
-from fedpact.audit.noise_level import noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.views import views
 
@@ -29,7 +28,7 @@ def target(audited):
 def found_by(target, name, **changed):
     view = views(target, **changed)[name]
     asked = attacks(view)[0].queries
-    return [*noise_levels(view, asked), *noise_tests(view, asked), *sampling_tests(view, asked)]
+    return [*noise_checks(view, asked), *sampling_tests(view, asked)]
 
 
 class HalfShares(Draws):

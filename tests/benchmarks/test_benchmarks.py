@@ -6,6 +6,7 @@ Nothing here measures: no test depends on how long anything takes.
 import itertools
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -58,6 +59,14 @@ def test_every_table_runs_and_can_be_shown(name, tmp_path):
     assert all(row.name in page.text(tmp_path) for row in found.rows)
 
 
+@pytest.fixture
+def _idle(monkeypatch):
+    """Methods that do nothing: what a table makes of their turns is what is tested."""
+    for method in steps.METHODS:
+        monkeypatch.setitem(steps.METHODS, method, lambda problem, batch: lambda: time.sleep(1e-3))
+
+
+@pytest.mark.usefixtures("_idle")
 def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch):
     def no(problem, batch):
         raise NotImplementedError("no such layer\nand more")
@@ -72,6 +81,7 @@ def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch):
     assert [row.note.endswith("; the best of the peers") for row in marked] == [True]
 
 
+@pytest.mark.usefixtures("_idle")
 def test_slow_peers_are_timed_a_fifth_as_often(monkeypatch):
     asked = []
 

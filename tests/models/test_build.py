@@ -116,7 +116,7 @@ def test_a_scaled_bias_is_a_weight_of_an_input_of_that_size():
     assert torch.allclose(ours.module(x), rows @ layer.weight.T, rtol=1e-12)
     each = PerSampleKernel(FlatModel(layer), cross_entropy).alone(rows, y)
     kernel = PerSampleKernel(ours, cross_entropy)
-    kernel.verify(x, y)
+    kernel.verify(x[:5], y[:5])
     assert kernel.way(x, y) == "graph"
     dense, plain = kernel._passes.dense, PlainKernel(ours, cross_entropy)
     for clip in (0.05, 1.0, math.inf):

@@ -77,14 +77,21 @@ def rows_at(reference, module, x, y, w):
     return reference.per_sample(module, squared_error, x, y)
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("make", MODELS)
-def test_every_kind_of_layer_agrees_with_the_reference(reference, make, keep, monkeypatch):
-    if not keep:
-        monkeypatch.setattr(norms, "KEEP_BYTES", 0)
-        monkeypatch.setattr(norms, "CHUNK_BYTES", 2000)
+def test_every_kind_of_layer_agrees_with_the_reference(reference, make, monkeypatch):
     module, x, y, w, direction = case(reference, make)
-    kernels = reference.kernels(module, squared_error, *WAYS).values()
+    kernels = reference.kernels(module, squared_error, *WAYS)
+    assert {"graph", "records"} <= kernels.keys()
+    check_differences(reference, module, kernels.values(), x, y, w, direction)
+    # Gradients are not kept, but made twice.
+    monkeypatch.setattr(norms, "KEEP_BYTES", 0)
+    monkeypatch.setattr(norms, "CHUNK_BYTES", 2000)
+    # How many records are taken at a time follows from it where each is by itself.
+    kernels |= reference.kernels(module, squared_error, "records")
+    check_differences(reference, module, kernels.values(), x, y, w, direction)
+
+
+def check_differences(reference, module, kernels, x, y, w, direction):
     for distance in (1.0, 1e-3):
         anchor = w + distance * direction
         rows = rows_at(reference, module, x, y, w) - rows_at(reference, module, x, y, anchor)
@@ -99,15 +106,22 @@ def test_every_kind_of_layer_agrees_with_the_reference(reference, make, keep, mo
         assert reference.error(found, rows) < 1e-14 / distance
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, make):
+@pytest.fixture(scope="module", params=MODELS)
+def near(request, reference):
+    """A model, and its kernels in float32: traced once, and loaded with the weights of a case."""
+    module = case(reference, request.param)[0].float()
+    return request.param, reference.kernels(module, squared_error, *WAYS).values()
+
+
+def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, near):
     # ‖d_j‖ is about `distance` times ‖g_j‖: ‖g‖² + ‖g'‖² - 2⟨g, g'⟩ in float32 would err by
     # 1e-7 / distance², a factor of 100,000 at the end. The bound is far below every difference.
-    module, x, y, w, direction = case(reference, make, seed=1)
+    make, kernels = near
+    _, x, y, w, direction = case(reference, make, seed=1)
     x, y = (t.float() if t.is_floating_point() else t for t in (x, y))
     w = w.float()
     each = [slice(j, j + 1) for j in range(len(x))]
-    for kernel in reference.kernels(module.float(), squared_error, *WAYS).values():
+    for kernel in kernels:
         for distance, one in product((1e-1, 1e-3, 1e-5, 1e-6, 0.0), each):
             anchor = w + distance * direction.float()
             free = float(kernel.clipped_difference(x[one], y[one], w, anchor, math.inf).norm())
@@ -118,17 +132,17 @@ def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, make):
                 assert float(found.double().norm()) >= bound * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_near_the_anchor_float32_is_the_difference_to_what_float32_resolves(reference, make):
+def test_near_the_anchor_float32_is_the_difference_to_what_float32_resolves(reference, near):
     # Gradients of size 1 are known to about 1e-7 each in float32, so a difference of 1e-3 of them
     # is good to about 1e-4; the test leaves another factor of 10 for the depth of the model.
+    make, kernels = near
     module, x, y, w, direction = case(reference, make, seed=2)
     w32 = w.float()
     anchor = w32 + 1e-3 * direction.float()
     rows = rows_at(reference, module, x, y, w32) - rows_at(reference, module, x, y, anchor)
     x32, y32 = (t.float() if t.is_floating_point() else t for t in (x, y))
     bound = float(rows.norm(dim=1).median())
-    for kernel in reference.kernels(module.float(), squared_error, *WAYS).values():
+    for kernel in kernels:
         found = kernel.clipped_difference(x32, y32, w32, anchor, bound)
         assert reference.error(found, reference.clipped(rows, bound)) < 1e-3
 

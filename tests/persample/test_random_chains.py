@@ -10,7 +10,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 
 MANY = settings(max_examples=80, deadline=None, derandomize=True)
-FEW = settings(MANY, max_examples=8)
+FEW = settings(MANY, max_examples=5)
 
 
 @st.composite
