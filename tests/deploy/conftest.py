@@ -1,5 +1,6 @@
 """A deployment's files, made once; each test that changes something works on a copy."""
 
+import json
 import shutil
 import socket
 from pathlib import Path
@@ -73,13 +74,27 @@ def identity():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
+@pytest.fixture(scope="session")
+def copied(make, tmp_path_factory):
+    """As `make`, but a copy of what was written for the same plan: no port of it is used."""
+    found = {}
+
+    def new(directory: Path, choices=None, **plan) -> Path:
+        key = json.dumps([choices, plan], sort_keys=True)
+        if key not in found:
+            found[key] = make(tmp_path_factory.mktemp("copied") / "d", choices, **plan)
+        return Path(shutil.copytree(found[key], directory))
+
+    return new
+
+
 @pytest.fixture
-def federate(make, tmp_path, in_memory):
+def federate(copied, tmp_path, in_memory):
     """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
     made = []
 
     def new(choices, name="d", **plan):
-        directory = make(tmp_path / name, choices, **plan)
+        directory = copied(tmp_path / name, choices, **plan)
         if plan.get("privacy", {}).get("honest"):
             allow(directory)
         made.append(Run(directory))

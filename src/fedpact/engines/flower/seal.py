@@ -6,6 +6,7 @@ signed (ECDSA, SHA-384) with a key of its sender's, and what the signature says 
 with it: a reply is no task, and what one site signed is not another's.
 """
 
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -30,6 +31,7 @@ def read_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+@lru_cache(maxsize=1024)
 def public_key(line: str) -> ec.EllipticCurvePublicKey:
     """Return the key of an OpenSSH public-key line. Raises InputError: anything else."""
     try:
