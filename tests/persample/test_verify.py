@@ -57,7 +57,7 @@ def test_an_encoder_layer_with_dropout_passes_and_keeps_its_dropout():
     assert encoder.dropout1.training
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+# In float32, in which more is taken for rounding than in float64.
 @pytest.mark.parametrize(
     "module",
     [
@@ -70,9 +70,9 @@ def test_an_encoder_layer_with_dropout_passes_and_keeps_its_dropout():
         Apply(after=lambda x: F.softmax(x, 0)),
     ],
 )
-def test_models_that_mix_records_are_found(module, dtype):
+def test_models_that_mix_records_are_found(module):
     with pytest.raises(ModelError, match="mixes the records of a batch"):
-        verify(module, dtype=dtype)
+        verify(module, dtype=torch.float32)
 
 
 def test_a_batch_that_does_not_lead_passes_where_it_comes_back():
