@@ -18,6 +18,9 @@ ways agree.
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -100,15 +103,23 @@ class Extractor:
         """Return the features of records x [n, *shape], float32 on the CPU."""
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
-        with torch.no_grad():
-            size = 1 if self._settings.factory else _BATCH
-            for start in range(0, len(x), size):
-                rows = slice(start, min(start + size, len(x)))
-                some = self._alone(x[rows]) if size == 1 else self._batch(x[rows])
-                good[rows] = some.isfinite().all(1)
-                found[rows] = torch.where(good[rows, None], some, 0).half()
+        size = 1 if self._settings.factory else _BATCH
+        for start, some in zip(range(0, len(x), size), self._each(x), strict=True):
+            rows = slice(start, start + size)
+            good[rows] = some.isfinite().all(1)
+            found[rows] = torch.where(good[rows, None], some, 0).half()
         return Found(found, good)
 
+    def _each(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the features [b, p], float32, of one part of the records after another."""
+        if self._settings.factory:
+            yield from map(self._alone, x.split(1) if len(x) else ())
+        else:
+            if self._settings.whiten:
+                _ = self._whitening  # once, not by every thread
+            yield from _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
+
+    @torch.no_grad()
     def _alone(self, x: Tensor) -> Tensor:
         nothing = torch.full((1, self.width), torch.nan)
         try:
@@ -117,6 +128,7 @@ class Extractor:
             return nothing
         return F.normalize(found[None]) if len(found) == self.width else nothing
 
+    @torch.no_grad()
     def _batch(self, x: Tensor) -> Tensor:
         full = x.new_zeros(_BATCH, *self._shape)
         full[: len(x)] = x
@@ -126,6 +138,7 @@ class Extractor:
             found = F.normalize(linear(*aligned(found - mean, whitening)))
         return found[: len(x)]
 
+    @torch.no_grad()
     def _mapped_all(self, x: Tensor) -> Tensor:
         return torch.cat([self._mapped(some) for some in x.split(_AT_ONCE)])
 
@@ -152,7 +165,8 @@ class Extractor:
                 "whiten = false"
             )
         made = made_images(MADE, self._image, self._seed)
-        found = torch.cat([self._mapped_all(some) for some in made]).double()
+        parts = (some for part in made for some in part.split(_BATCH))
+        found = torch.cat(list(_by_threads(self._mapped_all, parts))).double()
         mean = found.mean(0)
         found -= mean
         covariance = found.T @ found / len(found)
@@ -180,6 +194,22 @@ def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path) -> Ext
     settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's.
     """
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
+
+
+def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what `work` makes of each part, in order, by as many threads as torch may use.
+
+    Each has one of torch's: those of one operation wait for each other wherever something else is
+    at work on a core, and what it rounds would follow from how many there are.
+    """
+    number, waiting = torch.get_num_threads(), deque[Future[Tensor]]()
+    with ThreadPoolExecutor(number, "features", lambda: torch.set_num_threads(1)) as pool:
+        for part in parts:
+            if len(waiting) == 2 * number:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(work, part))
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int, int, int]:
