@@ -80,7 +80,7 @@ KERNELS = {kind: linear(2, dtype=kind) for kind in (torch.float32, torch.float64
 
 
 @given(rows=st.lists(ROW, max_size=6), row=ROW, dtype=st.sampled_from(["float32", "float64"]))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=300)
 def test_one_record_moves_the_release_by_2c_at_most(rows, row, dtype) -> None:
     """Before noise, on one batch (q = 1); from the empty batch on."""
     kind = getattr(torch, dtype)
