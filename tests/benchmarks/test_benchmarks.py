@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:There is a performance drop because we have not yet implemented the batching rule",
 )
 
+LONG_TRACES = ("step-lstm", "step-transformer", "step-vit")
 MACHINE = {"processor": "abacus", "torch": "0"}
 
 
@@ -41,12 +42,16 @@ def table(name, *rows, quick=False, busy=False):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy)
 
 
-# One table of each module, those whose lists of methods are others, and every brought model.
+# One table of each module, those whose lists of methods are others, and every brought model: those
+# with long traces are slow, as one table serves all of them and what differs is tested below.
 @pytest.mark.parametrize(
     "name",
-    dict.fromkeys(
-        [*{m: name for name, m in modules().items()}.values(), "step-B", "round-B", *brought.NAMES]
-    ),
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_TRACES else [])
+        for name in dict.fromkeys(
+            [*{m: n for n, m in modules().items()}.values(), "step-B", "round-B", *brought.NAMES]
+        )
+    ],
 )
 def test_every_table_runs_and_can_be_shown(name, tmp_path):
     found = command.measure(name, TINY)

@@ -13,7 +13,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample import products
+from fedpact.persample import columns, norms, products
 from fedpact.persample.kernel import PerSampleKernel
 
 WAYS = ("dense", "chain", "graph")
@@ -207,6 +207,33 @@ def test_layers_of_ones_own_that_overwrite_their_input(reference):
         nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), Twice()),
     ):
         reference.check_structure(model)
+
+
+@pytest.mark.parametrize("width", [3, 1024, 1025, 2600])
+def test_lengths_of_wide_records_are_good_to_1e_6_and_each_records_own(width):
+    x = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
+    x[2] *= 1e-30  # its squares are lost to float32
+    x[3] *= 1e15
+    x[4] = 0
+    found = columns.lengths(x, 16)
+    expected = x.double().square().sum(1).numpy()
+    assert found[:9] == pytest.approx(expected, rel=1e-6, abs=0)
+    assert not found[9:].any()
+    assert found[:9].tolist() == [columns.lengths(one[None], 16)[0] for one in x]
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (700, 2600), (5000, 100)])
+def test_exact_sums_are_those_of_float64(count, width):
+    """By parts of CHUNK_BYTES; numbers of 1e6 that cancel would cost float32 all digits."""
+    draws = torch.Generator().manual_seed(0)
+    own, read = (torch.randn(n, count, generator=draws) for n in (10, width))
+    own[0] = 1e6 * torch.tensor([1.0, -1.0]).repeat(count)[:count]
+    found = columns.product(own, read, exact=True)
+    expected = own.double() @ read.double().t()
+    assert found.dtype == torch.float64
+    limit = 1e-13 * own.double().abs() @ read.double().abs().t()
+    assert ((found - expected).abs() <= limit).all()
+    assert norms.CHUNK_BYTES < 8 * 5000 * 100
 
 
 def test_both_products_of_matrices_agree(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.params import at_hand, from_numpy
-from fedpact.persample.norms import BLOCK, SMALL, square_sums
+from fedpact.persample.norms import BLOCK, CHUNK_BYTES, SMALL, square_sums
 from fedpact.persample.products import ALIKE, LARGE, linear, padded, wanted
 from fedpact.persample.share import TOGETHER, together
 
@@ -123,11 +123,10 @@ def lengths(x: Tensor, columns: int) -> Array:
     if not at_hand(x):
         return padded(square_sums(x), columns)
     found = np.zeros(columns)
-    if x.shape[1] > BLOCK:
-        found[:count] = array(square_sums(x))
-        return found
     rows = x.numpy()
-    np.vecdot(rows, rows, out=found[:count])
+    for start in range(0, rows.shape[1], BLOCK):
+        some = rows[:, start : start + BLOCK]
+        found[:count] += np.vecdot(some, some)
     small = found[:count] < SMALL
     if small.any():
         # These alone: the others' lengths must not follow from who is beside them.
@@ -158,12 +157,23 @@ def product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
     """own readᵀ for own [O, n], read [K, n]: float32 adds no more records than slack allows."""
     large = own.shape[0] * read.numel() >= 64 * LARGE
     if exact:
-        return linear(own.double(), read.double(), large=large)
+        return _in_float64(own, read)
     if own.shape[1] <= TOGETHER:
         return linear(own, read, large=large)
     total = own.new_zeros(own.shape[0], read.shape[0])
     for some in together(own.shape[1]):
         total += linear(own[:, some], read[:, some], large=large)
+    return total
+
+
+def _in_float64(own: Tensor, read: Tensor) -> Tensor:
+    """own readᵀ; on a CPU no more is copied at a time than stays in the cache."""
+    count = own.shape[1]
+    step = max(1, CHUNK_BYTES // (8 * read.shape[0])) if at_hand(own) else max(1, count)
+    total = own.new_zeros(own.shape[0], read.shape[0], dtype=torch.float64)
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        total.addmm_(own[:, some].double(), read[:, some].double().t())
     return total
 
 
