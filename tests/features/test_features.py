@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def test_a_records_features_are_the_same_bits_whatever_stands_beside_it(small):
     try:
         torch.set_num_threads(2)
         assert torch.equal(small(x).x, together.x)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
     finally:
         torch.set_num_threads(before)
 

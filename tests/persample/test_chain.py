@@ -222,7 +222,7 @@ def test_lengths_of_wide_records_are_good_to_1e_6_and_each_records_own(width):
     assert found[:9].tolist() == [columns.lengths(one[None], 16)[0] for one in x]
 
 
-@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (700, 2600), (5000, 100)])
+@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (5, 0), (700, 2600), (5000, 100)])
 def test_exact_sums_are_those_of_float64(count, width):
     """By parts of CHUNK_BYTES; numbers of 1e6 that cancel would cost float32 all digits."""
     draws = torch.Generator().manual_seed(0)

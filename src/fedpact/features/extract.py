@@ -203,13 +203,18 @@ def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> It
     at work on a core, and what it rounds would follow from how many there are.
     """
     number, waiting = torch.get_num_threads(), deque[Future[Tensor]]()
-    with ThreadPoolExecutor(number, "features", lambda: torch.set_num_threads(1)) as pool:
+    pool = ThreadPoolExecutor(number, "features", lambda: torch.set_num_threads(1))
+    try:
         for part in parts:
             if len(waiting) == 2 * number:
                 yield waiting.popleft().result()
             waiting.append(pool.submit(work, part))
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        # What one thread is told is what threads that begin later are told.
+        torch.set_num_threads(number)
 
 
 def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -169,7 +169,7 @@ def product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
 def _in_float64(own: Tensor, read: Tensor) -> Tensor:
     """own readᵀ; on a CPU no more is copied at a time than stays in the cache."""
     count = own.shape[1]
-    step = max(1, CHUNK_BYTES // (8 * read.shape[0])) if at_hand(own) else max(1, count)
+    step = max(1, CHUNK_BYTES // max(1, 8 * read.shape[0])) if at_hand(own) else max(1, count)
     total = own.new_zeros(own.shape[0], read.shape[0], dtype=torch.float64)
     for start in range(0, count, step):
         some = slice(start, start + step)
