@@ -125,12 +125,12 @@ class Spy:
 
 
 def test_every_query_of_every_algorithm(case, federation):
-    """What the algorithms ask for in two noisy rounds, asked again with each record left out."""
+    """What the algorithms ask for in three noisy rounds, asked again with each record left out."""
     queries = []
     noisy = federation(
         private=True, sigma=1.0, clip=CLIP, counts={"a": 9}, around=lambda o: Spy(o, queries)
     )
-    noisy.run(case, 2)
+    noisy.run(case)
     assert queries
     bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 9})
     every = bed.records["a"]
