@@ -177,6 +177,17 @@ def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
     kernel.verify(x, torch.tensor([0, 0, 1, 1]))
 
 
+@pytest.mark.parametrize("records", [3, 4, 5, 8])
+def test_batches_of_records_that_are_all_but_certain_are_no_reason_to_refuse(records):
+    """One record of each batch is far from certain; where most others are, so is their median."""
+    for seed in range(30):
+        torch.manual_seed(seed)
+        linear, x = nn.Linear(5, 3), 300 * torch.randn(records, 5)
+        y = linear(x).argmax(1)
+        y[0] = (y[0] + 1) % 3
+        PerSampleKernel(FlatModel(linear), cross_entropy).verify(x, y)
+
+
 def test_verify_needs_three_records_with_finite_gradients():
     with pytest.raises(InputError, match="2 records"):
         verify(nn.Linear(4, 4), torch.randn(2, 4))

@@ -125,7 +125,7 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
             )
         _check_outputs(module, x)
         for n in (len(x) - 1, len(x)):
-            for clip in (math.inf, 0.5 * float(torch.median(_norms(rows)))):
+            for clip in (math.inf, _telling_clip(_norms(rows))):
                 if clip > 0:
                     found = _contributions(tried, x[:n], y[:n], clip)
                     _compare(module, found, rows[:n], clip)
@@ -169,10 +169,7 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     rows = tried.alone(x, y).double()
     norms = _norms(rows)
     rows = torch.where(norms.isfinite()[:, None], rows, 0)
-    # A record that is all but certain has a gradient of a few rounding errors, or of less than a
-    # clip may be: what the others' digits say nothing of is no scale.
-    longest = float(norms.where(norms.isfinite(), 0).amax())
-    clip = max(0.5 * float(torch.median(norms)), 1e-3 * longest)
+    clip = _telling_clip(norms)
     chosen = torch.arange(LARGE, device=x.device) % len(x)
     w = torch.linspace(0.5, 1.5, LARGE, dtype=tried.model.vector.dtype, device=x.device)
     if not (SHORTEST <= clip < math.inf):
@@ -183,6 +180,16 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     if not error <= 100 * _TOLERANCE[w.dtype] * LARGE * clip:
         name = type(tried.model.module).__name__
         raise ModelError(_MIXES.format(name, f"the sum over a batch of {LARGE}"))
+
+
+def _telling_clip(norms: Tensor) -> float:
+    """A clip that about half of the records meet, of their gradients' norms [B].
+
+    A record that is all but certain has a gradient of a few rounding errors, or of less than a clip
+    may be: what the others' digits say nothing of is no scale.
+    """
+    longest = float(norms.where(norms.isfinite(), 0).amax())
+    return max(0.5 * float(torch.median(norms)), 1e-3 * longest)
 
 
 def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> None:
