@@ -8,6 +8,9 @@ import os
 # Before numpy and scipy are loaded, here and in the processes that tests start: on small matrices
 # their threads only wait for each other, which was three quarters of what a tuned model cost.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Records that lie on this machine decide nothing but for tests that ask for them (`real_data`).
+if "FEDPACT_DATA" in os.environ:
+    os.environ["FEDPACT_REAL_DATA"] = os.environ.pop("FEDPACT_DATA")
 
 import copy
 import gc
@@ -15,6 +18,7 @@ import importlib
 import math
 import pkgutil
 import stat
+import tempfile
 from html import escape
 from types import SimpleNamespace
 
@@ -91,6 +95,13 @@ def pytest_runtest_protocol(item):
     return (yield)
 
 
+def pytest_configure(config):
+    """Nor does a cache that earlier runs have filled. Workers take what the first process sets."""
+    if not hasattr(config, "workerinput"):
+        config.cache_of_tests = tempfile.TemporaryDirectory(prefix="fedpact-tests-")
+        os.environ["FEDPACT_CACHE"] = config.cache_of_tests.name
+
+
 def pytest_collection():
     """What is collected stays to the end: a quarter of the time would go into looking for waste."""
     gc.disable()
@@ -102,8 +113,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_unconfigure():
+def pytest_unconfigure(config):
     """The interpreter ends; to look through all that is left finds nothing."""
+    if hasattr(config, "cache_of_tests"):
+        config.cache_of_tests.cleanup()
     gc.freeze()
 
 

@@ -12,7 +12,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays
 from fedpact.data.files import Source
 
-REAL = os.environ.get("FEDPACT_DATA")
+REAL = os.environ.get("FEDPACT_REAL_DATA")  # as FEDPACT_DATA was given: see tests/conftest.py
 
 
 @pytest.fixture(autouse=True)

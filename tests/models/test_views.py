@@ -127,7 +127,7 @@ def test_an_audit_looks_at_the_sum_that_sites_make():
         (["run.stacked=2"], "stacked"),
         (["task.kind=segmentation"], "task"),
         (["views.shift=8"], "shift = 8"),
-        (["data=heart_disease"], "expected images"),
+        (["data=synthetic_iid", "partition.kind=natural"], "expected images"),
         (["views.shift=-1"], "views.shift"),
     ],
 )
