@@ -79,7 +79,9 @@ def test_nothing_but_joining_json_is_written(run, tmp_path):
     folder, data = tmp_path / "run", some_data()
     simulate(plan_of(), folder, data=data)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    of_run(folder, data)
+    told = list[tuple[str, int]]()
+    of_run(folder, data, on_site=lambda *site: told.append(site))
+    assert told == [("s0", 2), ("s1", 2)]
     after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert after.keys() - before.keys() == {folder / "joining.json"}
     assert all(after[path] == block for path, block in before.items())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +29,12 @@ def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
         )
     from fedpact.engines.joining import of_run
 
-    document = of_run(directory)
+    with Console(stderr=True).status("making what sites have alone") as status:
+        seen = count(1)
+        document = of_run(
+            directory,
+            on_site=lambda site, of: status.update(f"{site}: site {next(seen)} of {of}"),
+        )
     run = read_run(directory)
     write_page(run)
     show({**document, "sentence": paid([run])}, as_json, lambda: _print_run(run))

@@ -5,7 +5,7 @@ else. See personal.joining for what is compared.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,15 @@ _RECORDS = ("features", "records", "person", "evaluation")
 
 
 def of_run(
-    path: Path, data: Dataset | None = None, known: SiteModels | None = None
+    path: Path,
+    data: Dataset | None = None,
+    known: SiteModels | None = None,
+    on_site: Callable[[str, int], None] | None = None,
 ) -> dict[str, Any]:
     """Compute, write and return the content of joining.json of a simulated run that has ended.
 
-    data: what the run was given in place of plan.data. known: is read and added to.
+    data: what the run was given in place of plan.data. known: is read and added to. on_site: is
+    told of each site, and of how many, before its models are made; minutes each, for large ones.
     Raises InputError of some kind: no simulated run, one that has not ended, no held-out records.
     """
     folder = Folder(path)
@@ -64,6 +68,8 @@ def of_run(
     found = dict[str, SiteFigures]()
     with one_thread():
         for site in scene.sites:
+            if on_site is not None:
+                on_site(site.name, len(scene.sites))
             if site.name not in alones:
                 alones[site.name] = alone(model, site.x, site.y, initial, site.persons)
             w = models[site.name]
