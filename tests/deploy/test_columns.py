@@ -13,8 +13,9 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES
+from tests.deploy.grid import NAMES, Run
 
+from fedpact.api import load
 from fedpact.engines.flower import codec
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation
@@ -156,6 +157,34 @@ def test_what_scales_columns_is_released_once_and_is_the_simulations(begin, tmp_
     # The server is started again: nothing is asked for a second time.
     run()
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
+
+
+def test_a_table_that_is_asked_about_may_have_its_columns_in_any_order(begin, tmp_path):
+    """Of a federation whose sites were given arrays for trying, too: the plan has the names."""
+    run, asked = begin()
+    run()
+    rows = [line.split(",") for line in Path(asked["data"]).read_text().splitlines()]
+    turned = tmp_path / "turned.csv"
+    turned.write_text("\n".join(",".join(reversed(row)) for row in rows))
+    for party in (run.directory / "server", run.nodes[0].directory):
+        result = load(party)
+        expected = result.predict(asked["data"]).probabilities
+        np.testing.assert_array_equal(result.predict(turned).probabilities, expected)
+
+
+def test_a_federation_of_tables_says_which_columns_its_model_takes(make, tmp_path):
+    data = table(tmp_path / "t.csv")
+    plan = {"data": data, "label": "out", "rounds": 1, "records": {"columns": DECLARED}}
+    directory = make(tmp_path / "d", {"records": False}, **plan)
+    for home in (directory / "sites").iterdir():
+        text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+        (home / "site.toml").write_text(text)
+    run = Run(directory)
+    run()
+    for party in (directory / "server", run.nodes[0].directory):
+        assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
+    for node in run.nodes:
+        node.site.ledger.close()
 
 
 def test_a_lost_reply_costs_no_second_release(begin):

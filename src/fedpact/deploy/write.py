@@ -52,7 +52,7 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
     check_deployable(plan)
     scene = Scene.of(plan)
-    plan, files = _beside(plan)
+    plan, files = _beside(_naming_columns(plan, scene.raw.features))
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(parents=True, mode=0o700)
     server.mkdir()
@@ -90,6 +90,17 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
             shutil.copyfile(source, party / name)
     (directory / "README.md").write_text(texts.README, encoding="utf-8")
     return federation
+
+
+def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
+    """Return the plan that says of which columns, in which order, a record is made.
+
+    Sites' arrays have no names, and a file that the model is asked about has its own order.
+    """
+    if not features:
+        return plan
+    named = {"features": [*features], "drop": []}
+    return plan.model_copy(update={"records": plan.records.model_copy(update=named)})
 
 
 def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:

@@ -168,7 +168,7 @@ class Coordinator:
         self.folder.rewrite(records)
         ended = at, records, rounds.status
         of = self.federation
-        GivenForm(tuple(of.shape), of.values, tuple(of.classes)).write(self.folder)
+        GivenForm(of.shape, of.values, of.classes, of.columns(plan)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)

@@ -198,6 +198,13 @@ class Federation(BaseModel):
         """Return what a record and its label may be: of a number its range, by the plan."""
         return self.records.model_copy(update={"target": plan.task.target})
 
+    def columns(self, plan: Plan) -> tuple[str, ...]:
+        """Return a table's columns in the order of a record's numbers; () where nobody says them.
+
+        By the plan where the sites' files are arrays, as those for trying are.
+        """
+        return self.features or tuple(plan.records.features or ())
+
     def form(self, plan: Plan) -> SumsForm:
         """Return what is summed of held-out records. Raises PlanError: it does not fit."""
         if (plan.evaluation.groups is None) != (self.groups is None):
