@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.engines.scene import Scene
 from fedpact.plan import Plan
 
 
@@ -51,6 +52,15 @@ def test_noise_for_the_sum_has_its_threshold():
     found = document(*asked)["configuration"]
     assert found["privacy"]["honest"] == 7
     assert found["secure_aggregation"] == {"threshold": 8}
+
+
+@pytest.mark.parametrize("honest", range(1, 10))
+def test_a_plan_with_noise_for_the_sum_runs_however_few_sites_are_relied_on(tmp_path, honest):
+    out = tmp_path / "study.toml"
+    asked = ("digits", "--epsilon", "1", "--trust", "sum", "--honest", str(honest))
+    assert cli("recommend", *asked, "--out", str(out)).exit_code == 0
+    # Loads all that a run needs, and refuses what a run would.
+    assert Scene.of(Plan.read(out)).plan.privacy.honest == honest
 
 
 def test_only_shape_classes_and_number_of_records_count(tmp_path):

@@ -4,6 +4,7 @@ Calls go through main() in this process.
 """
 
 import contextlib
+import errno
 import html
 import importlib.metadata
 import io
@@ -22,6 +23,7 @@ import pytest
 import fedpact as package
 from fedpact.cli.main import main
 from fedpact.client import Client
+from fedpact.folder import Folder
 
 QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
 
@@ -46,6 +48,23 @@ def fedpact(*arguments, cwd):
             except SystemExit as end:
                 code = end.code or 0
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_a_full_disk_is_told_without_a_traceback_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    commit = Folder.commit
+
+    def full(folder, at, record):
+        if at.round == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return commit(folder, at, record)
+
+    monkeypatch.setattr(Folder, "commit", full)
+    done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "fedpact resume" in done.stderr
+    monkeypatch.undo()
+    assert fedpact("resume", "r", cwd=tmp_path).returncode == 0
 
 
 def test_run_prints_the_outcome_and_the_reports_path(tmp_path):

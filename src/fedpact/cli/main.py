@@ -3,10 +3,11 @@
 Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal (one paragraph).
 """
 
+import errno
 import gc
 import sys
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import click
 import typer
@@ -52,17 +53,25 @@ def _top(
     """Train one model across data owners who keep their records, each under its own (ε, δ)."""
 
 
+def _end(why: str) -> NoReturn:
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"fedpact: {why}", style="red", markup=False
+    )
+    sys.exit(2)
+
+
 def main() -> None:
     """Run the command line."""
     try:
         app()
     except FedpactError as error:
-        from rich.console import Console
-
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"fedpact: {error}", style="red", markup=False
-        )
-        sys.exit(2)
+        _end(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")
     finally:
         # The interpreter ends: to look through all that was loaded once more finds nothing.
         gc.freeze()

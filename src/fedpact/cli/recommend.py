@@ -206,7 +206,7 @@ class _Public:
 
     def configuration(self, chosen: FullBatch) -> dict[str, Any]:
         """Return what Plan.parse takes."""
-        asked = self.asked
+        asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
         of_table = {"label": asked.label, "site": asked.site}
         shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
         return {
@@ -233,7 +233,8 @@ class _Public:
                 "clip": self.clip,
                 **shared,
             },
-            **({"secure_aggregation": {"threshold": self.honest + 1}} if shared else {}),
+            # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
+            **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
         }
 
     def reasons(self, chosen: FullBatch) -> dict[str, str]:
@@ -258,7 +259,7 @@ class _Public:
             "server.momentum": "the same way in fewer rounds",
             "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
-            "secure_aggregation.threshold": "one more than honest: who looks knows one share",
+            "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
 
     def rows(self, chosen: FullBatch) -> list[Alternative]:
