@@ -1,5 +1,6 @@
 """Columns that are filled, encoded and scaled: a deployment trains on what its simulation does."""
 
+import contextlib
 import csv
 import json
 import math
@@ -21,6 +22,7 @@ from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.stored import LastReply
+from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
@@ -159,6 +161,23 @@ def test_what_scales_columns_is_released_once_and_is_the_simulations(begin, tmp_
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
 
 
+@contextlib.contextmanager
+def of_tables(make, tmp_path, declared):
+    """Gives a federation whose sites have tables, and the path of one: all have the same."""
+    data = table(tmp_path / "t.csv")
+    plan = {"data": data, "label": "out", "rounds": 2, "records": {"columns": declared}}
+    directory = make(tmp_path / "d", {"records": False}, **plan)
+    for home in (directory / "sites").iterdir():
+        text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+        (home / "site.toml").write_text(text)
+    run = Run(directory)
+    try:
+        yield run, data
+    finally:
+        for node in run.nodes:
+            node.site.ledger.close()
+
+
 def test_a_table_that_is_asked_about_may_have_its_columns_in_any_order(begin, tmp_path):
     """Of a federation whose sites were given arrays for trying, too: the plan has the names."""
     run, asked = begin()
@@ -173,18 +192,21 @@ def test_a_table_that_is_asked_about_may_have_its_columns_in_any_order(begin, tm
 
 
 def test_a_federation_of_tables_says_which_columns_its_model_takes(make, tmp_path):
-    data = table(tmp_path / "t.csv")
-    plan = {"data": data, "label": "out", "rounds": 1, "records": {"columns": DECLARED}}
-    directory = make(tmp_path / "d", {"records": False}, **plan)
-    for home in (directory / "sites").iterdir():
-        text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
-        (home / "site.toml").write_text(text)
-    run = Run(directory)
-    run()
-    for party in (directory / "server", run.nodes[0].directory):
+    with of_tables(make, tmp_path, DECLARED) as (run, _):
+        run()
+    for party in (run.directory / "server", run.nodes[0].directory):
         assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
-    for node in run.nodes:
-        node.site.ledger.close()
+
+
+@pytest.mark.parametrize("declared", [DECLARED, RELEASED], ids=["declared", "released"])
+def test_a_public_test_set_is_scaled_as_the_sites_tables_are(make, tmp_path, declared):
+    """An array has no names: its columns are those of federation.toml, in that order."""
+    with of_tables(make, tmp_path, declared) as (run, data):
+        raw = Scene.of(run.nodes[0].site.plan.model_copy(update={"data": data})).raw
+        np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
+        last = run()[-1]
+    expected = load(run.directory / "server").evaluate(data)
+    assert (last.accuracy, last.loss) == pytest.approx((expected.accuracy, expected.loss))
 
 
 def test_a_lost_reply_costs_no_second_release(begin):

@@ -229,8 +229,8 @@ class _Evaluator:
         self._test = None if coordinator.plan.local.head else _test_set(coordinator)
         federation, plan = coordinator.federation, coordinator.plan
         stage = federation.stage(plan, coordinator.directory)
-        # Of a test set, which is of arrays; how the columns of the sites' tables lie, nobody tells.
-        self._released = stage.released(federation.example(), ()) if self._test else ()
+        columns = federation.features
+        self._released = stage.released(federation.example(), columns) if self._test else ()
 
     def go_on(self, records: list[RoundRecord]) -> None:
         """Count on from the rounds that are committed."""
@@ -283,9 +283,10 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     if not path.exists():
         return None
     federation = coordinator.federation
-    data = datasets.load(
-        str(path), classes=federation.classes, form=federation.labelled(coordinator.plan)
-    )
+    form, names = federation.labelled(coordinator.plan), federation.features
+    # It is of arrays, whose columns are called by their places.
+    form = form.model_copy(update={"columns": form.in_arrays(names).columns} if names else {})
+    data = datasets.load(str(path), classes=federation.classes, form=form)
     stage = federation.stage(coordinator.plan, coordinator.directory)
-    staged = stage(data.x, federation.example(), str(path), beside(path))
+    staged = stage(data.x, federation.example(), str(path), beside(path), names)
     return staged.x[staged.good], data.y[staged.good]
