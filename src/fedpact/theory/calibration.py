@@ -28,7 +28,6 @@ from fedpact.theory.accounting import (
 
 # Of the answer, relative: the search ends this close to the boundary, on the safe side.
 _TOLERANCE: Final = 1e-4
-_ROUGHLY: Final = 0.02  # of where a search begins
 _SIGMA_RANGE: Final = (1e-3, 1e9)
 _SMALLEST_RATE: Final = 1e-9
 
@@ -144,77 +143,53 @@ def _least(
 ) -> float | None:
     """Return the least x (about) in [low, high] at which a history keeps the budget, or None.
 
-    history: of an ε that falls in x. RDP brings the start near, a quick accountant searches,
-    `epsilon` has the last word.
+    history: of an ε that falls in x. A quick accountant searches, `epsilon` has the last word.
     """
 
-    def exact(x: float) -> float:
-        return epsilon(history(x), budget.delta, accountant, conversion)
+    def exact(x: float, by: Accountant) -> float:
+        return epsilon(history(x), budget.delta, by, conversion)
 
-    def quick(x: float) -> float:
-        return quick_epsilon(history(x), budget.delta, accountant, conversion)
+    def quick(x: float, by: Accountant) -> float:
+        return quick_epsilon(history(x), budget.delta, by, conversion)
 
-    limit, kept = budget.epsilon, high
-    if accountant == "best":
-        kept = _start(history, low, high, budget, conversion)
-    if kept == high and not exact(high) <= limit:
+    if not exact(high, accountant) <= budget.epsilon:
         return None
-    if kept < high or quick(high) <= limit:
-        found = _boundary(quick, low, kept, limit, _TOLERANCE / 2)
+    if quick(high, accountant) <= budget.epsilon:
+        found = _boundary(quick, low, high, budget.epsilon, accountant)
         for x in (found, found + _TOLERANCE / 2):
-            if exact(x) <= limit:
+            if exact(x, accountant) <= budget.epsilon:
                 return x
-    return _boundary(exact, low, kept, limit, _TOLERANCE / 2)
-
-
-def _start(
-    history: Callable[[float], History],
-    low: float,
-    high: float,
-    budget: Budget,
-    conversion: Conversion,
-) -> float:
-    """Return an x at which a history keeps the budget by RDP, a part of "best"; else `high`.
-
-    Mironov's conversion takes fewer and cheaper orders than Balle's, and its ε is never below.
-    """
-    tried: tuple[Conversion, ...] = ("mironov", conversion)
-    for each in tried:
-
-        def rough(x: float, by: Conversion = each) -> float:
-            return epsilon(history(x), budget.delta, "rdp", by)
-
-        if rough(high) <= budget.epsilon:
-            return _boundary(rough, low, high, budget.epsilon, _ROUGHLY, step=1.0)
-    return high
+    return _boundary(exact, low, high, budget.epsilon, accountant)
 
 
 def _boundary(
-    cost: Callable[[float], float],
+    cost: Callable[[float, Accountant], float],
     low: float,
     high: float,
     limit: float,
-    tolerance: float,
-    step: float = 0.1,
+    accountant: Accountant,
 ) -> float:
-    """Return the least x (about) in [low, high] with cost(x) <= limit, for cost falling in x.
-
-    cost(high) <= limit. step: how far below `high` to look first.
-    """
-    # With next to no noise releases are priced in another way, at times below some noise.
-    if cost(low) <= limit:
+    """Return the least x (about) in [low, high] with cost(x) <= limit, for cost falling in x."""
+    if cost(low, accountant) <= limit:
         return low
-    above, below = high, max(low, high - step)
-    while cost(below) <= limit:
-        step *= 2
-        above, below = below, max(low, below - step)
+    if accountant == "best":
+        # RDP is cheap, and its answer never below the one that is sought.
+        above = _boundary(cost, low, high, limit, "rdp") if cost(high, "rdp") <= limit else high
+    else:
+        above = high
+    below = above
+    step = 0.1
+    while below > low and cost(below, accountant) <= limit:
+        above, below, step = below, max(low, below - step), 2 * step
 
     def excess(x: float) -> float:
         # Where ε is inf or 0, a bounded stand-in keeps the root finder's secants finite.
-        value = min(max(cost(x), 1e-6 * limit), 1e6 * limit)
+        value = min(max(cost(x, accountant), 1e-6 * limit), 1e6 * limit)
         return math.log(value / limit)
 
-    x = special.root(excess, below, above, tolerance)
-    while not cost(x) <= limit:
-        x += tolerance
+    x = above
+    if below < above:
+        x = special.root(excess, below, above, _TOLERANCE / 2)
+    while not cost(x, accountant) <= limit:
+        x += _TOLERANCE / 2
     return min(x, above)
