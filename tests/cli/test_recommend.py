@@ -83,6 +83,7 @@ def test_only_shape_classes_and_number_of_records_count(tmp_path):
         (("--epsilon", "1", "--trust", "none"), "trust"),
         (("--epsilon", "1", "--honest", "3"), "honest"),
         (("--epsilon", "1", "--trust", "sum", "--honest", "10"), "honest"),
+        (("--epsilon", "1", "--trust", "sum", "--sites", "1"), "at least 2 sites"),
         (("--epsilon", "1", "--rounds", "0"), "rounds"),
     ],
 )

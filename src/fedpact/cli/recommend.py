@@ -170,8 +170,8 @@ class _Public:
         honest = (asked.honest or asked.sites - 1) if asked.trust == "sum" else 1
         if not 1 <= honest <= max(asked.sites - 1, 1):
             raise InputError(
-                f"--honest is {honest} with {asked.sites} sites: expected at least 1 and at most "
-                f"{asked.sites - 1}, as a site that looks at a sum knows its own share"
+                f"--honest is {honest} with --sites {asked.sites}: expected at least 2 sites and "
+                "fewer honest than all, as a site that looks at a sum knows its own share"
             )
         budget = Budget(asked.epsilon, asked.delta)
         features = _features(tuple(example.shape), asked.mirror)
