@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tests.waiting import wait_for
 
-from fedpact.deploy import local, processes
+from fedpact.deploy import local, processes, running
 from fedpact.deploy.running import Process
 from fedpact.engines.flower import program
 from fedpact.errors import DataError, InputError
@@ -41,6 +41,26 @@ def test_a_stranger_that_has_the_number_by_now_is_left_alone(deployment, strange
     assert local.look(deployment)["running"]["site-00"] is False
     assert local.stop(deployment) == []
     assert stranger.poll() is None
+
+
+def test_a_process_whose_command_is_not_known_yet_is_waited_for(deployment, stranger, monkeypatch):
+    """As the system starts a process it is without a command for an instant, and runs."""
+    known, asked = running._command, list[int]()
+
+    def late(number):
+        asked.append(number)
+        return known(number) if len(asked) > 3 else ""
+
+    monkeypatch.setattr(running, "_command", late)
+    recorded(deployment, Process.of(stranger.pid))
+    assert local.look(deployment)["running"]["site-00"] is True
+    # One that has ended never gets a command, and is not waited for.
+    asked.clear()
+    monkeypatch.setattr(running.time, "sleep", None)
+    monkeypatch.setattr(running, "_command", lambda number: "")
+    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert Process.of(ended.pid).number == ended.pid
 
 
 def test_a_process_for_another_directory_is_left_alone(deployment, stranger, tmp_path):

@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_EXEC_SECONDS = 10.0
+_PAUSE = 0.001
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,13 @@ class Process:
 
     @staticmethod
     def of(number: int) -> "Process":
-        """Return a process that was started just now."""
+        """Return a process that was started just now, once the system tells its command.
+
+        Whoever started it is let go on before that: to another look it would be a stranger's.
+        """
+        end = time.monotonic() + _EXEC_SECONDS
+        while _nameless(number) and time.monotonic() < end:
+            time.sleep(_PAUSE)
         return Process(number, _started(number) or "")
 
     def runs(self, words: Sequence[str]) -> bool:
@@ -61,12 +70,22 @@ def _started(number: int) -> str | None:
     """Return when a process was started, None if there is none."""
     if not _BOOT.exists():
         return _asked(number, "lstart") or None
+    fields = _stat(number)
+    return None if fields is None else f"{_BOOT.read_text().strip()} {fields[19]}"
+
+
+def _nameless(number: int) -> bool:
+    """Whether a process is about to begin its command; one that has ended is not."""
+    fields = _stat(number) if _BOOT.exists() else None
+    return fields is not None and fields[0] not in "ZX" and not _command(number)
+
+
+def _stat(number: int) -> list[str] | None:
     try:
         # The name of the program may have spaces and brackets in it: what follows has none.
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return f"{_BOOT.read_text().strip()} {fields[19]}"
 
 
 def _command(number: int) -> str:
