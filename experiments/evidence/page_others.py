@@ -26,7 +26,7 @@ def proxvr(book: Book) -> Iterator[str]:
             "1" if row in fedproxvr.CONVEX else "2",
             *(_method(row.method), f"{row.local_steps}", f"{row.proximal:g}", f"{row.batch}"),
             *(f"{row.rounds}", f"{row.printed:.2f}"),
-            book.accuracy(fedproxvr.run(row), row.rounds),
+            book.held_out(fedproxvr.run(row), row.rounds),
         ]
         for row in (*fedproxvr.CONVEX, *fedproxvr.CNN)
     ]
@@ -40,7 +40,7 @@ def _method(name: str) -> str:
 def _proxvr_says(book: Book) -> str:
     lines = ["Is variance reduction ahead of FedAvg?"]
     for number, rows in (("1", fedproxvr.CONVEX), ("2", fedproxvr.CNN)):
-        means = [book.mean(fedproxvr.run(row), row.rounds) for row in rows]
+        means = [book.mean(fedproxvr.run(row), row.rounds, "held_out") for row in rows]
         if means[0] is None or all(mean is None for mean in means[1:]):
             lines.append(f"* Table {number}: not run.")
             continue
