@@ -55,7 +55,6 @@ def test_a_process_whose_command_is_not_known_yet_is_waited_for(deployment, stra
     recorded(deployment, Process.of(stranger.pid))
     assert local.look(deployment)["running"]["site-00"] is True
     # One that has ended never gets a command, and is not waited for.
-    asked.clear()
     monkeypatch.setattr(running.time, "sleep", None)
     monkeypatch.setattr(running, "_command", lambda number: "")
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as ended:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+# A machine that takes longer from a process to its command stands still: that is told as it is.
 _EXEC_SECONDS = 10.0
 _PAUSE = 0.001
 
