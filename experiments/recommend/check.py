@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fedpact
-from fedpact.cli.recommend import Circumstances, Recommendation
+from fedpact.cli.recommend import Circumstances, Recommendation, declared
 
 HERE = Path(__file__).parent
 STORED = HERE / "check.json"
@@ -36,7 +36,8 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
 def configuration(row: str, trust: str, seed: int) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
-    asked = Circumstances(data, epsilon, delta, 100, sites, trust, 0, mirror)
+    records = declared(None, data)
+    asked = Circumstances(data, epsilon, delta, 100, sites, trust, 0, mirror, None, None, records)
     own = {"partition": partition, "seed": seed, "run": {"evaluate_every": 1000}}
     return Recommendation.of(asked).raw | own
 

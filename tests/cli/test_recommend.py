@@ -172,3 +172,17 @@ def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tm
     done = cli("recommend", str(file), "--epsilon", "1", "--columns", str(columns))
     assert done.exit_code != 0
     assert "lstm" in f"{done.exception}{done.output}"
+
+
+def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
+    """As if it had been handed over by --columns; which of others is given is that."""
+    digits = tmp_path / "digits.toml"
+    digits.write_text('[records]\nscale = "range"\nlow = 0.0\nhigh = 1.0\n')
+    monkeypatch.setattr("fedpact.cli.recommend.known", {"digits": digits}.get)
+    asked = ("recommend", "digits", "--epsilon", "1")
+    found = document(*asked)["configuration"]
+    assert found == document(*asked, "--columns", str(digits))["configuration"]
+    assert found["records"]["high"] == 1.0
+    other = tmp_path / "other.toml"
+    other.write_text('[records]\nscale = "unit"\nlow = 0.0\nhigh = 1.0\n')
+    assert document(*asked, "--columns", str(other))["configuration"]["records"]["scale"] == "unit"

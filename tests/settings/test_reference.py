@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from fedpact import algorithms
@@ -170,3 +172,19 @@ def test_a_key_that_no_docstring_names_has_no_meaning():
 def test_what_cannot_be_read_is_an_error_and_no_guess():
     with pytest.raises(LookupError):
         declared(("fedpact.plan", "Plann"))
+
+
+@given(
+    raw=st.dictionaries(
+        st.text(max_size=4),
+        st.recursive(
+            st.booleans() | st.integers(-99, 99) | st.text(max_size=5),
+            lambda inner: st.dictionaries(st.text(max_size=4), inner, max_size=4),
+            max_leaves=12,
+        ),
+        max_size=5,
+    )
+)
+def test_a_written_configuration_reads_as_what_was_written(raw):
+    """However its tables lie in each other, whatever its keys are called."""
+    assert tomllib.loads(starting.configuration(raw, {})) == raw

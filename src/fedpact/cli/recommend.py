@@ -13,6 +13,7 @@ from torch import Tensor
 from fedpact.cli.console import show
 from fedpact.configuration import read_configuration
 from fedpact.data.columns.advice import advise, square, undeclared
+from fedpact.data.columns.known import known
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
 from fedpact.data.partition import make_partition
@@ -25,7 +26,7 @@ from fedpact.models.build import build
 from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.reference.starting import toml
+from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
@@ -86,11 +87,15 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     show(document, as_json, lambda: _print(found, out))
 
 
-def declared(columns: Path | None) -> PlanRecords:
-    """Return what a configuration declares of records. Raises PlanError: it declares nothing."""
-    if columns is None:
+def declared(columns: Path | None, data: str) -> PlanRecords:
+    """Return what a configuration declares of records, None: what is known of a named data set.
+
+    Raises PlanError: it declares nothing.
+    """
+    given = columns or known(data)
+    if given is None:
         return _NOTHING
-    raw = read_configuration(columns)
+    raw = read_configuration(given)
     if not raw.get("records"):
         raise PlanError(
             f"--columns {columns} has no table [records]: expected a configuration that declares "
@@ -134,16 +139,7 @@ class Recommendation:
 
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
-        lines = [f"# {self.reasons['guarantee']}"]
-        tables = [("", {k: v for k, v in self.raw.items() if not isinstance(v, dict)})]
-        tables += [(k, v) for k, v in self.raw.items() if isinstance(v, dict)]
-        for name, table in tables:
-            lines += ["", f"[{name}]"] if name else [""]
-            for key, value in table.items():
-                why = self.reasons.get(f"{name}.{key}" if name else key)
-                line = f"{key} = {toml(value)}"
-                lines.append(f"{line:<32}# {why}" if why else line)
-        return "\n".join(lines) + "\n"
+        return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,6 @@ class _Public:
             "rounds": chosen.rounds,
             "sites": asked.sites,
             **({"partition": asked.partition} if asked.partition else {}),
-            **({"records": asked.declared} if asked.declared else {}),
             "sampling_rate": 1.0,
             **({"features": self.features} if self.features else {}),
             "logistic": self._logistic(self.features),
@@ -235,6 +230,8 @@ class _Public:
             },
             # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
             **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
+            # Last, as it may be long.
+            **({"records": asked.declared} if asked.declared else {}),
         }
 
     def reasons(self, chosen: FullBatch) -> dict[str, str]:

@@ -102,9 +102,10 @@ def load(
         pair = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
         x, y, sites = arrays["x"], arrays["y"], arrays.get("site")
         whose = arrays.get("person")
-        return from_arrays(
+        found = from_arrays(
             x, y, name=name, classes=classes, site=sites, person=whose, test=pair, form=form
         )
+        return with_columns(found, form)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "digits":
@@ -212,14 +213,21 @@ def from_frame(
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
-    """Return a data set of the columns that a form names; those that it drops may be gone."""
+    """Return a data set of the columns that a form names; those that it drops may be gone.
+
+    Raises DataError: it has no such columns, or none by name.
+    """
     if form.features is None and not form.drop:
         return data
+    if not data.features:
+        raise DataError(
+            f"data set {data.name} is no table: records.features = {form.features} and "
+            f"records.drop = {form.drop} expect columns by name; leave columns out of its arrays"
+        )
     wanted = form.features or [name for name in data.features if name not in form.drop]
     if not set(wanted) <= set(data.features) or not wanted:
-        has = f"the columns {', '.join(data.features)}" if data.features else "no columns by name"
         raise DataError(
-            f"data set {data.name} has {has}: "
+            f"data set {data.name} has the columns {', '.join(data.features)}: "
             f"records.features = {form.features} and records.drop = {form.drop} leave "
             f"{', '.join(wanted) or 'none'}; name columns that it has"
         )

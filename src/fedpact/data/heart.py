@@ -76,7 +76,8 @@ def load_heart() -> Dataset:
     x, y, site = [], [], []
     for file in source.files:
         columns = _columns(read(source, file).decode("ascii"))
-        x.append(_features(columns))
+        rows = _features(columns)
+        x.append(np.stack([*rows.values()], axis=1))
         y.append(columns["num"] > 0)
         site += [file.split(".")[1]] * len(y[-1])
     return Dataset(
@@ -85,6 +86,7 @@ def load_heart() -> Dataset:
         y=torch.from_numpy(np.concatenate(y)).long(),
         classes=("healthy", "disease"),
         site=tuple(site),
+        features=tuple(rows),
         description="UCI Heart Disease, 4 hospitals; missing values and ranges by the constants "
         "declared in data/heart.py",
     )
@@ -102,7 +104,8 @@ def load_flamby() -> Dataset:
     for file in source.files:
         name = file.split(".")[1]
         columns = _whole(_numbers(read(source, file).decode("ascii")))
-        x.append(_features(_filled(columns), _FLAMBY_RANGES, reference=True))
+        rows = _features(_filled(columns), _FLAMBY_RANGES, reference=True)
+        x.append(np.stack([*rows.values()], axis=1))
         y.append(columns["num"] > 0)
         held.append(np.isin(np.arange(len(y[-1])), split[name]))
         site += [name] * len(y[-1])
@@ -112,6 +115,7 @@ def load_flamby() -> Dataset:
         y=torch.from_numpy(np.concatenate(y)).long(),
         classes=("healthy", "disease"),
         site=tuple(site),
+        features=tuple(rows),
         held=torch.from_numpy(np.concatenate(held)),
         description="UCI Heart Disease, 4 hospitals, FLamby's columns, records and test parts; "
         "ranges declared in data/heart.py",
@@ -150,13 +154,16 @@ def _features(
     ranges: dict[str, tuple[int, int]] = _RANGES,
     *,
     reference: bool = False,
-) -> np.ndarray:
-    """Return a row per record. reference: the first code of each column is all others' absence."""
-    scaled = [
-        np.clip((2 * columns[name] - low - high) / (high - low), -1, 1)
+) -> dict[str, np.ndarray]:
+    """Return each feature's values. reference: the first code of each is all others' absence.
+
+    What is called "age scaled" is in -1..1, so that nobody takes it for years.
+    """
+    scaled = {
+        f"{name} scaled": np.clip((2 * columns[name] - low - high) / (high - low), -1, 1)
         for name, (low, high) in ranges.items()
-    ]
-    binary = [columns[name] for name in _BINARY]
+    }
+    binary = {name: columns[name] for name in _BINARY}
     codes = {name: known[reference:] for name, known in _CODES.items() if name in columns}
-    one_hot = [columns[name] == code for name, known in codes.items() for code in known]
-    return np.stack([*scaled, *binary, *one_hot], axis=1)
+    one_hot = {f"{n}={code}": columns[n] == code for n, known in codes.items() for code in known}
+    return {**scaled, **binary, **one_hot}

@@ -86,7 +86,40 @@ def toml(value: Any) -> str:
         return f"{{ {', '.join(pairs)} }}" if value else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)
+    # Of what JSON lets stand as it is TOML has one character escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def configuration(raw: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return a configuration as a file, a table in a table under its own head.
+
+    reasons: what is said beside a key, by its path ("privacy.clip").
+
+    >>> print(configuration({"a": 1, "b": {"c": 2, "d e": {"f": True}}}, {"b.c": "so"}), end="")
+    a = 1
+    <BLANKLINE>
+    [b]
+    c = 2                           # so
+    <BLANKLINE>
+    [b."d e"]
+    f = true
+    """
+    return "\n".join(_within(raw, reasons, ())) + "\n"
+
+
+def _within(
+    table: Mapping[str, Any], reasons: Mapping[str, str], path: tuple[str, ...]
+) -> list[str]:
+    inner = {k: v for k, v in table.items() if isinstance(v, Mapping) and v}
+    own = {k: v for k, v in table.items() if k not in inner}
+    found = [f"[{'.'.join(map(_name, path))}]"] if path and own else []
+    for key, value in own.items():
+        line, why = f"{_name(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
+        found.append(f"{line:<32}# {why}" if why else line)
+    for key, value in inner.items():
+        below = _within(value, reasons, (*path, str(key)))
+        found += ["", *below] if found else below
+    return found
 
 
 def _name(key: str) -> str:

@@ -34,7 +34,8 @@ def recommend(
     columns: Annotated[
         Path | None,
         typer.Option(
-            help="A configuration whose \\[records] says what a table's columns may hold."
+            help="A configuration whose \\[records] says what columns may hold; default: what is "
+            "known of them, of adult and heart_disease_flamby."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
@@ -46,7 +47,7 @@ def recommend(
     """
     from fedpact.cli import recommend as command
 
-    records = command.declared(columns)
+    records = command.declared(columns, data)
     asked = command.Circumstances(
         data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site, records
     )

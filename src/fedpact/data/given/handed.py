@@ -88,6 +88,9 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
     own, classes = form.model_copy(update={"features": named, "drop": []}), list(found.classes)
     if isinstance(test, str | Path):
         column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
+        if column is None:
+            # Its columns stand as they were trained on, whatever they are called.
+            own = own.model_copy(update={"features": None})
         beside = datasets.load(str(test), column, classes=classes, form=own)
     else:
         others = parts_of(test, what="test")
@@ -181,7 +184,8 @@ def _of_pairs(parts: Parts, test: Any, records: PlanRecords, form: RecordForm) -
     if titles and form.labels is None:
         form = form.model_copy(update={"labels": "numbers"})
     pair = None if beside is None else (beside.x, beside.y)
-    return from_arrays(parts.x, parts.y, classes=records.classes or titles, test=pair, form=form)
+    found = from_arrays(parts.x, parts.y, classes=records.classes or titles, test=pair, form=form)
+    return with_columns(found, records)
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:

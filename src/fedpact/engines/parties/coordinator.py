@@ -285,7 +285,8 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     federation = coordinator.federation
     form, names = federation.labelled(coordinator.plan), federation.features
     # It is of arrays, whose columns are called by their places.
-    form = form.model_copy(update={"columns": form.in_arrays(names).columns} if names else {})
+    columns = form.in_arrays(names).columns if names else form.columns
+    form = form.model_copy(update={"columns": columns, "features": None, "drop": []})
     data = datasets.load(str(path), classes=federation.classes, form=form)
     stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path), names)

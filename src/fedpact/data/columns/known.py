@@ -1,0 +1,16 @@
+"""What is publicly known of the columns of data sets that come by name.
+
+NAME.toml, beside this file, has [records] for a plan on NAME: ranges, categories, what stands for a
+gap, where a column begins. It is from the data set's own description and from what is known of such
+measurements anyway, none of it from records.
+"""
+
+from pathlib import Path
+from typing import Final
+
+KNOWN: Final = ("adult", "heart_disease_flamby")
+
+
+def known(data: str) -> Path | None:
+    """Return the configuration whose [records] goes with a data set, None where there is none."""
+    return Path(__file__).with_name(f"{data}.toml") if data in KNOWN else None
