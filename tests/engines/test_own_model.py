@@ -15,6 +15,7 @@ from fedpact.api import plan_of as plan_of_settings
 from fedpact.data.datasets import load
 from fedpact.data.form import PlanRecords
 from fedpact.data.given.handed import dataset_of, digest_of
+from fedpact.engines.scene import loaded
 from fedpact.errors import DataError, InputError, ModelError, PlanError
 from fedpact.own.named import name_of
 from fedpact.report.reading import read_run
@@ -129,6 +130,31 @@ def test_wrong_columns_are_named():
             dataset_of(FRAME, PlanRecords(**wrong), "ill")
     with pytest.raises(PlanError, match="not both"):
         fedpact.Plan(records={"features": ["a"], "drop": ["b"]})
+
+
+@pytest.mark.parametrize("wrong", [{"drop": ["1"]}, {"features": ["0"]}, {"drop": ["no such"]}])
+def test_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
+    """What is to be left out of the records, as a patient's number, is never kept in silence."""
+    file, records = tmp_path / "t.npz", PlanRecords(**wrong)
+    np.savez(file, x=X, y=Y)
+    ways = (
+        lambda: load(str(file), form=records),
+        lambda: loaded(fedpact.Plan(data=str(file), records=records)),
+        lambda: dataset_of((X, Y), records),
+        lambda: dataset_of(file, records),
+        lambda: fedpact.run("logistic", (X, Y), out=tmp_path / "run", **wrong, **SETTINGS),
+    )
+    for way in ways:
+        with pytest.raises(DataError, match="leave columns out of its arrays"):
+            way()
+
+
+def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
+    file, dropped = tmp_path / "test.npz", PlanRecords(drop=["id"])
+    np.savez(file, x=X[:7], y=Y[:7])
+    found = dataset_of(FRAME, dropped, "ill", test=file)
+    assert found.features == ("a", "b", "c")
+    assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
 
 
 def test_a_handed_in_table_is_asked_for_again_with_its_columns_named():
