@@ -43,7 +43,8 @@ def main() -> None:
         place = asked.out / f"{run.title} {seed}".replace(" ", "-")
         for outcome in carry_out(run, seed, place):
             stored.add(run, seed, outcome)
-        print(run.title, f"seed={seed}", outcome["looks"], outcome["cpu_seconds"], flush=True)
+        *_, (rounds, last) = outcome["looks"].items()
+        print(run.title, f"seed={seed}", rounds, last, outcome["cpu_seconds"], flush=True)
 
 
 if __name__ == "__main__":

@@ -186,3 +186,17 @@ def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
     other = tmp_path / "other.toml"
     other.write_text('[records]\nscale = "unit"\nlow = 0.0\nhigh = 1.0\n')
     assert document(*asked, "--columns", str(other))["configuration"]["records"]["scale"] == "unit"
+
+
+def test_of_a_table_it_says_what_half_of_the_columns_would_give(tmp_path):
+    """The noise of d weights is as long as sqrt(d): of two classes, 8 columns and a bias."""
+    file = tmp_path / "t.npz"
+    np.savez(file, x=np.zeros((60, 8)), y=np.arange(60) % 2)
+    rows = {
+        r["what"]: r for r in document("recommend", str(file), "--epsilon", "1")["alternatives"]
+    }
+    chosen, half = rows["chosen"], rows["half of the columns"]
+    assert (chosen["weights"], half["weights"]) == (2 * 9, 2 * 5)
+    assert half["snr"] / chosen["snr"] == pytest.approx((9 / 5) ** 0.5)
+    images = document("recommend", "digits", "--epsilon", "1")["alternatives"]
+    assert not any("columns" in row["what"] for row in images)

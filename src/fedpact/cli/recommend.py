@@ -35,6 +35,7 @@ FITTED_ON: Final = "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32"
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _SMALLEST_IMAGE: Final = 8
+_MANY_COLUMNS: Final = 4
 _NOTHING: Final = PlanRecords()
 
 
@@ -268,6 +269,10 @@ class _Public:
         if self.features:
             plain = self._weights("logistic", {})
             others.append(("logistic on the records", plain, 1.0, chosen.rounds))
+        if not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
+            half = replace(self, example=self.example[: len(self.example) // 2])
+            fewer = half._weights("logistic", {})
+            others.append(("half of the columns", fewer, 1.0, chosen.rounds))
         if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
             others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
         return [self._row(*other) for other in others]
