@@ -36,8 +36,9 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
 def configuration(row: str, trust: str, seed: int) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
-    records = declared(None, data)
-    asked = Circumstances(data, epsilon, delta, 100, sites, trust, 0, mirror, None, None, records)
+    asked = Circumstances(
+        data, epsilon, delta, 100, sites, trust, 0, mirror, **declared(None, data)
+    )
     own = {"partition": partition, "seed": seed, "run": {"evaluate_every": 1000}}
     return Recommendation.of(asked).raw | own
 

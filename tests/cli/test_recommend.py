@@ -200,3 +200,28 @@ def test_of_a_table_it_says_what_half_of_the_columns_would_give(tmp_path):
     assert half["snr"] / chosen["snr"] == pytest.approx((9 / 5) ** 0.5)
     images = document("recommend", "digits", "--epsilon", "1")["alternatives"]
     assert not any("columns" in row["what"] for row in images)
+
+
+@pytest.mark.parametrize(("epsilon", "little"), [(0.1, True), (8.0, False)])
+def test_where_noise_goes_as_far_as_the_signal_columns_that_say_little_are_left_out(
+    tmp_path, monkeypatch, epsilon, little
+):
+    draws = np.random.default_rng(0)
+    file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
+    rows = [f"{draws.integers(0, 100)},{draws.integers(0, 9)},{i % 2}" for i in range(400)]
+    file.write_text("\n".join(["age,shoe,sick", *rows]))
+    columns.write_text(
+        '[records.columns.age]\nrange = [0, 120]\nscale = "range"\n'
+        '[records.columns.shoe]\nrange = [0, 9]\nscale = "range"\n'
+    )
+    monkeypatch.setattr("fedpact.cli.recommend.known", {str(file): columns}.get)
+    monkeypatch.setattr("fedpact.cli.recommend.KNOWN", {str(file): ("shoe",)})
+    asked = ("recommend", str(file), "--epsilon", str(epsilon), "--label", "sick", "--sites", "2")
+    found = document(*asked, "--out", str(out))
+    assert little or found["alternatives"][0]["snr"] > 5
+    plan = Plan.parse(tomllib.loads(out.read_text()))
+    assert Scene.of(plan).raw.features == (("age",) if little else ("age", "shoe"))
+    assert ("records.drop" in found["reasons"]) == little
+    # Who names a file says by it what is used.
+    named = document(*asked, "--columns", str(columns))["configuration"]
+    assert "drop" not in named["records"]

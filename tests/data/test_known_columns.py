@@ -34,7 +34,8 @@ def test_of_others_nothing_is_known(name):
 
 def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share():
     found = declared("heart_disease_flamby").columns
-    share = {"sex": 1 / 2, "exang": 1 / 2, "cp": 1 / len(heart._CODES["cp"])}
+    share = dict.fromkeys(heart._BINARY, 1 / 2)
+    share |= {name: 1 / len(codes) for name, codes in heart._CODES.items()}
     for name, column in found.items():
         raw, scaled, _ = name.partition(" scaled")
         wanted = share.get(raw.partition("=")[0])
@@ -43,8 +44,9 @@ def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share():
             # Nobody's age is a finding.
             normal = heart._NORMAL.get(raw, (low + high) / 2)
             wanted = (2 * normal - low - high) / (high - low)
-        assert column.mean == pytest.approx(wanted), name
-    assert len(found) == 8
+        assert column.mean == pytest.approx(wanted, abs=1e-6), name
+    assert len(found) == 13
+    assert {*KNOWN["heart_disease_flamby"]} < {*found}
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -13,6 +13,8 @@ from fedpact.data.columns.scaling import Scaling
 from fedpact.data.datasets import from_arrays, from_frame, load
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.sites import load_site
+from fedpact.deploy.write import Choices, write
+from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.engines.workshop import Workshop
@@ -241,3 +243,46 @@ def test_a_record_whose_scaled_value_is_none_is_left_out_by_itself(
     without = Scene.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
     assert torch.equal(scene.dataset.x, without.dataset.x)
     assert torch.equal(scene.raw.x, without.raw.x)
+
+
+def test_what_is_declared_of_a_column_that_is_dropped_counts_for_nothing(tmp_path):
+    """Numbers, names and forms are those of a table that has no such column."""
+    dropped = {"ward", "dose"}
+    places = [k for k, name in enumerate(HEADER) if name not in dropped]
+    left = {name: own for name, own in COLUMNS.items() if name not in dropped}
+    whole = RecordForm(columns=COLUMNS, drop=sorted(dropped))
+    without = RecordForm(columns=left)
+    path, short = table(tmp_path / "t.csv"), tmp_path / "short.csv"
+    with short.open("w", newline="") as file:
+        csv.writer(file).writerows([[row[k] for k in places] for row in [HEADER, *ROWS]])
+    one, other = load(str(path), "out", form=whole), load(str(short), "out", form=without)
+    assert one.features == other.features
+    assert torch.equal(one.x, other.x)
+    assert torch.equal(prepared(one, whole), prepared(other, without))
+    scaling = Scaling.of(whole, one.x.shape[1:], one.features)
+    assert scaling.example(one.x[0]).shape == scaling(one.x).shape[1:]
+    assert whole.in_arrays(one.features) == without.in_arrays(one.features)
+    released = {"age": {"range": [0, 9], "scale": "released"}}
+    assert RecordForm(columns=released, drop=["age"]).released == ()
+    n = len(one.features)
+    site = load_site(path, "out", ("no", "yes"), (n,), "float32", whole, features=one.features)
+    assert torch.equal(site.x, one.x)
+
+
+def test_a_deployment_of_sites_own_tables_leaves_declared_columns_out(tmp_path):
+    path, rows = tmp_path / "t.csv", [row[:] for row in ROWS[:4] for _ in range(10)]
+    plan = Plan(
+        data=str(table(path, rows)),
+        label="out",
+        model="logistic",
+        sites=2,
+        rounds=1,
+        records={"columns": COLUMNS, "drop": ["ward"], "classes": ["no", "yes"]},
+        partition={"held_out": 0.0},
+    )
+    federation = write(tmp_path / "d", plan, Choices(records=False))
+    assert federation.features == ("age", "dose", "bmi", "code", "sex")
+    own = tmp_path / "d" / "sites" / "site-01"
+    plan, federation = read_plan(own / "plan.json"), Federation.read(own / "federation.toml")
+    record = federation.stage(plan, own).example(federation.example())
+    assert record.shape == Scene.of(plan).dataset.x.shape[1:] == (7,)

@@ -13,13 +13,13 @@ from torch import Tensor
 from fedpact.cli.console import show
 from fedpact.configuration import read_configuration
 from fedpact.data.columns.advice import advise, square, undeclared
-from fedpact.data.columns.known import known
+from fedpact.data.columns.known import KNOWN, known
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
 from fedpact.data.partition import make_partition
 from fedpact.engines.scene import is_table, loaded
 from fedpact.errors import InputError, PlanError
-from fedpact.features.settings import FeatureSettings
+from fedpact.features.settings import FeatureSettings, suited
 from fedpact.features.stage import FeatureStage
 from fedpact.files import write_whole
 from fedpact.models.build import build
@@ -34,8 +34,9 @@ from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
 FITTED_ON: Final = "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32"
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
-_SMALLEST_IMAGE: Final = 8
 _MANY_COLUMNS: Final = 4
+# Of signal to noise: below it a column that says little costs more than it brings.
+_NOISY: Final = 5.0
 _NOTHING: Final = PlanRecords()
 
 
@@ -54,12 +55,19 @@ class Circumstances:
     label: str | None = None
     site: str | None = None
     records: PlanRecords = _NOTHING
+    little: tuple[str, ...] = ()  # columns that say little beside the others
     partition: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def declared(self) -> dict[str, Any]:
         """The [records] table, as far as anything is declared."""
         return self.records.model_dump(mode="json", exclude_defaults=True)
+
+    def without_little(self) -> "Circumstances":
+        """Return them without the columns that say little."""
+        kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
+        changed = {"columns": kept, "drop": [*self.little]}
+        return replace(self, records=self.records.model_copy(update=changed), little=())
 
 
 @dataclass(frozen=True)
@@ -88,21 +96,19 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     show(document, as_json, lambda: _print(found, out))
 
 
-def declared(columns: Path | None, data: str) -> PlanRecords:
-    """Return what a configuration declares of records, None: what is known of a named data set.
-
-    Raises PlanError: it declares nothing.
-    """
+def declared(columns: Path | None, data: str) -> dict[str, Any]:
+    """Return `records` and `little` of Circumstances. Raises PlanError: columns declares none."""
     given = columns or known(data)
     if given is None:
-        return _NOTHING
+        return {}
     raw = read_configuration(given)
     if not raw.get("records"):
         raise PlanError(
             f"--columns {columns} has no table [records]: expected a configuration that declares "
             "what columns may hold, as [records.columns.age] with range = [0, 120]"
         )
-    return Plan.parse({"records": raw["records"]}).records
+    little = KNOWN.get(data, ()) if columns is None else ()
+    return {"records": Plan.parse({"records": raw["records"]}).records, "little": little}
 
 
 @dataclass(frozen=True)
@@ -131,12 +137,17 @@ class Recommendation:
         records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
         public = _Public.of(asked, example, length, records, len(data.classes))
         chosen = public.chosen()
+        rows = public.rows(chosen)
+        if asked.little and rows[0].snr < _NOISY:
+            found = cls.of(asked.without_little())
+            why = "they say little beside the others, and noise goes nearly as far as the signal"
+            return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
         plan = Plan.parse(raw)
         if bare:
             reasons["privacy.clip"] += f"; of {bare} no range is declared: taken to lie in -1 .. 1"
         make_partition(data, plan.partition, plan.sites, plan.seed)
-        return cls(raw, reasons, public.rows(chosen))
+        return cls(raw, reasons, rows)
 
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
@@ -171,7 +182,7 @@ class _Public:
                 "fewer honest than all, as a site that looks at a sum knows its own share"
             )
         budget = Budget(asked.epsilon, asked.delta)
-        features = _features(tuple(example.shape), asked.mirror)
+        features = suited(tuple(example.shape), asked.mirror)
         square = 1.0 if features else square
         return cls(asked, budget, honest, records, classes, example, features, square)
 
@@ -290,17 +301,6 @@ class _Public:
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
         # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one.
         return {"start": "zero", "bias": False if features else 0.3}
-
-
-def _features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
-    """Return the [features] table for records of this shape; none for tables."""
-    if len(shape) not in (2, 3) or min(shape[-2:]) < _SMALLEST_IMAGE:
-        return {}
-    channels = shape[0] if len(shape) == 3 else 1
-    mirrored = channels > 1 if mirror is None else mirror
-    if channels > 1:
-        return {"kind": "patches", "filters": 640, "mirror": mirrored, "seed": 0}
-    return {"kind": "scattering", "mirror": mirrored, "seed": 0}
 
 
 def _check_kind(data: Dataset) -> None:

@@ -219,9 +219,14 @@ class RecordForm(ValueRange):
         return self
 
     @property
+    def kept(self) -> dict[str, Column]:
+        """What is declared of columns, but for those that are dropped."""
+        return {name: own for name, own in self.columns.items() if name not in self.drop}
+
+    @property
     def released(self) -> tuple[str, ...]:
         """The columns that are scaled by what the sites release."""
-        return tuple(name for name, own in self.columns.items() if own.scale == "released")
+        return tuple(name for name, own in self.kept.items() if own.scale == "released")
 
     def of(self, column: str) -> ValueRange:
         """Return a column's own form, else that of all."""
@@ -233,7 +238,7 @@ class RecordForm(ValueRange):
         features: the table's columns in order.
         """
         place = {name: str(i) for i, name in enumerate(features)}
-        columns = {place.get(name, name): c.as_numbers() for name, c in self.columns.items()}
+        columns = {place.get(name, name): c.as_numbers() for name, c in self.kept.items()}
         told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
         # In an array stands what was made of a number.
         told["target"] = LabelForm(kind=self.target.kind)

@@ -73,20 +73,19 @@ def load_heart() -> Dataset:
     slope and thal. Label 1: disease, num > 0. Raises DataError: a file is missing or damaged.
     """
     source = SOURCES["heart_disease"]
-    x, y, site = [], [], []
+    tables, y, site = list[dict[str, np.ndarray]](), [], []
     for file in source.files:
         columns = _columns(read(source, file).decode("ascii"))
-        rows = _features(columns)
-        x.append(np.stack([*rows.values()], axis=1))
+        tables.append(_features(columns))
         y.append(columns["num"] > 0)
         site += [file.split(".")[1]] * len(y[-1])
     return Dataset(
         name="heart_disease",
-        x=torch.from_numpy(np.concatenate(x)).float(),
+        x=torch.from_numpy(_rows(tables)).float(),
         y=torch.from_numpy(np.concatenate(y)).long(),
         classes=("healthy", "disease"),
         site=tuple(site),
-        features=tuple(rows),
+        features=tuple(tables[0]),
         description="UCI Heart Disease, 4 hospitals; missing values and ranges by the constants "
         "declared in data/heart.py",
     )
@@ -100,22 +99,21 @@ def load_flamby() -> Dataset:
     DataError: see load_heart.
     """
     source, split = SOURCES["heart_disease"], json.loads(_SPLIT.read_text(encoding="utf-8"))
-    x, y, site, held = [], [], [], []
+    tables, y, site, held = list[dict[str, np.ndarray]](), [], [], []
     for file in source.files:
         name = file.split(".")[1]
         columns = _whole(_numbers(read(source, file).decode("ascii")))
-        rows = _features(_filled(columns), _FLAMBY_RANGES, reference=True)
-        x.append(np.stack([*rows.values()], axis=1))
+        tables.append(_features(_filled(columns), _FLAMBY_RANGES, reference=True))
         y.append(columns["num"] > 0)
         held.append(np.isin(np.arange(len(y[-1])), split[name]))
         site += [name] * len(y[-1])
     return Dataset(
         name="heart_disease_flamby",
-        x=torch.from_numpy(np.concatenate(x)).float(),
+        x=torch.from_numpy(_rows(tables)).float(),
         y=torch.from_numpy(np.concatenate(y)).long(),
         classes=("healthy", "disease"),
         site=tuple(site),
-        features=tuple(rows),
+        features=tuple(tables[0]),
         held=torch.from_numpy(np.concatenate(held)),
         description="UCI Heart Disease, 4 hospitals, FLamby's columns, records and test parts; "
         "ranges declared in data/heart.py",
@@ -167,3 +165,7 @@ def _features(
     codes = {name: known[reference:] for name, known in _CODES.items() if name in columns}
     one_hot = {f"{n}={code}": columns[n] == code for n, known in codes.items() for code in known}
     return {**scaled, **binary, **one_hot}
+
+
+def _rows(tables: list[dict[str, np.ndarray]]) -> np.ndarray:
+    return np.concatenate([np.stack([*table.values()], axis=1) for table in tables])

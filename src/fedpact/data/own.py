@@ -202,7 +202,7 @@ def _place_of(text: str, classes: int) -> int:
 
 
 def _check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
-    unknown = sorted(set(form.columns) - set(features))
+    unknown = sorted(set(form.kept) - set(features))
     if unknown:
         known = ", ".join(features[:20]) or "none, as a record is no row of numbers"
         raise DataError(

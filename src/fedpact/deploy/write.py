@@ -99,7 +99,7 @@ def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
     """
     if not features:
         return plan
-    named = {"features": [*features], "drop": []}
+    named = {"features": [*features], "drop": [], "columns": plan.records.kept}
     return plan.model_copy(update={"records": plan.records.model_copy(update=named)})
 
 

@@ -14,7 +14,7 @@ All of it is public, the same at every party, and part of the plan.
 """
 
 import re
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,7 @@ from fedpact.models.weights import lowered
 _OWN: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FACTORY: Final = "package.module:factory"
 _OF_KINDS: Final = ("whiten", "mirror", "seed")
+_SMALLEST_IMAGE: Final = 8
 _OF_FACTORIES: Final = ("weights", "sha256", "trained_on", "seed")
 
 
@@ -148,3 +149,17 @@ def check_kinds() -> None:
 
 
 check_kinds()
+
+
+def suited(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
+    """Return the [features] table for records of this shape; none for tables.
+
+    mirror: whether images mean the same mirrored, None: where they are in colour.
+    """
+    if len(shape) not in (2, 3) or min(shape[-2:]) < _SMALLEST_IMAGE:
+        return {}
+    channels = shape[0] if len(shape) == 3 else 1
+    mirrored = channels > 1 if mirror is None else mirror
+    if channels > 1:
+        return {"kind": "patches", "filters": 640, "mirror": mirrored, "seed": 0}
+    return {"kind": "scattering", "mirror": mirrored, "seed": 0}

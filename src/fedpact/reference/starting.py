@@ -115,7 +115,7 @@ def _within(
     found = [f"[{'.'.join(map(_name, path))}]"] if path and own else []
     for key, value in own.items():
         line, why = f"{_name(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
-        found.append(f"{line:<32}# {why}" if why else line)
+        found.append(f"{line:<31} # {why}" if why else line)
     for key, value in inner.items():
         below = _within(value, reasons, (*path, str(key)))
         found += ["", *below] if found else below

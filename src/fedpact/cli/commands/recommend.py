@@ -47,8 +47,9 @@ def recommend(
     """
     from fedpact.cli import recommend as command
 
-    records = command.declared(columns, data)
+    of_columns = command.declared(columns, data)
     asked = command.Circumstances(
-        data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site, records
+        *(data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site),
+        **of_columns,
     )
     command.recommend(asked, out, as_json=as_json)

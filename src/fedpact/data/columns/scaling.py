@@ -38,7 +38,7 @@ class Scaling:
     @property
     def used(self) -> bool:
         """Whether it changes anything."""
-        return any(own.scale != "none" for own in (self.form, *self.form.columns.values()))
+        return any(own.scale != "none" for own in (self.form, *self.form.kept.values()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Scaling:
         """
         if not self.used:
             return record
-        own = self.form.columns.values()
+        own = self.form.kept.values()
         more = sum(len(c.categories or []) - 1 for c in own if c.scale == "one-hot")
         shape = (len(record) + more,) if record.ndim == 1 else record.shape
         return torch.zeros(shape)

@@ -137,7 +137,7 @@ class Federation(BaseModel):
     @model_validator(mode="after")
     def _features_fit(self) -> Self:
         named = self.features
-        unknown = sorted(set(self.records.columns) - set(named))
+        unknown = sorted(set(self.records.kept) - set(named))
         if named and ((len(set(named)),) != self.shape or unknown):
             raise ValueError(
                 f"features = {list(named)} with shape = {list(self.shape)} and records.columns of "
