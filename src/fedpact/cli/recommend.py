@@ -107,8 +107,8 @@ def declared(columns: Path | None, data: str) -> dict[str, Any]:
             f"--columns {columns} has no table [records]: expected a configuration that declares "
             "what columns may hold, as [records.columns.age] with range = [0, 120]"
         )
-    little = KNOWN.get(data, ()) if columns is None else ()
-    return {"records": Plan.parse({"records": raw["records"]}).records, "little": little}
+    found = {"records": Plan.parse({"records": raw["records"]}).records}
+    return found if columns else {**found, "little": KNOWN.get(data, ())}
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,7 @@ class Recommendation:
         # What a data set says is to test by trains nobody.
         records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
         public = _Public.of(asked, example, length, records, len(data.classes))
-        chosen = public.chosen()
-        rows = public.rows(chosen)
+        rows = public.rows(chosen := public.chosen())
         if asked.little and rows[0].snr < _NOISY:
             found = cls.of(asked.without_little())
             why = "they say little beside the others, and noise goes nearly as far as the signal"
