@@ -69,6 +69,19 @@ def test_without_a_declaration_the_words_are_told_of(adult):
         load("adult")
 
 
+def test_a_column_that_is_left_out_is_not_read(adult):
+    """So it need not be declared, and no word in it leaves a record out."""
+    records = Plan.read(TOML).records
+    left = [*set(records.columns) - {"age", "sex"}, "fnlwgt"]
+    declared = {name: records.columns[name] for name in ("age", "sex")}
+    dropped = records.model_copy(update={"drop": left, "columns": declared})
+    data = load("adult", form=dropped.shared())
+    assert data.features == ("age", "sex")
+    assert data.x.tolist() == [[50.0, 1.0], [20.0, 0.0], [30.0, 0.0]]
+    with pytest.raises(DataError, match=r"records.drop names no such"):
+        load("adult", form=records.model_copy(update={"drop": ["no such"]}).shared())
+
+
 def test_the_published_files(real_data):
     """Rows by label as published: 7,841 of 32,561 and 3,846 of 16,281 have more than 50,000."""
     scene = Scene.of(Plan.read(TOML))

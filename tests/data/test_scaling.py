@@ -82,6 +82,12 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     site = load_site(path, "out", ("no", "yes"), (6,), "float32", form, features=found.features)
     assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
 
+    # The same numbers as a site's array, in the federation's order.
+    np.savez(tmp_path / "t.npz", x=found.x.numpy(), y=found.y.numpy())
+    of = (None, ("no", "yes"), (6,), "float32", form)
+    site = load_site(tmp_path / "t.npz", *of, features=found.features)
+    assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
+
     cells = dict(zip(HEADER, zip(*ROWS, strict=True), strict=True))
     cells["bmi"] = [float("nan") if v == "?" else float(v) for v in cells["bmi"]]
     cells["age"] = [None if v in ("", "NA") else v for v in cells["age"]]

@@ -14,7 +14,7 @@ import fedpact
 from fedpact.api import plan_of as plan_of_settings
 from fedpact.data.datasets import load
 from fedpact.data.form import PlanRecords
-from fedpact.data.given.handed import dataset_of, digest_of
+from fedpact.data.given.handed import dataset_of, digest_of, refitted
 from fedpact.engines.scene import loaded
 from fedpact.errors import DataError, InputError, ModelError, PlanError
 from fedpact.own.named import name_of
@@ -155,6 +155,38 @@ def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
     found = dataset_of(FRAME, dropped, "ill", test=file)
     assert found.features == ("a", "b", "c")
     assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
+
+
+def test_arrays_beside_a_table_are_held_against_what_its_columns_may_hold(tmp_path):
+    """By their places: a test set, and what a run is asked about."""
+    frame = FRAME.assign(c=np.where(X[:, 2] > 0, "A", "B"))
+    numbers = np.column_stack([X[:, :2], X[:, 2] <= 0]).astype(np.float32)
+    numbers[0, 0], numbers[1, 2] = 500, 7
+    columns = {
+        "a": {"range": [-9, 9], "scale": "range"},
+        "c": {"categories": ["A", "B"], "scale": "one-hot"},
+        "id": {"low": 0},
+    }
+    file, given = tmp_path / "test.npz", {"drop": ["id"], "columns": columns}
+    np.savez(file, x=numbers, y=Y)
+    own = {"label": "ill", "records": given, **SETTINGS}
+    result = fedpact.run("logistic", frame, test=file, out=tmp_path / "run", **own)
+    found = dataset_of(frame, PlanRecords.model_validate(given), "ill", test=file)
+    assert torch.equal(found.x_test, torch.from_numpy(numbers[2:]))
+    table = dataset_of(frame, PlanRecords.model_validate(given), "ill", test=frame[:7])
+    assert torch.equal(table.x_test, found.x[:7])
+    by_name, by_place = result.predict(frame), result.predict(numbers)
+    assert np.isnan(by_place.probabilities[:2]).all()
+    assert np.array_equal(by_name.probabilities[2:], by_place.probabilities[2:])
+    assert np.array_equal(result.predict(file).probabilities, by_place.probabilities, True)
+
+
+def test_columns_that_have_names_are_not_declared_by_their_places():
+    """Scaling goes by names: what is declared of "0" would be checked, and never scaled."""
+    data = dataset_of(FRAME, PlanRecords(drop=["id"]), "ill")
+    columns = {"0": {"scale": "standard", "mean": 0.0, "deviation": 0.1}}
+    with pytest.raises(DataError, match="declares 0: expected some of its columns, which are a, b"):
+        refitted(data, PlanRecords(columns=columns))
 
 
 def test_a_handed_in_table_is_asked_for_again_with_its_columns_named():

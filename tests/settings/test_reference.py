@@ -1,13 +1,14 @@
 """What the reference says of a key is what its class does; a plan to begin with is a plan."""
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -178,13 +179,22 @@ def test_what_cannot_be_read_is_an_error_and_no_guess():
     raw=st.dictionaries(
         st.text(max_size=4),
         st.recursive(
-            st.booleans() | st.integers(-99, 99) | st.text(max_size=5),
+            st.booleans() | st.integers(-99, 99) | st.text(max_size=5) | st.floats(allow_nan=False),
             lambda inner: st.dictionaries(st.text(max_size=4), inner, max_size=4),
             max_leaves=12,
         ),
         max_size=5,
     )
 )
+@example(raw={"a": math.inf, "b": {"c": [-math.inf]}})
 def test_a_written_configuration_reads_as_what_was_written(raw):
     """However its tables lie in each other, whatever its keys are called."""
     assert tomllib.loads(starting.configuration(raw, {})) == raw
+
+
+def test_what_is_said_beside_a_key_is_a_comment_whatever_it_names():
+    """A column may be called anything: a reason that names it ends no line and is no key."""
+    odd = 'columns "a\nb = 3", c\x7f, d\x01\r\u2028 of no range'
+    written = starting.configuration({"a": {"c": 2}}, {"a.c": odd})
+    assert tomllib.loads(written) == {"a": {"c": 2}}
+    assert "b = 3" in written

@@ -117,13 +117,13 @@ def load(
     if name == "shakespeare":
         return load_shakespeare()
     if name == "adult":
-        return with_columns(_adult(form), form)
+        return _adult(form)
     return made.dataset(name) if made else load_images(name)
 
 
 def _adult(form: RecordForm) -> Dataset:
     parts = list[Given]()
-    for end, table in zip(("", " (test)"), adult_tables(), strict=True):
+    for end, table in zip(("", " (test)"), adult_tables(form), strict=True):
         sieve = Sieve(f"adult{end}", table.count, 1)
         x = numbers_of_table(table, form, "float32", sieve)
         y = class_numbers(table.columns[table.label], CLASSES, "names", table.label, sieve)

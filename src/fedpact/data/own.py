@@ -62,7 +62,7 @@ def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) 
     for row, why in table.broken.items():
         sieve.leave_out(row, "", why)
     features = table.features
-    _check_columns(sieve.origin, form, features)
+    check_columns(sieve.origin, form, features)
     columns = [table.columns[name] for name in features]
     x = np.empty((table.count, len(features)))
     for k, (name, cells) in enumerate(zip(features, columns, strict=True)):
@@ -85,7 +85,7 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
     that there is not, or one with categories in text.
     """
     features = [str(k) for k in range(x.shape[1])] if x.ndim == 2 else []
-    _check_columns(sieve.origin, form, features)
+    check_columns(sieve.origin, form, features)
     if any(column.names for column in form.columns.values()):
         raise DataError(
             f"data set {sieve.origin}: records.columns declares categories in text: expected "
@@ -201,7 +201,8 @@ def _place_of(text: str, classes: int) -> int:
     return int(text) if whole and int(text) < classes else -1
 
 
-def _check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
+def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
+    """Raise DataError: columns are declared that are none of a record's."""
     unknown = sorted(set(form.kept) - set(features))
     if unknown:
         known = ", ".join(features[:20]) or "none, as a record is no row of numbers"

@@ -33,7 +33,7 @@ def load_site(
     """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
 
     features: the columns of a table in the order of the numbers of a record, which is the same at
-    all sites, in whatever order a file has them.
+    all sites, in whatever order a file has them; an .npz file has them in this one.
     person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
     classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
     that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
@@ -52,7 +52,11 @@ def load_site(
         whose = None if person is None else persons_of(table.columns[person], sieve, person)
         found = Given(x, y, sieve, table.features, whose)
     else:
-        found = _site_arrays(path, label, classes, shape, values, form, person)
+        if features:
+            # A table's numbers, in the order that the federation has.
+            form = form.model_copy(update={"columns": form.in_arrays(features).columns})
+        arrays = _site_arrays(path, label, classes, shape, values, form, person)
+        found = replace(arrays, features=features)
     found.sieve.warn(values=False)
     if not found.sieve.good.any():
         _logger.warning("%s holds no record that is used: the site sends noise alone", path)

@@ -140,6 +140,10 @@ def _of_parts(
             y = labels_of(origin, "y", y, form.target.kind, 1 + len(own.shape))
         if parts.titles_of("") and form.labels is None:
             form = form.model_copy(update={"labels": "numbers"})
+        if own.features:
+            # Beside a table's run they are the columns' numbers, in the order of the run's.
+            numbered = form.in_arrays(own.features).columns
+            form = form.model_copy(update={"columns": numbered})
         return _of_array(origin, parts.x, y, form, own)
     labels = parts.named(str(plan.label)) if plan.label in columns else None
     names = form.model_copy(update={"labels": form.labels or "names"})

@@ -5,6 +5,7 @@ means the same. What begins with "# " explains.
 """
 
 import json
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -86,6 +87,8 @@ def toml(value: Any) -> str:
         return f"{{ {', '.join(pairs)} }}" if value else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     # Of what JSON lets stand as it is TOML has one character escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -115,7 +118,9 @@ def _within(
     found = [f"[{'.'.join(map(_name, path))}]"] if path and own else []
     for key, value in own.items():
         line, why = f"{_name(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
-        found.append(f"{line:<31} # {why}" if why else line)
+        # It may name a table's columns, which are called as they please; a comment is one line.
+        told = "".join(c if c.isprintable() else " " for c in why or "")
+        found.append(f"{line:<31} # {told}" if told else line)
     for key, value in inner.items():
         below = _within(value, reasons, (*path, str(key)))
         found += ["", *below] if found else below

@@ -30,6 +30,7 @@ from fedpact.data.given.parts import (
     labels_in,
     parts_of,
 )
+from fedpact.data.own import check_columns
 from fedpact.errors import DataError
 
 _logger = logging.getLogger("fedpact")
@@ -85,12 +86,14 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
     named = list(found.features) or form.features
-    own, classes = form.model_copy(update={"features": named, "drop": []}), list(found.classes)
+    told = {"features": named, "drop": [], "columns": form.kept}
+    own, classes = form.model_copy(update=told), list(found.classes)
     if isinstance(test, str | Path):
         column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
         if column is None:
             # Its columns stand as they were trained on, whatever they are called.
-            own = own.model_copy(update={"features": None})
+            numbered = own.in_arrays(found.features).columns
+            own = own.model_copy(update={"features": None, "columns": numbered})
         beside = datasets.load(str(test), column, classes=classes, form=own)
     else:
         others = parts_of(test, what="test")
@@ -128,6 +131,9 @@ def refitted(data: Dataset, records: PlanRecords, form: RecordForm | None = None
             f"data set {data.name} has the classes {', '.join(data.classes)}: records.classes "
             f"declares {', '.join(records.classes)}; leave one out, or make them agree"
         )
+    if data.features:
+        # What has names is scaled by them, so what goes by a place would be left as it is.
+        check_columns(data.name, records, data.features)
     test = None if data.x_test is None else (data.x_test, data.y_test)
     form = (form or records.shared()).in_arrays(data.features)
     found = from_arrays(
