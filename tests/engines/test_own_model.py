@@ -181,6 +181,21 @@ def test_arrays_beside_a_table_are_held_against_what_its_columns_may_hold(tmp_pa
     assert np.array_equal(result.predict(file).probabilities, by_place.probabilities, True)
 
 
+@pytest.mark.parametrize("chosen", [{"drop": ["id"]}, {"features": ["image"]}])
+@pytest.mark.parametrize("more", [{}, {"low": -9.0, "high": 9.0}])
+def test_of_a_table_one_column_of_arrays_may_be_chosen(tmp_path, chosen, more):
+    frame = pd.DataFrame({"id": range(60), "image": list(X), "ill": Y})
+    own = {"label": "ill", "records": {**chosen, **more}, **SETTINGS}
+    result = fedpact.run("logistic", frame, test=frame[:7], out=tmp_path / "run", **own)
+    assert result.summary["rounds"] == 1
+    asked = [result.predict(records).probabilities for records in (frame, X)]
+    assert np.array_equal(*asked)
+    records = PlanRecords.model_validate({**chosen, **more})
+    found = dataset_of(frame, records, "ill")
+    with pytest.raises(DataError, match="leave columns out of its arrays"):
+        refitted(found, PlanRecords(drop=["image"]))
+
+
 def test_columns_that_have_names_are_not_declared_by_their_places():
     """Scaling goes by names: what is declared of "0" would be checked, and never scaled."""
     data = dataset_of(FRAME, PlanRecords(drop=["id"]), "ill")

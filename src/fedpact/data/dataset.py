@@ -23,7 +23,8 @@ class Dataset:
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site: for each training record the name of its site, where the data come from several.
     person: for each training record whose it is, where that is known.
-    features: the names of a table's columns; empty where there are none.
+    features: the names of a table's columns; empty where there are none. column: of a table whose
+    one feature has an array in each cell that one's name, where a record is such an array.
     rows: each training record's number in its file, where it is not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
@@ -45,6 +46,7 @@ class Dataset:
     held: Tensor | None = None
     description: str = ""
     person: tuple[str, ...] | None = None
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if not self.classes or len(set(self.classes)) < len(self.classes):

@@ -220,6 +220,9 @@ def with_columns(data: Dataset, form: RecordForm) -> Dataset:
     if form.features is None and not form.drop:
         return data
     if not data.features:
+        alone = data.column is not None and data.column not in form.drop
+        if alone and form.features in (None, [data.column]):
+            return data
         raise DataError(
             f"data set {data.name} is no table: records.features = {form.features} and "
             f"records.drop = {form.drop} expect columns by name; leave columns out of its arrays"

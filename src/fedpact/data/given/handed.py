@@ -85,7 +85,7 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
     """
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
-    named = list(found.features) or form.features
+    named = list(found.features) or (form.features if found.column is None else [found.column])
     told = {"features": named, "drop": [], "columns": form.kept}
     own, classes = form.model_copy(update=told), list(found.classes)
     if isinstance(test, str | Path):
@@ -146,7 +146,8 @@ def refitted(data: Dataset, records: PlanRecords, form: RecordForm | None = None
         form=form,
     )
     held = None if data.held is None else data.held[found.numbers]
-    return replace(found, description=data.description, features=data.features, held=held)
+    told, names = data.description, data.features
+    return replace(found, description=told, features=names, column=data.column, held=held)
 
 
 def _of_table(
@@ -168,7 +169,7 @@ def _of_table(
         form = form.model_copy(update={"drop": [*form.drop, *index]})
     names = chosen_columns(columns, form, roles)
     if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
-        return from_arrays(
+        found = from_arrays(
             arrays_in(columns[names[0]], names[0]),
             labels_in(columns[str(label)], form),
             name=name,
@@ -177,6 +178,7 @@ def _of_table(
             person=None if person is None else columns[person],
             form=form.model_copy(update={"labels": "names"}),
         )
+        return replace(found, column=names[0])
     return from_frame(
         _Columns(columns), label, site, person=person, name=name, classes=classes, form=form
     )
