@@ -179,6 +179,10 @@ def test_arrays_beside_a_table_are_held_against_what_its_columns_may_hold(tmp_pa
     assert np.isnan(by_place.probabilities[:2]).all()
     assert np.array_equal(by_name.probabilities[2:], by_place.probabilities[2:])
     assert np.array_equal(result.predict(file).probabilities, by_place.probabilities, True)
+    # A data set goes by name, too.
+    turned = dataset_of(frame[["c", "ill", "id", "b", "a"]], PlanRecords(**given), "ill")
+    assert turned.features == ("c", "b", "a")
+    assert np.array_equal(result.predict(turned).probabilities, by_name.probabilities)
 
 
 @pytest.mark.parametrize("chosen", [{"drop": ["id"]}, {"features": ["image"]}])

@@ -174,6 +174,9 @@ def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm)
 
 def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> AskedRecords:
     data = with_columns(data, plan.records)
+    if own.features and data.features:
+        # A file that it was read from may have another order.
+        data = with_columns(data, RecordForm(features=[*own.features]))
     if data.classes != own.classes:
         raise DataError(
             f"data set {data.name} has the classes {', '.join(data.classes)}: the run's are "
