@@ -142,6 +142,18 @@ def arrays(path, x, y, form=None, classes=("a", "b"), shape=(2,), values="float3
     return load_site(path, None, classes, shape, values, form or RecordForm())
 
 
+@pytest.mark.parametrize("wrong", [{"drop": ["1"]}, {"features": ["0"]}])
+def test_a_sites_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
+    """Nor does a site train on what federation.toml says to leave out; a table's numbers are it."""
+    x, form = np.zeros((2, 2)), RecordForm(**wrong)
+    with pytest.raises(DataError, match="leave columns out of the sites' arrays"):
+        arrays(tmp_path / "r.npz", x, [0, 1], form)
+    beside = load_site(
+        tmp_path / "r.npz", None, ("a", "b"), (2,), "float32", form, features=("a", "b")
+    )
+    assert beside.features == ("a", "b")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, "abc", ""])
 def test_a_value_of_an_array_takes_its_record_out(tmp_path, bad):
     """Also where it gave the whole array another type: text, or float64."""

@@ -55,6 +55,12 @@ def load_site(
         if features:
             # A table's numbers, in the order that the federation has.
             form = form.model_copy(update={"columns": form.in_arrays(features).columns})
+        elif form.drop or form.features is not None:
+            raise DataError(
+                f"data file {path} is no table: records.features = {form.features} and "
+                f"records.drop = {form.drop} of federation.toml expect columns by name; leave "
+                "columns out of the sites' arrays, and agree on a federation.toml without them"
+            )
         arrays = _site_arrays(path, label, classes, shape, values, form, person)
         found = replace(arrays, features=features)
     found.sieve.warn(values=False)
