@@ -33,13 +33,13 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
 }
 
 
-def configuration(row: str, trust: str, seed: int) -> dict[str, Any]:
+def configuration(row: str, trust: str) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
     asked = Circumstances(
         data, epsilon, delta, 100, sites, trust, 0, mirror, **declared(None, data)
     )
-    own = {"partition": partition, "seed": seed, "run": {"evaluate_every": 1000}}
+    own = {"partition": partition, "run": {"evaluate_every": 1000}}
     return Recommendation.of(asked).raw | own
 
 
@@ -59,14 +59,14 @@ def main(rows: list[str]) -> None:
     commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for row in rows:
         for trust in ("own", "sum"):
-            values = list[float]()
-            for seed in range(ROWS[row][-1]):
-                name = f"{row} {trust} {seed}"
-                if name not in found:
-                    raw = configuration(row, trust, seed)
-                    found[name] = {"accuracy": accuracy(raw), "commit": commit, "plan": raw}
-                    STORED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-                values.append(100 * found[name]["accuracy"])
+            title, raw = f"{row} {trust}", configuration(row, trust)
+            known = found.setdefault(title, {"plan": raw, "commit": commit, "accuracy": []})
+            if known["plan"] != raw:
+                sys.exit(f"{title}: check.json is of another configuration; take it out")
+            for seed in range(len(known["accuracy"]), ROWS[row][-1]):
+                known["accuracy"].append(accuracy(raw | {"seed": seed}))
+                STORED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            values = [100 * value for value in known["accuracy"]]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             print(f"| {row} | {trust} | {statistics.fmean(values):.2f}{spread} |", flush=True)
 
