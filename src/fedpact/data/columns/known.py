@@ -2,7 +2,9 @@
 
 NAME.toml, beside this file, has [records] for a plan on NAME: ranges, categories, what stands for a
 gap, where a column begins. It is from the data set's own description and from what is known of such
-measurements anyway, none of it from records.
+measurements anyway. That the columns below say little was seen on the data set's training records,
+too (experiments/heart), as settings of experiments are; whose records are not public asks somebody
+who knows.
 """
 
 from pathlib import Path
