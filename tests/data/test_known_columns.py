@@ -20,7 +20,7 @@ def declared(name):
     return Plan.parse({"records": read_configuration(path)["records"]}).records
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PLANS)
 def test_an_experiment_on_a_named_data_set_declares_what_is_known_of_it(name):
     plan = Plan.read(EXPERIMENTS / PLANS[name])
     assert plan.data == name
@@ -32,21 +32,28 @@ def test_of_others_nothing_is_known(name):
     assert known(name) is None
 
 
-def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share():
-    found = declared("heart_disease_flamby").columns
+@pytest.mark.parametrize(
+    ("name", "ranges", "count"),
+    [
+        ("heart_disease", heart._RANGES, 22),
+        ("heart_disease_flamby", heart._FLAMBY_RANGES, 13),
+    ],
+)
+def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share(name, ranges, count):
+    found = declared(name).columns
     share = dict.fromkeys(heart._BINARY, 1 / 2)
-    share |= {name: 1 / len(codes) for name, codes in heart._CODES.items()}
-    for name, column in found.items():
-        raw, scaled, _ = name.partition(" scaled")
+    share |= {code: 1 / len(codes) for code, codes in heart._CODES.items()}
+    for title, column in found.items():
+        raw, scaled, _ = title.partition(" scaled")
         wanted = share.get(raw.partition("=")[0])
         if scaled:
-            low, high = heart._FLAMBY_RANGES[raw]
+            low, high = ranges[raw]
             # Nobody's age is a finding.
             normal = heart._NORMAL.get(raw, (low + high) / 2)
             wanted = (2 * normal - low - high) / (high - low)
-        assert column.mean == pytest.approx(wanted, abs=1e-6), name
-    assert len(found) == 13
-    assert {*KNOWN["heart_disease_flamby"]} < {*found}
+        assert column.mean == pytest.approx(wanted, abs=1e-6), title
+    assert len(found) == count
+    assert {*KNOWN[name]} < {*found}
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -35,7 +35,7 @@ def recommend(
         Path | None,
         typer.Option(
             help="A configuration whose \\[records] says what columns may hold; default: what is "
-            "known of them, of adult and heart_disease_flamby."
+            "known of them, of adult and the hospitals' data."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
