@@ -17,6 +17,11 @@ METHODS: Final = {
 STRONG: Final = 3.0  # λ that has an effect at C = 0.1
 NEAR: Final = 0.3  # accuracies that differ by less, in per cent, are equal
 UNDERTRAINED: Final = 5.0  # points under the printed accuracy
+SAME: Final = 0.01  # per cent
+_WEIGHED: Final = (
+    "clamp(1 + λ (ℓ - F), 0, C/‖∇ℓ‖) is C/‖∇ℓ‖ where a gradient is longer than C by more than the "
+    "factor, as nearly all are at this C and λ, so that the loss weighs nothing"
+)
 
 
 def part(book: Book) -> Iterator[str]:
@@ -69,6 +74,8 @@ def _gain(book: Book, parent: Run, fair: Run, printed: float) -> str:
     else:
         return "not run."
     more, change = 100 * (after - before), 100 * (psi_after / psi_before - 1)
+    if abs(more) < SAME and abs(change) < SAME:
+        return f"after {look} rounds the same to four digits: {_WEIGHED}."
     level = "equal" if abs(more) < NEAR else f"{abs(more):.2f} {'higher' if more > 0 else 'lower'}"
     raw = printed - 100 * before > UNDERTRAINED
     ranks = f"; {100 * before:.1f} is undertrained, and its Ψ ranks nothing" if raw else ""
