@@ -66,7 +66,7 @@ class Circumstances:
     def without_little(self) -> "Circumstances":
         """Return them without the columns that say little."""
         kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
-        changed = {"columns": kept, "drop": [*self.little]}
+        changed = {"columns": kept, "drop": [*self.records.drop, *self.little]}
         return replace(self, records=self.records.model_copy(update=changed), little=())
 
 

@@ -232,6 +232,14 @@ class RecordForm(ValueRange):
         """Return a column's own form, else that of all."""
         return self.columns.get(column, self)
 
+    def by_place(self, features: Sequence[str]) -> "RecordForm":
+        """Return the form of arrays that stand beside a table, with its numbers in its order.
+
+        features: the table's columns in order; () where there is no table, only arrays.
+        """
+        columns = self.in_arrays(features).columns if features else self.columns
+        return self.model_copy(update={"columns": columns, "features": None, "drop": []})
+
     def in_arrays(self, features: Sequence[str]) -> "RecordForm":
         """Return the form of the same records as arrays, which hold what was made of a table.
 

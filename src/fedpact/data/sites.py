@@ -54,7 +54,7 @@ def load_site(
     else:
         if features:
             # A table's numbers, in the order that the federation has.
-            form = form.model_copy(update={"columns": form.in_arrays(features).columns})
+            form = form.by_place(features)
         elif form.drop or form.features is not None:
             raise DataError(
                 f"data file {path} is no table: records.features = {form.features} and "

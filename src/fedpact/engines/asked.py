@@ -142,8 +142,7 @@ def _of_parts(
             form = form.model_copy(update={"labels": "numbers"})
         if own.features:
             # Beside a table's run they are the columns' numbers, in the order of the run's.
-            numbered = form.in_arrays(own.features).columns
-            form = form.model_copy(update={"columns": numbered})
+            form = form.by_place(own.features)
         return _of_array(origin, parts.x, y, form, own)
     labels = parts.named(str(plan.label)) if plan.label in columns else None
     names = form.model_copy(update={"labels": form.labels or "names"})

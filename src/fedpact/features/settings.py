@@ -25,8 +25,8 @@ from fedpact.models.weights import lowered
 _OWN: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FACTORY: Final = "package.module:factory"
 _OF_KINDS: Final = ("whiten", "mirror", "seed")
-_SMALLEST_IMAGE: Final = 8
 _OF_FACTORIES: Final = ("weights", "sha256", "trained_on", "seed")
+_SMALLEST_IMAGE: Final = 8
 
 
 def _known(kind: str) -> str:

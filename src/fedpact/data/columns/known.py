@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 # Narrowed arteries show in a history and in an exercise test.
-_AT_REST: Final = ("trestbps scaled", "chol scaled", "fbs", "restecg=1", "restecg=2")
+_LITTLE: Final = ("trestbps scaled", "chol scaled", "fbs", "restecg=1", "restecg=2")
 KNOWN: Final = {
     "adult": (),
-    "heart_disease": (*_AT_REST, "restecg=0"),
-    "heart_disease_flamby": _AT_REST,
+    "heart_disease": (*_LITTLE, "restecg=0"),
+    "heart_disease_flamby": _LITTLE,
 }
 """Data set -> those of its columns that are known to say little beside the others."""
 

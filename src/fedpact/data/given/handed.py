@@ -92,8 +92,7 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
         column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
         if column is None:
             # Its columns stand as they were trained on, whatever they are called.
-            numbered = own.in_arrays(found.features).columns
-            own = own.model_copy(update={"features": None, "columns": numbered})
+            own = own.by_place(found.features)
         beside = datasets.load(str(test), column, classes=classes, form=own)
     else:
         others = parts_of(test, what="test")

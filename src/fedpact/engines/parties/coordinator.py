@@ -285,9 +285,7 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     federation = coordinator.federation
     form, names = federation.labelled(coordinator.plan), federation.features
     # It is of arrays, whose columns are called by their places.
-    columns = form.in_arrays(names).columns if names else form.columns
-    form = form.model_copy(update={"columns": columns, "features": None, "drop": []})
-    data = datasets.load(str(path), classes=federation.classes, form=form)
+    data = datasets.load(str(path), classes=federation.classes, form=form.by_place(names))
     stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path), names)
     return staged.x[staged.good], data.y[staged.good]
