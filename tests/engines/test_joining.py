@@ -184,6 +184,27 @@ def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():
 
 
 @pytest.mark.usefixtures("here")
+def test_a_comparison_that_is_stopped_tells_of_no_further_site_and_goes_on_later(tmp_path):
+    table = people(tmp_path / "people.csv")
+    plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.3}})
+    told, folder = list[tuple[str, int, int]](), tmp_path / "c"
+
+    def on_news(news):
+        if news.joining is not None:
+            told.append(news.joining)
+
+    compare([plan], 2, folder, joining=True, jobs=1, on_news=on_news, stop=lambda: len(told) == 3)
+    runs = [folder / "fedavg" / f"seed-{seed}" for seed in range(2)]
+    assert [at for _, at, _ in told] == [1, 2, 1]
+    assert [(run / "joining.json").exists() for run in runs] == [True, False]
+    before = (runs[0] / "joining.json").read_bytes()
+    compare([plan], 2, folder, joining=True, jobs=1, on_news=on_news)
+    assert [(at, of) for _, at, of in told[3:]] == [(1, 2), (2, 2)]
+    assert (runs[0] / "joining.json").read_bytes() == before
+    assert (runs[1] / "joining.json").exists()
+
+
+@pytest.mark.usefixtures("here")
 def test_compare_says_it_from_one_command(tmp_path):
     out, table, data = tmp_path / "c", tmp_path / "opposite.csv", some_data()
     rows = zip(data.x.tolist(), data.y.tolist(), data.site, strict=True)
@@ -202,6 +223,8 @@ def test_compare_says_it_from_one_command(tmp_path):
     done = CliRunner().invoke(app, ["compare", *names, *given, "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "joining pays" in done.output
+    for name in ("fedavg", "local"):
+        assert f"{name} seed 0: site 1/2  s0 alone and tuned" in done.stderr
     document = json.loads((out / "comparison.json").read_text())
     for name in ("fedavg", "local"):
         sites = document["entries"][name]["joining"]["sites"]

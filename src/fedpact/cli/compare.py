@@ -79,11 +79,11 @@ class _Live:
         self.failed = 0
         self._console = console
         self._tasks: dict[Job, TaskID] = {}
-        self._told: dict[Job, float] = {}
+        self._told: dict[tuple[Job, str], float] = {}
         self._progress = Progress(
             TextColumn("{task.fields[run]}"),
             BarColumn(bar_width=24),
-            TextColumn("round {task.completed}/{task.total}  {task.description}"),
+            TextColumn("{task.fields[what]} {task.completed}/{task.total}  {task.description}"),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -98,29 +98,47 @@ class _Live:
 
     def __call__(self, news: News) -> None:
         """Show what a run has just done."""
-        job, run = news.job, f"{news.job.name} seed {news.job.seed}"
+        job = news.job
         if news.ended:
-            if job in self._tasks:
-                self._progress.remove_task(self._tasks.pop(job))
+            self._ended(job)
             self.failed += news.failed is not None
             style = "red" if news.failed is not None else None
-            self._line(f"{run}: {'FAILED: ' + news.failed if news.failed else 'ended'}", style)
-            return
-        rounds, told = job.plan.rounds, " ".join(fares(news.accuracy, news.loss))
+            said = "FAILED: " + news.failed if news.failed else "ended"
+            self._line(f"{_name(job)}: {said}", style)
+        elif news.joining is not None:
+            site, at, of = news.joining
+            for before in set(self._tasks) - {job}:  # this is found of one run after the other
+                self._ended(before)
+            self._show(job, "site", at, of, f"{site} alone and tuned")
+        else:
+            told = " ".join(fares(news.accuracy, news.loss))
+            known = news.accuracy is not None or news.loss is not None
+            self._show(job, "round", news.round, job.plan.rounds, told if known else None)
+
+    def _show(self, job: Job, what: str, at: int, of: int, told: str | None) -> None:
+        """Move a run's bar; say it in a line now and then, where there is something to tell."""
         if job not in self._tasks:
-            self._tasks[job] = self._progress.add_task(told, total=rounds, run=run)
-        if news.accuracy is None and news.loss is None:
-            self._progress.update(self._tasks[job], completed=news.round)
+            self._tasks[job] = self._progress.add_task("", total=of, run=_name(job), what=what)
+        self._progress.update(self._tasks[job], completed=at)
+        if told is None:
             return
-        self._progress.update(self._tasks[job], completed=news.round, description=told)
+        self._progress.update(self._tasks[job], description=told)
         now = time.monotonic()
-        if now - self._told.get(job, -_BETWEEN_LINES) >= _BETWEEN_LINES:
-            self._told[job] = now
+        if now - self._told.get((job, what), -_BETWEEN_LINES) >= _BETWEEN_LINES:
+            self._told[job, what] = now
             if not self._console.is_terminal:
-                self._line(f"{run}: round {news.round}/{rounds}  {told}")
+                self._line(f"{_name(job)}: {what} {at}/{of}  {told}")
+
+    def _ended(self, job: Job) -> None:
+        if job in self._tasks:
+            self._progress.remove_task(self._tasks.pop(job))
 
     def _line(self, text: str, style: str | None = None) -> None:
         self._console.print(Text(text, style=style or ""))
+
+
+def _name(job: Job) -> str:
+    return f"{job.name} seed {job.seed}"
 
 
 def _effort(comparison: Comparison) -> Table:

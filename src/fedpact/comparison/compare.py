@@ -1,5 +1,7 @@
 """`fedpact.compare`: several plans, several seeds, one table and one page."""
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -67,8 +69,9 @@ def compare(
     counted: find out, too, what trying all this costs a site (report.counted).
     sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
     keys are what is compared, and make nothing unequal.
-    on_news: called with every round and every end; by default a notebook shows a bar. stop: asked
-    every tenth of a second; true ends the runs under way after their round.
+    on_news: called with every round, every end and every site of `joining`; by default a notebook
+    shows a bar. stop: asked every tenth of a second; true ends the runs under way after their
+    round, and `joining` before its next site.
     A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
     differ in more than their method are compared, and marked (Comparison.inequalities).
     Raises InputError (PlanError among them), before anything is written: no plans, plans on
@@ -99,7 +102,7 @@ def compare(
     failed = carry_out(others, side_by_side, on_news, stop)
     failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
     if joining and not stop():
-        _joining(wanted)
+        _joining(wanted, on_news, stop)
     documents = {name: plan.document() for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
     comparison = replace(comparison, points=points)
@@ -162,13 +165,30 @@ def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
         )
 
 
-def _joining(jobs: Sequence[Job]) -> None:
-    """Have every run that has ended say what joining was worth to its sites."""
+class _Stopped(Exception):
+    """Ends what is found of a run, before its next site."""
+
+
+def _joining(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> None:
+    """Have every run that has ended say what joining was worth to its sites, until stop()."""
     alones: SiteModels = {}
-    for job in jobs:
-        if has_ended(job) and not (job.folder / "joining.json").exists():
-            of_run(job.folder, known=alones)
-            write_report(job.folder)
+    with contextlib.suppress(_Stopped):
+        for job in jobs:
+            if has_ended(job) and not (job.folder / "joining.json").exists():
+                of_run(job.folder, known=alones, on_site=_telling(job, on_news, stop))
+                write_report(job.folder)
+
+
+def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[str, int], None]:
+    """Return what is told of each site, which may take minutes each."""
+    which = itertools.count(1)
+
+    def on_site(site: str, of: int) -> None:
+        if stop():
+            raise _Stopped
+        on_news(News(job, joining=(site, next(which), of)))
+
+    return on_site
 
 
 def untimed(plans: Mapping[str, Plan], jobs: int) -> int:

@@ -42,7 +42,11 @@ class Job:
 
 @dataclass(frozen=True)
 class News:
-    """What a run has just done: a round, or its end. failed: why it ended without a result."""
+    """What a run has just done: a round, or its end. failed: why it ended without a result.
+
+    joining: of a run that has ended, the site whose worth of joining is found, which and of how
+    many; ended is false and round 0 then.
+    """
 
     job: Job
     round: int = 0
@@ -50,6 +54,7 @@ class News:
     loss: float | None = None
     ended: bool = False
     failed: str | None = None
+    joining: tuple[str, int, int] | None = None
 
 
 OnNews = Callable[[News], None]
