@@ -1,6 +1,7 @@
 """fedpact recommend: a configuration that is a plan, from public numbers alone."""
 
 import json
+import math
 import tomllib
 
 import numpy as np
@@ -162,6 +163,42 @@ def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
     assert "of bmi no range is declared" in reason
     assert "age (120)" in caplog.text  # its range is declared, and is wide: with the remedy
     assert 'scale = "range"' in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(2, 30), (6, 5, 2), (3, 2, 2, 5)])
+def test_how_the_numbers_of_an_array_are_arranged_changes_nothing(tmp_path, shape):
+    """Logistic regression reads sixty numbers, whatever their axes: the same step and clip."""
+    draw = np.random.default_rng(0)
+    x, y = draw.uniform(-1, 1, (400, 60)).astype(np.float32), draw.integers(0, 3, 400)
+    found = []
+    for name, records in (("flat", x), ("arranged", x.reshape(400, *shape))):
+        np.savez(tmp_path / f"{name}.npz", x=records, y=y)
+        one = document("recommend", str(tmp_path / f"{name}.npz"), "--epsilon", "2")
+        assert "-1 .. 1" in one["reasons"]["privacy.clip"]
+        found.append({k: v for k, v in one["configuration"].items() if k != "data"})
+    assert found[0] == found[1]
+    # A fifth of sqrt(60 / 3), the length where values are spread over -1 .. 1.
+    assert found[1]["privacy"]["clip"] == pytest.approx(0.2 * math.sqrt(20), rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(60,), (2, 30)])
+def test_numbers_that_get_further_have_a_longer_clip_and_a_shorter_step(tmp_path, shape):
+    draw = np.random.default_rng(0)
+    x, y = draw.uniform(-1, 1, (400, *shape)).astype(np.float32), draw.integers(0, 3, 400)
+    np.savez(tmp_path / "x.npz", x=x, y=y)
+    found = []
+    for far, scale in ((1, "none"), (10, "none"), (10, "range")):
+        declared = tmp_path / "declared.toml"
+        declared.write_text(f'[records]\nlow = -{far}\nhigh = {far}\nscale = "{scale}"\n')
+        asked = (str(tmp_path / "x.npz"), "--epsilon", "2", "--columns", str(declared))
+        one = document("recommend", *asked)
+        assert "-1 .. 1" not in one["reasons"]["privacy.clip"]
+        settings = one["configuration"]["settings"]["learning_rate"]
+        found.append((one["configuration"]["privacy"]["clip"], settings))
+    (clip, rate), (longer, shorter), scaled = found
+    assert longer == pytest.approx(10 * clip)
+    assert shorter == pytest.approx(rate / 100, rel=0.02)  # three digits are written
+    assert scaled == (clip, rate)
 
 
 def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tmp_path):

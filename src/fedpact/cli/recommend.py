@@ -128,14 +128,13 @@ class Recommendation:
         _check_kind(data)
         asked = _of_sites(asked, data)
         example = read.stage().example(data.x[0])
-        names = data.features or tuple(map(str, range(data.x.shape[1])))
-        length = square(form, names) if example.ndim == 1 else 1.0
-        bare = undeclared(form, names) if example.ndim == 1 and is_table(asked.data) else ""
-        if bare or form.columns:
-            advise(data.name, form, names, None)
+        names = data.features or tuple(map(str, range(data.x[0].numel())))
         # What a data set says is to test by trains nobody.
         records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
-        public = _Public.of(asked, example, length, records, len(data.classes))
+        public = _Public.of(asked, example, square(form, names), records, len(data.classes))
+        bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
+        if example.ndim == 1 and (bare or form.columns):
+            advise(data.name, form, names, None)
         rows = public.rows(chosen := public.chosen())
         if asked.little and rows[0].snr < _NOISY:
             found = cls.of(asked.without_little())
@@ -144,7 +143,8 @@ class Recommendation:
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
         plan = Plan.parse(raw)
         if bare:
-            reasons["privacy.clip"] += f"; of {bare} no range is declared: taken to lie in -1 .. 1"
+            whose = bare if example.ndim == 1 else "its numbers"
+            reasons["privacy.clip"] += f"; of {whose} no range is declared: taken to lie in -1 .. 1"
         make_partition(data, plan.partition, plan.sites, plan.seed)
         return cls(raw, reasons, rows)
 

@@ -46,12 +46,19 @@ def undeclared(form: RecordForm, features: Sequence[str]) -> str:
 
 
 def square(form: RecordForm, features: Sequence[str]) -> float:
-    """About the squared length of a record [m] of these columns, as they are scaled.
+    """About the squared length of a record of these numbers, as they are scaled.
 
-    A value that is evenly spread over -1 .. 1 has the square 1/3; of a one-hot code one is 1.
+    A value that is evenly spread over -1 .. 1 has the square 1/3, and is taken for such a one where
+    nothing says how far it gets; of a one-hot code one is 1.
     """
-    ones = ("one-hot", "standard", "released")
-    return sum(1.0 if form.of(name).scale in ones else 1 / 3 for name in features)
+    return sum(_square(form.of(name)) for name in features)
+
+
+def _square(own: ValueRange) -> float:
+    if own.scale in ("one-hot", "standard", "released"):
+        return 1.0
+    far = _extent(own)
+    return (1.0 if far is None else far) ** 2 / 3
 
 
 def _extent(own: ValueRange) -> float | None:
