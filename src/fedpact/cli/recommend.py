@@ -133,8 +133,8 @@ class Recommendation:
         records = len(data.y) - (0 if data.held is None else int(data.held.sum()))
         public = _Public.of(asked, example, square(form, names), records, len(data.classes))
         bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
-        if example.ndim == 1 and (bare or form.columns):
-            advise(data.name, form, names, None)
+        if not public.features:
+            advise(data.name, form, data.x.shape[1:], data.features, None)
         rows = public.rows(chosen := public.chosen())
         if asked.little and rows[0].snr < _NOISY:
             found = cls.of(asked.without_little())

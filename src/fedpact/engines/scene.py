@@ -60,13 +60,11 @@ class Scene:
         """Load and check. Raises InputError of some kind for whatever does not fit."""
         raw = loaded(plan) if data is None else refitted(data, plan.records, plan.form)
         plan.task.check_data(raw)
-        if (
-            raw.x.ndim == 2
-            and raw.x.is_floating_point()
-            and (data is not None or is_table(plan.data))
-        ):
-            names = raw.features or tuple(map(str, range(raw.x.shape[1])))
-            advise(raw.name, plan.records, names, raw.x)
+        own = data is not None or is_table(plan.data)
+        # What an image's features do with its scale is theirs: ours do not depend on it.
+        made = plan.features.used and raw.x.ndim > 2
+        if own and raw.x.is_floating_point() and not made:
+            advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
         raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(

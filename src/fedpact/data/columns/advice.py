@@ -1,7 +1,8 @@
-"""Advice to who reads a table in: columns far wider than others keep a model from learning.
+"""Advice to who reads records in: numbers that get far from 0 keep a model from learning.
 
-A record's gradient is as long as its numbers: beside an age of 60 a 0 or 1 is lost, and clipping
-shortens both alike. Nobody notices but by a model that guesses.
+A record's gradient is as long as its numbers: beside an age of 60 a 0 or 1 is lost, clipping
+shortens both alike, and a step that suits pixels of 0 .. 1 throws a model of 0 .. 255 far off.
+Nobody notices but by a model that guesses.
 """
 
 import json
@@ -20,22 +21,33 @@ _SHOWN: Final = 5
 _logger = logging.getLogger("fedpact")
 
 
-def advise(origin: str, form: RecordForm, features: Sequence[str], x: Tensor | None) -> None:
-    """Warn of a table's columns that are to be scaled, with the lines that do it.
+def advise(
+    origin: str, form: RecordForm, shape: Sequence[int], features: Sequence[str], x: Tensor | None
+) -> None:
+    """Warn of numbers that are to be scaled, with the lines that do it.
 
-    x: the records [n, d], where they may be looked at: in a simulation, on their owner's machine.
-    Else, and wherever a range is declared, that counts.
+    shape: a record's. features: a table's columns, () without names. x: the records [n, *shape],
+    where they may be looked at: in a simulation, on their owner's machine. Else, and wherever a
+    range is declared, that counts.
     """
-    columns = [(name, form.of(name)) for name in features]
+    looked = x is not None
+    if len(shape) > 1:
+        far = _furthest(form, x)
+        if far >= _WIDE:
+            _logger.warning(_told_of_all(origin, form, far, looked=looked))
+        return
     wide = list[tuple[str, ValueRange, float]]()
-    for k, (name, own) in enumerate(columns):
-        far = _extent(own)
-        if far is None and x is not None:
-            far = float(x[:, k].abs().max())
-        if far is not None and far >= _WIDE:
+    for k, name in enumerate(features or map(str, range(shape[0]))):
+        own = form.of(name)
+        far = _furthest(own, None if x is None else x[:, k])
+        if far >= _WIDE:
             wide.append((name, own, far))
-    if wide:
-        _logger.warning(_told(origin, wide, looked=x is not None))
+    if len(wide) > _SHOWN and not features and not form.columns:
+        # Without names, as pixels in a row are: what is declared is declared of all.
+        most = max(far for *_, far in wide)
+        _logger.warning(_told_of_all(origin, form, most, looked=looked))
+    elif wide:
+        _logger.warning(_told(origin, wide, looked=looked))
 
 
 def undeclared(form: RecordForm, features: Sequence[str]) -> str:
@@ -72,19 +84,46 @@ def _extent(own: ValueRange) -> float | None:
     return max(abs(own.low), abs(own.high))
 
 
+def _furthest(own: ValueRange, x: Tensor | None) -> float:
+    """Return how far from 0 numbers get, as declared or as found; 0 where nobody says."""
+    declared = _extent(own)
+    if declared is not None or x is None or not x.numel():
+        return declared or 0.0
+    low, high = x.aminmax()
+    return max(-float(low), float(high))
+
+
 def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]], *, looked: bool) -> str:
     shown = wide[:_SHOWN]
     named = ", ".join(f"{name} ({far:g})" for name, _, far in shown)
     more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
-    unknown = any(_extent(own) is None for _, own, _ in wide)
-    how = " (found by looking at the records, as this machine's owner may)" if unknown else ""
+    found = any(_extent(own) is None for _, own, _ in wide)
     lines = "\n\n".join(_lines(name, own) for name, own, _ in shown)
+    return (
+        f"{origin}: numbers of these columns get far from 0: {named}{more}{_how(found)}. A "
+        "gradient is as long as its record's numbers, so narrow columns are lost beside wide ones, "
+        f"and a model may do no better than chance. {_remedy(looked)}\n\n{lines}"
+    )
+
+
+def _told_of_all(origin: str, form: RecordForm, far: float, *, looked: bool) -> str:
+    return (
+        f"{origin}: numbers get as far as {far:g} from 0{_how(_extent(form) is None)}. A gradient "
+        "is as long as its record's numbers, so a step that suits numbers of about 1 is far too "
+        f"long for these, and a model may do no better than chance. {_remedy(looked)}\n\n"
+        f'[records]\nlow = {_end(form.low)}\nhigh = {_end(form.high)}\nscale = "range"'
+    )
+
+
+def _how(found: bool) -> str:
+    return " (found by looking at the records, as this machine's owner may)" if found else ""
+
+
+def _remedy(looked: bool) -> str:
     where = "the plan" if looked else "the plan and federation.toml"
     return (
-        f"{origin}: numbers of these columns get far from 0: {named}{more}{how}. A gradient is as "
-        "long as its record's numbers, so narrow columns are lost beside wide ones, and a model "
-        "may do no better than chance. Declare what the values can be, by public knowledge and "
-        f"not by what is in the file, and have them scaled, in {where}:\n\n{lines}"
+        "Declare what the values can be, by public knowledge and not by what is in the file, and "
+        f"have them scaled, in {where}:"
     )
 
 
@@ -92,6 +131,9 @@ def _lines(name: str, own: ValueRange) -> str:
     key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
     if isinstance(own, Column) and own.categories is not None:
         return f'[records.columns.{key}]\ncategories = {own.categories}\nscale = "one-hot"'
-    low = "..." if own.low is None else f"{own.low:g}"
-    high = "..." if own.high is None else f"{own.high:g}"
-    return f'[records.columns.{key}]\nrange = [{low}, {high}]\nclamp = true\nscale = "range"'
+    ends = f"[{_end(own.low)}, {_end(own.high)}]"
+    return f'[records.columns.{key}]\nrange = {ends}\nclamp = true\nscale = "range"'
+
+
+def _end(value: float | None) -> str:
+    return "..." if value is None else f"{value:g}"

@@ -70,9 +70,8 @@ def own_records(
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
-    if len(of.shape) == 1:
-        names = found.features or tuple(map(str, range(of.shape[0])))
-        advise(str(path), of.records, names, None)
+    if not (plan.features.used and len(of.shape) > 1):
+        advise(str(path), of.records, of.shape, found.features, None)
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private

@@ -1,0 +1,91 @@
+"""Arrays whose numbers get far from 0, as pixels of 0 .. 255 do: warned of, with what helps."""
+
+import re
+import tomllib
+
+import numpy as np
+import pytest
+
+from fedpact.engines.scene import Scene
+from fedpact.engines.simulation import simulate
+from fedpact.plan import Plan
+
+
+def pixels(path, *, shape=(1, 8, 8), dtype=np.float32, **spoilt):
+    """Two classes of images of 0 .. 255 that differ in which half is brighter."""
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 2, 600)
+    bright = np.repeat([[40, 0], [0, 40]], 32, axis=1)
+    x = (draw.integers(0, 216, (600, 64)) + bright[y]).astype(dtype)
+    for place, value in spoilt.items():
+        x[int(place[1:]), 3] = value
+    np.savez(path, x=x.reshape(600, *shape), y=y)
+    return str(path)
+
+
+def plan_of(data, records=None, **more):
+    tables = {"sites": 2, "rounds": 12, "sampling_rate": 0.5, "privacy": {"epsilon": 4.0}}
+    return Plan.parse({"data": data, "records": records or {}, **tables, **more})
+
+
+def told(caplog):
+    """What was said of far numbers since the last look."""
+    found = [r.message for r in caplog.records if re.search(r"far from 0|as far as", r.message)]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (16, 4), (64,)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_pixels_that_nobody_scaled_are_told_of_once(tmp_path, caplog, shape, dtype):
+    Scene.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, dtype=dtype)))
+    (one,) = told(caplog)
+    assert "as far as 255 from 0 (found by looking" in one
+    assert '[records]\nlow = ...\nhigh = ...\nscale = "range"' in one
+
+
+def test_the_remedy_works_and_says_nothing_of_what_is_in_the_file(tmp_path, caplog):
+    data = pixels(tmp_path / "x.npz")
+    bad = simulate(plan_of(data), tmp_path / "bad").summary
+    told(caplog)
+    Scene.of(plan_of(data, {"low": 0, "high": 300}))
+    (one,) = told(caplog)
+    assert "as far as 300 from 0. " in one
+    assert "255" not in one
+    remedy = tomllib.loads(one[one.index("[records]") :])["records"]
+    assert remedy == {"low": 0, "high": 300, "scale": "range"}
+    good = simulate(plan_of(data, remedy), tmp_path / "good").summary
+    assert told(caplog) == []
+    # A step that suits numbers of about 1 throws the model far off, and all pixels are bright.
+    assert good["loss"] < 0.3 < 3 < bad["loss"]
+    assert bad["accuracy"] < 0.9 < 0.95 < good["accuracy"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
+def test_a_record_that_is_no_number_hides_nothing(tmp_path, caplog, shape, value):
+    Scene.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, _5=value)))
+    assert "as far as 255 from 0" in told(caplog)[0]
+
+
+@pytest.mark.parametrize("kind", ["scattering", "patches"])
+def test_features_that_do_not_depend_on_the_scale_need_none(tmp_path, caplog, kind):
+    made = {"kind": kind, "seed": 0, **({"filters": 8} if kind == "patches" else {})}
+    plan = plan_of(pixels(tmp_path / "x.npz"), model="logistic", features=made)
+    small = plan_of(str(tmp_path / "y.npz"), model="logistic", features=made)
+    with np.load(tmp_path / "x.npz") as stored:
+        np.savez(tmp_path / "y.npz", x=stored["x"] / 255, y=stored["y"])
+    large, small = (Scene.of(each).dataset.x for each in (plan, small))
+    assert told(caplog) == []
+    assert float((large - small).norm(dim=1).max()) < 1e-3  # of unit rows
+
+
+def test_one_wide_column_without_a_name_is_told_by_its_place(tmp_path, caplog):
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (100, 9)).astype(np.float32)
+    x[:, 4] *= 80
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 100))
+    Scene.of(plan_of(str(tmp_path / "x.npz")))
+    (one,) = told(caplog)
+    assert "[records.columns.4]" in one
+    assert "[records]\n" not in one
