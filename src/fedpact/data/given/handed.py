@@ -7,7 +7,7 @@
 
 What a record becomes follows from that record and what was declared ([records]), as of a file.
 Pillow's images become arrays [channels, height, width] of 0..255, which nothing scales but
-`records = {"low": 0, "high": 255, "scale": "unit"}`.
+`records = {"low": 0, "high": 255, "scale": "range"}`.
 """
 
 import hashlib
