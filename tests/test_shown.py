@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,9 @@ from fedpact.comparison.compared import Compared
 from fedpact.errors import InputError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.report.charts import budgets, figures
+from fedpact.report.charts.drawing import Chart
+from fedpact.report.reading import read_run
 from fedpact.shown import progress
 from fedpact.shown.progress import Bar, in_notebook
 
@@ -38,6 +42,23 @@ def compared(folder: Path) -> Compared:
             put(folder, name, seed, {0: 0.1, 4: top})
     found = read(folder, ["one", "two"], (1, 2))
     return Compared(**{each.name: getattr(found, each.name) for each in fields(found)})
+
+
+@pytest.mark.drawn
+def test_a_figure_that_is_laid_out_once_is_what_matplotlib_draws_by_itself(tmp_path, monkeypatch):
+    builder(tmp_path)(SITES)
+    run = read_run(tmp_path)
+    for draw in (figures.accuracy, figures.site_accuracy, budgets.epsilon):
+        figure, other, bare = (draw(run).chart for _ in range(3))
+        before = figure.get_layout_engine(), figure.canvas
+        once = figure.svg
+        assert (figure.get_layout_engine(), figure.canvas) == before
+        with monkeypatch.context() as patch:
+            patch.setattr(Chart, "_laid_out", lambda _: nullcontext())
+            assert other.svg == once
+            # Nor would any figure pass: without room for its labels it is another one.
+            bare.set_layout_engine("none")
+            assert bare.svg != once
 
 
 class Tags(HTMLParser):

@@ -3,7 +3,8 @@
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Final, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, Final, TypeVar
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
@@ -106,7 +108,8 @@ class Chart(Figure):
         with matplotlib.rc_context(style), warnings.catch_warnings():
             # The reader's browser has the glyphs that matplotlib's own font lacks.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
-            super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
+            with self._laid_out():
+                super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         # Groups are numbered alike in every figure, and nothing refers to them.
@@ -114,6 +117,20 @@ class Chart(Figure):
         # The browser's own type, whose widths differ little.
         text = text.replace("DejaVu Sans", "system-ui")
         return themed(text).replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
+
+    @contextmanager
+    def _laid_out(self) -> Iterator[None]:
+        """Lay it out, once; matplotlib draws all of a figure for that, and then a second time."""
+        engine, canvas = self.get_layout_engine(), self.canvas
+        if engine is not None:
+            FigureCanvasSVG(self)  # text is as wide as this one draws it
+            engine.execute(self)
+        self.set_layout_engine(None)
+        try:
+            yield
+        finally:
+            self.set_layout_engine(engine)
+            self.set_canvas(canvas)
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Save as matplotlib does, with the legend, which a page shows beside the figure."""
