@@ -58,7 +58,7 @@ def _of_run(seeds: list[dict]) -> list[tuple[int, list[float]]]:
     found = []
     for look in {look for outcome in seeds for look in outcome["looks"]}:
         seen = [o["looks"][look] for o in seeds if look in o["looks"]]
-        for name, scale, digits in (("accuracy", 100, 2), ("held_out", 100, 2), ("psi", 1, 4)):
+        for name, scale, digits in (("accuracy", 100, 2), ("held_out", 100, 2), ("psi", 1, 5)):
             values = [scale * one[name] for one in seen if name in one]
             found += [(digits, values)] if values else []
     return found

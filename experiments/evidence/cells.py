@@ -38,7 +38,7 @@ class Book:
     def psi(self, run: Run, look: int) -> str:
         """Return a cell of Ψ."""
         found = self.values(run, look, "psi")
-        return told(found, 4) if found else self.lacks(run)
+        return told(found, 5) if found else self.lacks(run)
 
     def lacks(self, run: Run) -> str:
         """Return the cell of a run that has no result, and keep its command."""

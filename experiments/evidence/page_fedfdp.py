@@ -33,6 +33,10 @@ def part(book: Book) -> Iterator[str]:
         "The paper's Ψ of private runs, 1e8 to 1e11, is an artefact of its code, and left out."
     )
     yield f"Does FedFDP's gain hold?\n{_gains(book)}"
+    yield (
+        "What do features and a linear model have, with own noise, at the same (ε, δ) and without "
+        f"a weight for fairness?\n{_features(book)}"
+    )
     yield "### Table 3: private, CNN, C = 0.1, q = 0.05, σ = 2, 600 rounds, δ = 1e-5"
     yield (
         "ε = 3.52 as printed; proven, with the loss on the same batch, 3.09, and 2.80 for the "
@@ -81,6 +85,24 @@ def _gain(book: Book, parent: Run, fair: Run, printed: float) -> str:
     ranks = f"; {100 * before:.1f} is undertrained, and its Ψ ranks nothing" if raw else ""
     fairness = f"Ψ {change:+.0f} % ({psi_before:.4f} to {psi_after:.4f})"
     return f"after {look} rounds accuracy {level}, {fairness}{ranks}."
+
+
+def _features(book: Book) -> str:
+    lines = list[str]()
+    for place, data in enumerate(DATA):
+        run = best.inside(data, 3.52, "own")
+        look, printed = run.looks[-1], PRIVATE["fedfdp"][place]
+        measured = [
+            f"{book.psi(fair, 600)} at η = {rate:g}"
+            for rate in RATES
+            if book.mean(fair := fedfdp.private(data, "fedfdp", rate), 600, "psi") is not None
+        ]
+        beside = f" (FedFDP's, measured: {', '.join(measured)})" if measured else ""
+        lines.append(
+            f"* {NAMES[data]}: {book.accuracy(run, look)} in {look} rounds (FedFDP {printed:.2f} "
+            f"in 600, as printed), Ψ {book.psi(run, look)}{beside}."
+        )
+    return "\n".join(lines)
 
 
 def _private(book: Book) -> str:
