@@ -87,6 +87,16 @@ def test_nothing_but_joining_json_is_written(run, tmp_path):
     assert all(after[path] == block for path, block in before.items())
 
 
+def test_each_site_is_told_of_where_nobody_sees_a_spinner(tmp_path):
+    data, folder = some_data(), tmp_path / "run"
+    site = np.array(data.site)
+    np.savez(tmp_path / "d.npz", x=data.x.numpy(), y=data.y.numpy(), site=site)
+    simulate(plan_of(data=str(tmp_path / "d.npz")), folder)
+    found = CliRunner().invoke(app, ["personalise", str(folder), "--json"])
+    assert found.stderr.splitlines() == ["s0: site 1 of 2", "s1: site 2 of 2"]
+    assert json.loads(found.stdout)["sites"].keys() == {"s0", "s1"}
+
+
 def test_the_page_and_the_sentence_say_for_whom_it_paid(run):
     folder, found = run
     read = read_run(folder)

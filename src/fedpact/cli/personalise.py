@@ -29,12 +29,16 @@ def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
         )
     from fedpact.engines.joining import of_run
 
-    with Console(stderr=True).status("making what sites have alone") as status:
-        seen = count(1)
-        document = of_run(
-            directory,
-            on_site=lambda site, of: status.update(f"{site}: site {next(seen)} of {of}"),
-        )
+    console, seen = Console(stderr=True), count(1)
+    with console.status("making what sites have alone") as status:
+
+        def tell(site: str, of: int) -> None:
+            line = f"{site}: site {next(seen)} of {of}"
+            status.update(line)
+            if not console.is_terminal:
+                console.print(line, markup=False)
+
+        document = of_run(directory, on_site=tell)
     run = read_run(directory)
     write_page(run)
     show({**document, "sentence": paid([run])}, as_json, lambda: _print_run(run))
