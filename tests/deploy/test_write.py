@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 from cryptography import x509
@@ -14,11 +16,12 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.deploy import local
+from fedpact.deploy.texts import policy
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.flower import QUIET, codec, require_flower, seal
 from fedpact.engines.parties.federation import Federation, Patience, read_plan
 from fedpact.engines.parties.site import Site
-from fedpact.errors import DataError, InputError, PlanError
+from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
@@ -67,11 +70,32 @@ def test_the_server_certificate_is_the_authoritys_and_names_the_host(make, tmp_p
 
 def test_the_policy_allows_this_run_once_and_names_its_noise(written):
     site = written / "sites" / "site-01"
-    policy = Policy.read(site / "policy.toml")
+    allowed = Policy.read(site / "policy.toml")
     terms = Federation.read(site / "federation.toml").terms(read_plan(site / "plan.json"))
-    assert policy.smallest_sigma == min(terms["site-01"].releases.values())
-    assert (policy.epsilon_ever, policy.delta_ever) == (2.0, 1e-5)
-    policy.check_run("fedavg", terms["site-01"], (0.0, 0.0))
+    least = min(terms["site-01"].releases.values())
+    assert least * (1 - 1e-5) < allowed.smallest_sigma <= least
+    assert (allowed.epsilon_ever, allowed.delta_ever) == (2.0, 1e-5)
+    allowed.check_run("fedavg", terms["site-01"], (0.0, 0.0))
+
+
+@pytest.mark.parametrize("honest", [0, 2])
+@pytest.mark.parametrize("elsewhere", [1 - 1e-9, 1 + 1e-9])
+def test_the_policy_allows_what_another_processor_computes(tmp_path, elsewhere, honest):
+    """A site finds σ and the ε alone by itself, and the last digits are its own."""
+    privacy = {"trust": "sum", "honest": honest} if honest else {}
+    secure = {"threshold": 3 if honest else 0}
+    plan = Plan.parse({"sites": 3, "privacy": privacy, "secure_aggregation": secure})
+    terms = plan.terms(dict.fromkeys(("a", "b", "c"), 500.0))["a"]
+    other = replace(terms, sigmas={c: s * elsewhere for c, s in terms.sigmas.items()})
+    assert min(other.releases.values()) != min(terms.releases.values())
+    written = policy("fedavg", other, None)
+    (tmp_path / "policy.toml").write_text(
+        re.sub("^# (honest|epsilon_alone)", r"\1", written, flags=re.M)
+    )
+    Policy.read(tmp_path / "policy.toml").check_run("fedavg", terms, (0.0, 0.0))
+    less = replace(terms, sigmas={c: s * (1 - 1e-4) for c, s in terms.sigmas.items()})
+    with pytest.raises(PolicyRefused, match="sigma"):
+        Policy.read(tmp_path / "policy.toml").check_run("fedavg", less, (0.0, 0.0))
 
 
 def test_every_comment_names_a_setting_that_is_there(written):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -169,9 +170,14 @@ def test_a_reservation_that_costs_more_than_its_budget_is_refused(ledger: Ledger
 def test_the_same_promise_twice_is_one_and_another_is_refused(path: Path, ledger: Ledger) -> None:
     ledger.reserve("run", BUDGET, EVENTS | {SampledGaussian(0.5, 1.0): 0})
     assert (ledger.length, ledger.total()) == (2, (2.0, 1e-5))
-    others = [(Budget(2.5, 1e-5), EVENTS), (Budget(2.0, 1e-4), EVENTS), (BUDGET, {CHEAP: 1000})]
-    for budget, events in others:
-        with pytest.raises(PolicyRefused, match="other terms"):
+    one = [[CHEAP.q, CHEAP.sigma, 1000]]
+    others = [
+        (Budget(2.5, 1e-5), EVENTS, r"\(epsilon 2\.0 there and 2\.5 now\)"),
+        (Budget(2.0, 1e-4), EVENTS, r"\(delta 1e-05 there and 0\.0001 now\)"),
+        (BUDGET, {CHEAP: 1000}, rf"\(events \[.+\] there and {re.escape(str(one))} now\)"),
+    ]
+    for budget, events, told in others:
+        with pytest.raises(PolicyRefused, match=f"other terms in .*{told}.*new run name"):
             ledger.reserve("run", budget, events)
     assert ledger.length == len(read_entries(path)) == 2
 

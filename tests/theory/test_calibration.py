@@ -1,13 +1,14 @@
 """Calibrations: always on the safe side, and close to the boundary."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 
 from fedpact.errors import BudgetExhausted, InputError
-from fedpact.theory import pld
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon, round_rate_up
+from fedpact.theory import calibration, pld
+from fedpact.theory.accounting import ACCOUNTANTS, Budget, SampledGaussian, epsilon, round_rate_up
 from fedpact.theory.calibration import largest_rate, smallest_sigma
 
 BUDGET = Budget(2.0, 1e-5)
@@ -70,6 +71,26 @@ def test_a_delta_too_small_for_a_grid_is_searched_as_well():
     sigma = smallest_sigma(budget, 0.3, 40, "pld")
     cost = [epsilon({SampledGaussian(0.3, s): 40}, 1e-13, "pld") for s in (sigma, 0.999 * sigma)]
     assert cost[0] <= 2.0 < cost[1]
+
+
+def test_processors_that_round_otherwise_find_the_same_noise(monkeypatch):
+    """What differs between them, some 1e-15 in a sum, is 1e-12 here, another at each question."""
+    asked = [
+        (q, steps, by) for q, steps in ((0.015, 300), (0.3, 40), (1.0, 50)) for by in ACCOUNTANTS
+    ]
+    found = [smallest_sigma(BUDGET, *one) for one in asked]
+    assert found == [float(f"{sigma:.6g}") for sigma in found]
+    draws, exact = (
+        random.Random(0),
+        {n: getattr(calibration, n) for n in ("epsilon", "quick_epsilon")},
+    )
+    for name in exact:
+        monkeypatch.setattr(
+            calibration, name, lambda *a, n=name: exact[n](*a) * (1 + draws.uniform(-1e-12, 1e-12))
+        )
+    calibration._smallest_scale.cache_clear()
+    assert [smallest_sigma(BUDGET, *one) for one in asked] == found
+    calibration._smallest_scale.cache_clear()
 
 
 def test_specification_values():

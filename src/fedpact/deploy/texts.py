@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import cast
+from typing import Final, cast
 
 from fedpact.data.form import RecordForm
 from fedpact.engines.parties.federation import Federation
@@ -10,6 +10,7 @@ from fedpact.evaluation.groups import Grouping
 from fedpact.privacy.once import Once
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import UNITS
+from fedpact.theory.calibration import rounded_down, rounded_up
 
 APP = """\
 # What Flower wants to be told of a run. It carries no code that a site runs: a site's process
@@ -179,7 +180,8 @@ def policy(algorithm: str, terms: Terms, evaluation: Once | None) -> str:
     epsilon, delta = terms.budget.epsilon, terms.budget.delta
     of_held = evaluation.budget if evaluation else terms.budget
     ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
-    sigma, honest, alone = min(releases.values()), terms.honest, terms.epsilon_alone
+    sigma = rounded_down(min(releases.values()) * (1 - _ELSEWHERE))
+    honest, alone = terms.honest, rounded_up(terms.epsilon_alone * (1 + _ELSEWHERE))
     unit = terms.protects
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
@@ -197,6 +199,9 @@ smallest_sigma = {sigma!r}     # least noise multiplier of any release
         _HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else ""
     )
 
+
+# A site computes the same by itself, and the last digits are its own processor's.
+_ELSEWHERE: Final = 1e-6
 
 _EVALUATION = """\
 # Of evaluations, for whoever is held out of training, and then bears nothing of that:

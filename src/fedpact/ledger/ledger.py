@@ -39,6 +39,7 @@ from fedpact.ledger.reservations import (
     cost_of_torn,
     from_entry,
     not_reserved,
+    other_terms,
     over_runs,
 )
 from fedpact.theory import shares
@@ -156,10 +157,7 @@ class Ledger:
             return False
         before = self._reserved[run]
         if not isinstance(before, FixedSequence) or before.terms != promise.terms:
-            raise PolicyRefused(
-                f"run {run!r} has a reservation with other terms in {self.path}: a run's "
-                "mechanisms are fixed at its start; use a new run name"
-            )
+            raise other_terms(run, self.path, before, promise)
         return True
 
     def charge(

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from fedpact.errors import BudgetExhausted, PolicyRefused
@@ -233,6 +234,18 @@ def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:
     return PolicyRefused(
         f"run {run!r} asks for {event}, which its reservation does not name: reserve it at "
         "the run's start"
+    )
+
+
+def other_terms(run: str, path: Path, before: Reservation, asked: FixedSequence) -> PolicyRefused:
+    """Return the error of a run that asks for another promise than the one it has."""
+    was = before.terms if isinstance(before, FixedSequence) else before.entry
+    now = asked.terms
+    differ = (name for name in was | now if was.get(name) != now.get(name))
+    told = ", ".join(f"{name} {was.get(name)} there and {now.get(name)} now" for name in differ)
+    return PolicyRefused(
+        f"run {run!r} has a reservation with other terms in {path} ({told}): a run's mechanisms "
+        "are fixed at its start; use a new run name"
     )
 
 
