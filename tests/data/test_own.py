@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -197,6 +198,23 @@ def test_what_a_label_means_does_not_follow_from_the_others_types(tmp_path):
         for how, expected in (("names", [0, 1]), ("numbers", [1, 2])):
             form = RecordForm(labels=how)
             assert arrays(path, x, labels, form, classes).y.tolist() == expected
+
+
+def test_what_can_stand_for_a_missing_value_is_said_where_one_is_missing(tmp_path, caplog):
+    lines = [f"{'' if k % 2 else k},{'a' if k % 3 else ''}" for k in range(600)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,out", *lines]))
+    for fill, told in ({}, True), ({"fill": 40.0}, False):
+        caplog.clear()
+        form = RecordForm(columns={"age": fill})
+        found = load_site(tmp_path / "t.csv", "out", ("a", "b"), (1,), "float32", form)
+        assert len(found.y) == (200 if told else 400)
+        (line,) = [r.message for r in caplog.records]
+        assert ("column age, row 2 (counted from 1) is missing" in line) == told
+        assert "column out, row 1 (counted from 1) is no class" in line
+        assert line.endswith("as records.columns.age.fill" if told else "leave them out yourself")
+        # Rows 1, 2, 4, 6, 7, 8, 10 and so on, of which the first 20 are told of one by one.
+        assert len(line) < 4000
+        assert re.search(r"and rows [-\d, ]+ and \d+ others; correct", line)
 
 
 def test_faults_of_the_file_as_a_whole_are_errors(tmp_path):

@@ -263,7 +263,7 @@ def _from_table(
         sites = np.array([text_of(value) for value in table.columns[table.site]], str)
         for row in range(table.count):
             if is_missing(sites[row]):
-                sieve.leave_out(row, table.site, "is missing")
+                sieve.leave_out(row, table.site, "is no site")
     whose = None
     if table.person is not None:
         whose = persons_of(table.columns[table.person], sieve, table.person)

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from fedpact.data.form import Column, RecordForm, ValueRange
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import MISSING, Sieve
 from fedpact.data.tables import Cells, Table
 from fedpact.errors import DataError
 
@@ -130,7 +130,7 @@ def class_numbers(
             *_, number = _SPELLED.get(text.lower(), (text,))
             k = _place_of(number, len(classes))
         if k < 0 and is_missing(text):
-            sieve.leave_out(row, column, "is missing", label)
+            sieve.leave_out(row, column, "is no class", label)
         elif k < 0:
             sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
         found[row] = max(k, 0)
@@ -325,7 +325,7 @@ def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: 
     for row in bad.nonzero()[0].tolist():
         value = cells[row]
         if is_blank(value):
-            why = "is missing"
+            why = MISSING
         else:
             why = "is none of its declared categories" if names else "is no finite number"
         sieve.leave_out(row, column, why, value)

@@ -14,8 +14,14 @@ _logger = logging.getLogger("fedpact")
 
 _PLACES: Final = 20
 """So many places are told of in full; of all others that are left out, which records they are."""
+_RUNS: Final = 100
+"""So many rows, or runs of rows, of those others: what nobody reads to its end hides the rest."""
 _CLAMPED: Final = 3
 """So many where a value was clamped, as whoever declared `clamp` asked for; the others counted."""
+
+
+MISSING: Final = "is missing"
+"""Why a blank feature of a table is left out, for which something declared can stand."""
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Sieve:
         return mask
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
-        """Leave a record out. row: from 0. column: or "". why: as "is missing". value: or None."""
+        """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""
         self._faults[column, why].add(row)
         self._out.setdefault(row, (self._place(row, column, why), _plain(value)))
 
@@ -79,8 +85,13 @@ class Sieve:
         labels += f"; and {len(told) - _PLACES} other labels" if len(told) > _PLACES else ""
         out = {row: what for row, what in self._out.items() if row not in many}
         unknown = f"{self.origin}: {len(many)} of {self.count} records are left out of everything: "
+        mend = "correct them, or leave them out yourself"
+        blank = sorted(c for c, why in self._faults if c and why == MISSING)
+        if blank:
+            key = f"records.columns.{blank[0]}.fill"
+            mend += f", or declare what stands for a value that is missing, as {key}"
         found = (
-            (out, "are left out of everything", "correct them, or leave them out yourself"),
+            (out, "are left out of everything", mend),
             (clamped, "hold a value that was clamped", "correct it if it is a mistake"),
         )
         return ([f"{unknown}{labels}; correct them, or records.classes"] if many else []) + [
@@ -145,7 +156,7 @@ _WHOLLY: Final = {
         "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
         "number, as days since a day that is fixed",
     ),
-    "is missing": (
+    MISSING: (
         "hold nothing",
         "leave them out with drop = [{names}], or declare what stands for a missing value, as "
         "records.columns.{name}.fill",
@@ -159,11 +170,13 @@ def _plain(value: Any) -> Any:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: 3, 5-9."""
+    """Ascending numbers in words: 3, 5-9; of very many the first, and how many others."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    others = sum(b - a + 1 for a, b in runs[_RUNS:])
+    told = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_RUNS])
+    return f"{told} and {others} others" if others else told
