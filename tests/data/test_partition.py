@@ -117,10 +117,20 @@ def test_held_out_records_are_a_fair_sample():
 
 
 def test_natural_names_are_file_names_and_ordered():
-    data = records([30, 30], ["Ward B/2", "ward: ä", "..Ward A"] * 20)
+    data = records([30, 30], ["Ward B/2", "ward: §", "..Ward A"] * 20)
     partition = make_partition(data, PartitionSettings(kind="natural"), 3, 0)
     assert list(partition.train) == ["Ward-A", "Ward-B-2", "ward"]
     assert set(joined(partition)[0] % 3) == {2}
+
+
+def test_letters_with_accents_are_those_without():
+    names = ["Zürich", "Łódź", "São Paulo", "Gießen", "Orléans", "Tromsø"]
+    data = records([60, 60], names * 20)
+    found = list(make_partition(data, PartitionSettings(kind="natural"), 6, 0).train)
+    assert found == ["Giessen", "Lodz", "Orleans", "Sao-Paulo", "Tromso", "Zurich"]
+    data = records([20, 20], ["北京", "上海"] * 20)
+    with pytest.raises(DataError, match="'上海' is site, '北京' is site; rename the sites"):
+        make_partition(data, PartitionSettings(kind="natural"), 2, 0)
 
 
 def test_natural_names_that_fall_together_are_refused():

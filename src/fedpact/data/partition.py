@@ -9,6 +9,7 @@
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,8 +241,9 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
     named = {_safe(name): part for name, part in records.items()}
     if len({name.casefold() for name in named}) < len(records):
         raise DataError(
-            f"the site names of data set {dataset.name} are not different as file names "
-            f"({', '.join(sorted(map(_safe, records)))}): rename the sites"
+            f"the site names of data set {dataset.name} are not different as file names: "
+            f"{', '.join(f'{name!r} is {_safe(name)}' for name in sorted(records))}; rename the "
+            "sites, in Latin letters or digits"
         )
     return dict(sorted(named.items()))
 
@@ -265,8 +267,17 @@ def _of_others(dataset: Dataset, test: np.ndarray, train: np.ndarray) -> np.ndar
     return test[np.array([dataset.person[i] not in known for i in test.tolist()], bool)]
 
 
+# Latin letters that no accent can be taken from.
+_LETTERS: Final = str.maketrans(
+    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
+)
+
+
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "site"
+    """Return a name that every file system takes: Zürich is Zurich, St. Anna is St.-Anna."""
+    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
+    latin = "".join(c for c in parted if not unicodedata.combining(c))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
 
 
 def _take(dataset: Dataset, indices: np.ndarray) -> tuple[Tensor, Tensor]:
