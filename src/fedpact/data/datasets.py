@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fedpact.data.cells import cells_of
 from fedpact.data.columns.adult import CLASSES, adult_tables
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import RecordForm
@@ -188,9 +189,12 @@ def from_arrays(
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
         for end, pair in zip(ends, given, strict=True)
     ]
-    sites = None if site is None else np.asarray(site)
-    whose = None if person is None else persons_of(np.asarray(person), parts[0].sieve)
-    return _dataset(name, parts, names, sites, persons=whose)
+    if site is not None and not isinstance(site, np.ndarray):
+        site = np.array([str(value) for value in cells_of(site)], str)
+    if person is not None and not isinstance(person, np.ndarray):
+        person = cells_of(person)
+    whose = None if person is None else persons_of(person, parts[0].sieve)
+    return _dataset(name, parts, names, site, whose)
 
 
 def from_frame(
@@ -207,7 +211,7 @@ def from_frame(
 
     label, site, person, classes, form: as `load` takes them for a file. Raises DataError.
     """
-    columns = {str(column): list(frame[column]) for column in frame.columns}
+    columns = {str(column): cells_of(frame[column]) for column in frame.columns}
     table = table_of(name, columns, label, site, person=person, form=form)
     return _from_table(name, table, classes, form)
 

@@ -9,13 +9,15 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, cast
 
 import numpy as np
 
+from fedpact.data.cells import Cells, Numbers
 from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, Sieve
-from fedpact.data.tables import Cells, Table
+from fedpact.data.tables import Table
 from fedpact.errors import DataError
 
 # "none" or "na" may be the name of a class or of a site.
@@ -148,26 +150,34 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
             f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
             "give one person a record"
         )
-    exact = 2.0**53
     if isinstance(given, np.ndarray):
-        if given.dtype.kind == "f":
-            exact = 2.0 ** (np.finfo(given.dtype).nmant + 1)
-        given = cast(list[Any], given.tolist())
+        # Floats stay of their type, which says from where on they round.
+        read = _readable(given)
+        given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
     found = [text_of(value) for value in given]
     for row, (name, value) in enumerate(zip(found, given, strict=True)):
         if is_missing(name):
             sieve.leave_out(row, column, "names no person")
-        elif isinstance(value, float) and not abs(value) < exact:
+        elif isinstance(value, float | np.floating):
+            exact = _exact(type(value))
+            if abs(value) < exact:
+                continue
             why = f"is a float beyond {exact:.0f}, which may stand for several persons; give names"
             sieve.leave_out(row, column, f"{why} as whole numbers or text", value)
     return np.array(found, str)
+
+
+@cache
+def _exact(kind: type[Any]) -> float:
+    """Return from where on two whole numbers may be one float of a type."""
+    return 2.0 ** (np.finfo(kind).nmant + 1)
 
 
 def text_of(value: Any) -> str:
     """Return a label or the name of a site as text: whole numbers without a point, True, False."""
     if value is None:
         return ""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float | np.floating) and value.is_integer():
         return str(int(value))
     return str(value).strip()
 
@@ -333,8 +343,8 @@ def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: 
 
 def _numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n], NaN for what is no number."""
-    if isinstance(cells, np.ndarray):
-        return cells.astype(np.float64)
+    if isinstance(cells, Numbers):
+        return cells.floats()
     # One by one: numpy would read all of them in another way where one of them is of another type.
     return np.array([number_of(value) for value in cells], np.float64)
 

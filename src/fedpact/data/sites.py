@@ -42,6 +42,11 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
+        if form.target.kind == "pixels":
+            raise DataError(
+                f"data file {path}: labels of kind 'pixels' in a column: expected arrays x and y; "
+                "write the records as .npz"
+            )
         table = read_table(path, label, None, person, form)
         _check_form(path, (len(features or table.features),), shape)
         table = table.in_order(f"data file {path}", features)

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedpact.data.cells import Cells, arrow_cells
 from fedpact.data.form import RecordForm
 from fedpact.errors import DataError
-
-Cells = Sequence[Any]
 
 SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
@@ -211,12 +210,6 @@ def _cells(line: bytes) -> list[str] | str:
         return "cannot be read as CSV"
 
 
-_NUMBERS = {
-    *("bool", "float", "double", "halffloat", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-}
-
-
 def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     try:
         import pyarrow
@@ -232,7 +225,7 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
-    return {name: _arrow_column(table.column(name)) for name in table.column_names}, {}
+    return {name: arrow_cells(table.column(name)) for name in table.column_names}, {}
 
 
 def _index_of(path: Path) -> tuple[str, ...]:
@@ -241,18 +234,3 @@ def _index_of(path: Path) -> tuple[str, ...]:
 
     told: dict[str, Any] = pyarrow.parquet.read_schema(path).pandas_metadata or {}
     return tuple(name for name in told.get("index_columns", ()) if isinstance(name, str))
-
-
-def _arrow_column(column: Any) -> Cells:
-    # Whether it is read as a whole follows from the column's type, never from what a cell holds.
-    # Dates have a NumPy form too, but nanoseconds since 1970 are no feature anyone means.
-    simple = column.null_count == 0 and str(column.type) in _NUMBERS
-    return column.to_numpy() if simple else [_arrow_cell(one) for one in column]
-
-
-def _arrow_cell(one: Any) -> Any:
-    """Return a cell's value; None where it has none that Python can hold, as text of odd bytes."""
-    try:
-        return one.as_py()
-    except Exception:  # ArrowException, ValueError, OverflowError: whatever is in the cell
-        return None

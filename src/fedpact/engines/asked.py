@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpact.data.cells import Cells
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import with_columns
 from fedpact.data.form import RecordForm
@@ -24,7 +25,7 @@ from fedpact.data.given.parts import (
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
-from fedpact.data.tables import Cells, Table, read_columns, read_npz
+from fedpact.data.tables import Table, read_columns, read_npz
 from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.plan import Plan

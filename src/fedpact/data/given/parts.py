@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as Items
 from torch.utils.data import IterableDataset, TensorDataset
 
+from fedpact.data.cells import cells_of
 from fedpact.data.form import RecordForm
 from fedpact.errors import DataError
 
@@ -151,8 +152,10 @@ def _columns_of(data: Any) -> dict[str, list[Any]] | None:
         )
     plain = getattr(data, "with_format", None)
     whole = cast(Any, data if plain is None else plain(None))
-    found = {str(key): whole[key] for key in keys}
-    return {n: list(c.to_pylist() if hasattr(c, "to_pylist") else c) for n, c in found.items()}
+    kinds: Any = getattr(data, "features", None)
+    # Hugging Face's columns give Python's floats, whatever they are declared as.
+    told = kinds if isinstance(kinds, Mapping) else {}
+    return {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
 
 
 def _index_of(data: Any) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fedpact.data.cells import Cells
 from fedpact.data.form import LabelForm, RecordForm
 from fedpact.data.own import class_numbers, is_blank, number_of
 from fedpact.data.sieve import Sieve
-from fedpact.data.tables import Cells
 
 
 def targets_of(
@@ -34,6 +34,8 @@ def targets_of(
         return class_numbers(labels, classes, form.labels or how, column, sieve)
     if kind == "number":
         return _numbers(labels, form.target, column, sieve)
+    if kind == "several" and not isinstance(labels, np.ndarray):
+        labels = _several(labels, len(classes))
     found = np.asarray(labels)
     flat = found.reshape(len(found), -1)
     most = 1 if kind == "several" else len(classes) - 1
@@ -50,6 +52,20 @@ def targets_of(
 def unscaled(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2
+
+
+def _several(cells: Cells, count: int) -> np.ndarray:
+    """Return cells that hold so many numbers each as float64 [n, count], NaN where one does not."""
+    found = np.full((len(cells), count), np.nan)
+    for row, cell in enumerate(cells):
+        # One by one, so that none changes what another is read as.
+        try:
+            one = np.asarray(cell, np.float64).reshape(-1)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if len(one) == count:
+            found[row] = one
+    return found
 
 
 def _numbers(
