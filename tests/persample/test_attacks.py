@@ -109,8 +109,9 @@ def test_a_joint_product_of_what_the_norm_was_not_taken_from_would_be_found(monk
         squares = ((u @ u.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0)
 
         def add(c, view):
-            scaled = (share.g * c.to(share.g.dtype)[:, None, None]).flatten(0, 1)
-            view.add_(scaled.t() @ share.u.flatten(0, 1))
+            g, u = share.g[: len(c)], share.u[: len(c)]
+            scaled = (g * c.to(g.dtype)[:, None, None]).flatten(0, 1)
+            view.add_(scaled.t() @ u.flatten(0, 1))
 
         return gradients.Part(squares, add)
 

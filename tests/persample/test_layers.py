@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedpact.losses import squared_error
+from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import norms
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 COMMON = settings(max_examples=6, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
@@ -151,6 +151,21 @@ def test_embedding(reference, batch, positions, entries, width, seed):
     x = torch.randint(0, entries, (batch, *positions), generator=generator)
     layers = [nn.Embedding(entries, width, padding_idx=i) for i in (None, 1, -1)]
     check_layers(reference, layers, x, seed)
+
+
+def test_an_embedding_whose_gradients_hold_only_the_rows_that_were_read():
+    """torch's `sparse`: it says in what form an optimiser is given them, and changes no number."""
+    x, y, sums = torch.arange(60).view(12, 5) % 7, torch.arange(12) % 3, []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(7, 4, sparse=sparse)
+        model = FlatModel(nn.Sequential(table, nn.Flatten(), nn.Linear(20, 3)))
+        kernel = PerSampleKernel(model, cross_entropy)
+        kernel.verify(x[:4], y[:4])
+        plain = PlainKernel(model, cross_entropy).weighted_sum(x, y)
+        sums.append((kernel.clipped_sum(x, y, 0.1), kernel.alone(x, y), plain))
+    for one, other in zip(*sums, strict=True):
+        assert torch.equal(one, other)
 
 
 @COMMON

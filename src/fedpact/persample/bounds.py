@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedpact.errors import InputError
 from fedpact.params import at_hand
+from fedpact.persample.norms import LARGEST
 from fedpact.persample.share import IN_FLOAT32, TOGETHER
 
 SHORTEST: Final = 2.0**-100
@@ -73,6 +74,8 @@ class Clip:
         """c [n] in float64; on a GPU 0 for records that the pass has found not to be finite."""
         c = self.clip / norms
         c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
+        # A weight in units of a small clip may be no number of float32.
+        c = c.clamp_max(LARGEST)
         if self.shares is not None:
             c = c * self.shares[rows]
         if at_hand(c):

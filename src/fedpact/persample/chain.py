@@ -120,21 +120,21 @@ class Conv2d(Weighted):
 
     def __init__(self, module: nn.Module, names: dict[str, str]) -> None:
         super().__init__(module, names)
-        self._geometry = Geometry.of(self._own)
+        self.geometry = Geometry.of(self._own)
         self.pooled: Pooled | None = None
 
     def _apply(self, x: Tensor) -> Tensor:
-        return self._geometry.forward(x, self._own.weight, self._own.bias)
+        return self.geometry.forward(x, self._own.weight, self._own.bias)
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:
-        return self._geometry.input_grad(x, g, self._own.weight)
+        return self.geometry.input_grad(x, g, self._own.weight)
 
     def _weight(self, x: Tensor, g: Tensor) -> Share:
         pooled, self.pooled = self.pooled, None
         weight = self._own.weight
-        if pooled is not None and sparse(self._geometry, weight, g, pooled):
-            return Pooled2d(self._geometry, weight, x, g, pooled)
-        return Convolved(self._geometry, weight, x, g)
+        if pooled is not None and sparse(self.geometry, weight, g, pooled):
+            return Pooled2d(self.geometry, weight, x, g, pooled)
+        return Convolved(self.geometry, weight, x, g)
 
     def _bias(self, g: Tensor) -> Share:
         return Made(g.flatten(2).sum(2))
@@ -227,13 +227,18 @@ class Flatten(Stage):
 
 
 class Chain:
-    """The stages of one model, in order."""
+    """The stages of one model, in order.
+
+    alike: passes have a multiple of so many records, and at least two (products.padded).
+    """
 
     def __init__(self, model: FlatModel, stages: list[Stage]) -> None:
         self._stages = stages
         self._weighted = [s for s in stages if isinstance(s, Weighted)]
         self._first = next(i for i, s in enumerate(stages) if isinstance(s, Weighted))
-        self._by_image = any(isinstance(s, Conv2d) for s in stages)
+        convolved = [s.geometry for s in stages if isinstance(s, Conv2d)]
+        self._by_image = bool(convolved)
+        self.alike = 1 if convolved and all(g.even for g in convolved) else ALIKE
         self._states = [vars(module) for module in model.module.modules()]
         self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
 
@@ -287,7 +292,7 @@ class Chain:
 
     def _outputs(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's outputs and the targets, both with zeros behind."""
-        x = padded(x, 1 if self._by_image else ALIKE)
+        x = padded(x, self.alike)
         for stage in self._stages:
             x = stage.forward(x)
         return x, padded(y, x.shape[0])

@@ -3,6 +3,7 @@
 numpy begins an operation on a short vector in a third of the time that torch takes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -11,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.params import at_hand, from_numpy
-from fedpact.persample.norms import BLOCK, CHUNK_BYTES, SMALL, square_sums
+from fedpact.persample.norms import (
+    BLOCK,
+    CHUNK_BYTES,
+    LARGEST,
+    LEAST,
+    NEAR,
+    SMALL,
+    square_sums,
+)
 from fedpact.persample.products import ALIKE, LARGE, linear, padded, wanted
 from fedpact.persample.share import TOGETHER, together
 
@@ -113,8 +122,19 @@ def side_by_side(parts: Sequence[Array]) -> Array:
 def squares(v: Array) -> Array:
     """Return Σ v² [N] of each column of v [K, N], in float64."""
     if isinstance(v, Tensor):
-        return v.double().square().sum(0)
-    return np.square(v, dtype=np.float64).sum(0)
+        found = v.double().square().sum(0)
+    else:
+        found = np.square(v, dtype=np.float64).sum(0)
+    return found.clip(LEAST) if v.itemsize == 8 else found
+
+
+def taken(c: Array, g: Array, lengths: Array) -> Array:
+    """c [N] of g [O, N] beside u of ‖u_j‖² [N], or less; see norms.most_of."""
+    near = lengths < NEAR
+    if not isinstance(c, Tensor) and not near.any():
+        return c
+    most = where(~near, math.inf, LARGEST / squares(g) ** 0.5)
+    return module(c).minimum(c, like(c, most))
 
 
 def lengths(x: Tensor, columns: int) -> Array:

@@ -78,6 +78,16 @@ class Geometry:
         left, right, top, bottom = self.pad
         return self.mode == "constant" and left == right and top == bottom
 
+    @property
+    def even(self) -> bool:
+        """Whether two images or more are convolved by the same code, however many they are.
+
+        torch takes other code below 16 of them for single pixels, and shares few images out among
+        threads in another way where a kernel moves in steps.
+        """
+        simple = self.stride == self.dilation == (1, 1) and self.groups == 1
+        return simple and min(self.kernel) > 1
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution of x [n, C, H, W], where `plain` holds."""
         padding = (self.pad[2], self.pad[0])

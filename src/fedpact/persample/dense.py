@@ -25,7 +25,7 @@ from fedpact.params import FlatModel, at_hand
 from fedpact.persample import columns
 from fedpact.persample.chain import chain_of, flattens
 from fedpact.persample.columns import Array, Bounds
-from fedpact.persample.norms import LONGEST
+from fedpact.persample.norms import LARGEST, LONGEST
 from fedpact.persample.products import ALIKE, wanted
 from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
 from fedpact.persample.weighting import SiteSum, weights_of
@@ -74,14 +74,15 @@ class Dense:
     def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
         """Return one question's sum [d], in several passes where one holds too few records.
 
+        Never by another way because of their number: it would change every record's last bits.
         exact: in float64, of however few records.
         """
         count, most = asked.y.shape[0], MOST // self._width // ALIKE * ALIKE
-        if count <= most or not most or asked.weights is not None:
+        if count <= most or not most:
             return self.sums([asked], exact=exact)[0]
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
         for some in (slice(i, i + most) for i in range(0, count, most)):
-            one = asked.part(some, None)
+            one = asked.part(some, asked.weights)
             found = self._sums([one], exact=True)[0] if self._fits(one) else None
             if found is None:
                 return None
@@ -253,10 +254,13 @@ class _Pass:
 def _weighted(order: list[tuple[int, float]], c: Array, made: _Pass) -> list[Tensor]:
     """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
     reads, grads = _scaled(made)
-    for i in made.grads:
+    inputs = {i: input for i, input in order if input}
+    for i, g in made.grads.items():
+        # What a bias reads is part of what its layer reads.
+        each = columns.taken(c, g, made.lengths[i] + inputs.get(i, 0.0) ** 2)
         # A coefficient times a gradient may have no digits where the layer reads very long vectors.
-        grads[i] = grads[i] * c if i in grads else made.grads[i]
-        made.grads[i] *= c
+        grads[i] = grads[i] * each if i in grads else g
+        g *= each
     found: list[Tensor] = []
     for x, own, exact in zip(made.xs, made.own, made.exact, strict=True):
         parts: list[Array] = []
@@ -334,7 +338,7 @@ def _coefficients(asked: list[SiteSum], w: Array | None, norms: Array, made: _Pa
         limits = one.clip / norms[own]
         some = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
         # In units of the clip, see gradients.unit_of.
-        c[own] = some / unit_of(one.clip)
+        c[own] = (some / unit_of(one.clip)).clip(max=LARGEST)
         if one.shares is not None:
             c[own] *= columns.array(one.shares)
     return c

@@ -90,11 +90,14 @@ def _by_rows(share: Share, space: Space) -> Part:
         total = c.new_zeros(share.size)
         started = 0
         for chunk in pieces:
+            some = c[chunk]
+            if not len(some):
+                break
             # Float32 adds so many records and no more; their sums are added in `view`'s type.
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start
-            total.addmv_(rows(chunk).to(c.dtype).t(), c[chunk])
+            total.addmv_(rows(chunk)[: len(some)].to(c.dtype).t(), some)
         _into(share, total, view)
 
     return Part(squares, add)
@@ -199,7 +202,9 @@ class Outer(Share):
         """See Share: one position, or few and wide."""
         if self.length == 1:
             return self._one_position()
-        return self._by_gram() if self.length <= _FEW and self._wide else None
+        # Of float32, squares of squares have a place in float64.
+        few = self.length <= _FEW and self._wide and self.g.dtype == torch.float32
+        return self._by_gram() if few else None
 
     def _one_position(self) -> Part:
         g, u = self.g[:, 0], self.u[:, 0]
@@ -209,10 +214,12 @@ class Outer(Share):
             # 0 times infinity is no number, and on a GPU nobody looks for either.
             good = squares <= LONGEST**2
             g, u, lengths = chosen(good, g), chosen(good, u), torch.where(good, lengths, 0)
+        most = norms.most_of(g, lengths)
         g, u = balanced(g, u, lengths)
 
         def add(c: Tensor, view: Tensor) -> None:
-            for some in together(self.batch):
+            c = c if most is None else torch.minimum(c, most[: len(c)].to(c.dtype))
+            for some in together(len(c)):
                 scaled = g[some].to(c.dtype) * c[some, None]
                 view.addmm_(scaled.t(), u[some].to(c.dtype))
 
@@ -229,8 +236,8 @@ class Outer(Share):
             g, u = chosen(good, g), chosen(good, u)
 
         def add(c: Tensor, view: Tensor) -> None:
-            scaled = (g * c.double()[:, None, None]).flatten(0, 1)
-            view.add_((scaled.t() @ u.flatten(0, 1)).to(view.dtype))
+            scaled = (g[: len(c)] * c.double()[:, None, None]).flatten(0, 1)
+            view.add_((scaled.t() @ u[: len(c)].flatten(0, 1)).to(view.dtype))
 
         return Part(squares, add)
 
@@ -294,7 +301,7 @@ class Lookup(Share):
             g = chosen(squares.isfinite(), g)
 
         def add(c: Tensor, view: Tensor) -> None:
-            for some in together(self.batch):
+            for some in together(len(c)):
                 scaled = g[some].to(c.dtype) * c[some, None, None]
                 # By itself first: on top of what others left, each term would be rounded anew.
                 own = torch.zeros_like(view)

@@ -339,7 +339,8 @@ def _apart(v: Tensor, vector: Tensor) -> Tensor:
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
+    # Gradients of an embedding may hold the rows that were read, and no others.
+    return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in tensors])
 
 
 def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:

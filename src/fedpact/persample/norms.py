@@ -28,8 +28,17 @@ BLOCK = 1024
 LONGEST = 2.0**63
 """A gradient beyond counts as infinite: C over its norm could be a number that float32 rounds."""
 
+LEAST = 2.0**-500
+"""Of float64 a shorter row counts as so long, squared: of squares that are lost no norm is made."""
+
 SMALL = 1e-24
 """Up to 10^8 squares that are each below 1e-38 are a millionth of this."""
+
+NEAR = 2.0**-40
+"""‖u‖² below which a coefficient times g may be no number; see most_of."""
+
+LARGEST = 2.0**120
+"""Of a coefficient, alone and times its gradient: no record needs more for its share of a clip."""
 
 _norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
 
@@ -64,6 +73,8 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
     found = _joined(rough, 0).double()
+    if pieces and pieces[0].dtype == torch.float64:
+        return found.clamp_min(LEAST)
     if not at_hand(found) or not (found < SMALL).any():
         return found
     start = 0
@@ -78,6 +89,18 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
 def flattened(rows: Tensor) -> Tensor:
     """Rows [n, ...] as [n, m]; unlike reshape(n, -1) also where n or m is 0."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+
+def most_of(g: Tensor, lengths: Tensor) -> Tensor | None:
+    """The largest coefficients [B] of g [B, O] beside u of ‖u_j‖² [B] that are taken, None for all.
+
+    c_j ‖g_j‖ is at most C / ‖u_j‖, which for a tiny u_j is no number of float32. Less of such a
+    record is added then; it could not be seen beside any other.
+    """
+    near = lengths < NEAR
+    if at_hand(near) and not near.any():
+        return None
+    return torch.where(near, LARGEST / square_sums(g).sqrt(), torch.inf)
 
 
 def chosen(good: Tensor, rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand
+from fedpact.params import FlatModel, at_hand, one_thread
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.places import Mixed
@@ -112,11 +112,12 @@ class Passes:
         for rows in self._slices(x, y):
             some = self._given(x[rows], y[rows])
             chain = self._chain(x)
-            losses = (
-                chain.losses(*some, self._loss)
-                if chain is not None
-                else self._traced(*some).losses(*some)
-            )
+            if chain is not None:
+                losses = chain.losses(*some, self._loss)
+            else:
+                # As in _pass.
+                with one_thread():
+                    losses = self._traced(*some).losses(*some)
             found.append(losses[: rows.stop - rows.start])
         return one_each(torch.cat(found), len(x))
 
@@ -162,17 +163,15 @@ class Passes:
         Images by pixel; and but for a chain the last record over and over behind, see chain.padded.
         """
         by_pixel = self._images and x.dim() == 4
-        if self._chain(x) is not None:
-            # One image by itself is convolved by other code than two are.
-            return (_by_pixel(padded(x, 1)) if by_pixel else x), y
-        x = _by_pixel(x) if by_pixel else x
+        if (chain := self._chain(x)) is not None:
+            return (_by_pixel(padded(x, chain.alike)) if by_pixel else x), y
         way = self._traced(x, y)
         count = x.shape[0]
         more = (-count % way.step) if isinstance(way, Alone) else wanted(count, ALIKE) - count
-        if not more:
-            return x, y
-        x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
-        return x, y
+        if more:
+            x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
+        # Last: what is put together is by channel, however its parts lie in memory.
+        return (_by_pixel(x) if by_pixel else x.contiguous()), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
@@ -181,9 +180,9 @@ class Passes:
             losses, shares = chain.run(x, y, self._loss)
             return losses, shares
         way = self._traced(x, y)
-        if isinstance(way, Alone):
-            return way.run(x, y)
-        return way.run(x, y, held=held)
+        # Several threads share a product out by its number of rows: see products.linear.
+        with one_thread():
+            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain
@@ -222,8 +221,7 @@ class Passes:
                 place = self._model.own[name]
                 # model.views in one operation.
                 view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-                behind = one.squares.shape[0] - count
-                one.add(torch.cat([c, c.new_zeros(behind)]) if behind else c, view)
+                one.add(c, view)
 
         squares = [one.squares[:count] for one in parts.values()]
         if not squares:

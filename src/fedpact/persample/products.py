@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.params import at_hand, one_thread
+
 LARGE = 2**15
 """From so many weights on it pays to ask oneDNN."""
 
@@ -29,7 +31,7 @@ def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
     """
     count, all_rows = rows.shape[0], wanted(rows.shape[0], multiple)
     if all_rows == count:
-        return rows
+        return rows.contiguous()
     more = rows.new_empty(all_rows, *rows.shape[1:])
     more[:count] = rows
     more[count:] = 0
@@ -65,7 +67,12 @@ def linear(
     large = weight.numel() >= LARGE if large is None else large
     if _onednn is not None and fits and large:
         return _onednn(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if torch.get_num_threads() == 1 or not at_hand(x):
+        return F.linear(x, weight, bias)
+    # Several share a product out by its number of rows, and a part of another form may be
+    # multiplied by other code.
+    with one_thread():
+        return F.linear(x, weight, bias)
 
 
 def _probe() -> _Product | None:

@@ -27,9 +27,10 @@ FAR = 2.0**80
 
 @dataclass(frozen=True)
 class Part:
-    """Of one parameter: squares [B] is ‖G_j‖² in float64; add(c [B], view) adds Σ_j c_j G_j.
+    """Of one parameter: squares [B] is ‖G_j‖² in float64; add(c [n], view) adds Σ_j c_j G_j.
 
-    view: the parameter's place in the total, of c's type.
+    n <= B: of the first n alone. Behind them may stand what is no record, and no number: there
+    even 0 times it is none. view: the parameter's place in the total, of c's type.
     """
 
     squares: Tensor

@@ -23,6 +23,14 @@ class Records:
     columns: tuple[int, ...] = ()
     persons: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        # A batch of all is these very numbers, and any other a copy: both lie alike in memory, else
+        # whether one record is in it would decide by what code the others are multiplied.
+        for name, rows in (("x", self.x), ("y", self.y)):
+            if not rows.is_contiguous() or rows.data_ptr() % 64:
+                kept = rows.clone(memory_format=torch.contiguous_format)
+                object.__setattr__(self, name, kept)
+
     def to(self, device: torch.device) -> "Records":
         """Return the records on a device."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))

@@ -15,7 +15,6 @@ from torch.nn.modules.instancenorm import (
 from fedpact.errors import InputError, ModelError
 from fedpact.params import FlatModel, check_unwritten
 from fedpact.persample.bounds import SHORTEST
-from fedpact.persample.norms import square_sums
 
 _DROPOUT = (
     nn.Dropout,
@@ -204,7 +203,7 @@ def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> Non
 
 
 def _norms(rows: Tensor) -> Tensor:
-    return square_sums(rows).sqrt()
+    return rows.double().square().sum(1).sqrt()
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
