@@ -17,7 +17,7 @@ from fedpact.params import FlatModel, threads
 from fedpact.persample import columns, dense
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.products import aligned, linear
-from fedpact.persample.weighting import Fair
+from fedpact.persample.weighting import Fair, SiteSum
 from fedpact.privacy.records import Records
 
 MANY = [1, 2, 3, 4]
@@ -42,20 +42,19 @@ def moved_by_one_more(kernel, x, clip=1.0, weights=None):
     return float(change.norm()) / allowed(given, clip)
 
 
-@pytest.mark.parametrize("number", MANY)
-def test_products_have_the_same_bits_for_any_number_of_records(number):
+def test_products_have_the_same_bits_for_any_number_of_records():
+    """On one thread, which a kernel takes whatever torch is set to."""
     torch.manual_seed(0)
-    with threads(number):
-        for out, width in product((1, 3, 5, 6, 9, 10, 11, 16, 33, 64), (2, 5, 12, 30, 784)):
-            weight, x, g = torch.randn(out, width), torch.rand(320, width), torch.randn(out, 320)
-            columned, back = columns.of_records(weight, x), columns.by_columns(weight.t(), g.t())
-            rowed = linear(*aligned(x, weight))
-            for n in (15, 16, 31, 32, 48, 96, 112, 256):
-                some, whole = x[:n].clone(), -(-n // 16) * 16
-                assert torch.equal(columns.of_records(weight, some)[:, :n], columned[:, :n])
-                assert torch.equal(linear(*aligned(x[:whole].clone(), weight)), rowed[:whole])
-                of_g = columns.by_columns(weight.t(), g[:, :whole].contiguous().t())
-                assert torch.equal(of_g, back[:, :whole])
+    for out, width in product((1, 3, 5, 6, 9, 10, 11, 16, 33, 64), (2, 5, 12, 30, 784)):
+        weight, x, g = torch.randn(out, width), torch.rand(320, width), torch.randn(out, 320)
+        columned, back = columns.of_records(weight, x), columns.by_columns(weight.t(), g.t())
+        rowed = linear(*aligned(x, weight))
+        for n in (15, 16, 31, 32, 48, 96, 112, 256):
+            some, whole = x[:n].clone(), -(-n // 16) * 16
+            assert torch.equal(columns.of_records(weight, some)[:, :n], columned[:, :n])
+            assert torch.equal(linear(*aligned(x[:whole].clone(), weight)), rowed[:whole])
+            of_g = columns.by_columns(weight.t(), g[:, :whole].contiguous().t())
+            assert torch.equal(of_g, back[:, :whole])
 
 
 @pytest.mark.parametrize("number", MANY)
@@ -66,9 +65,11 @@ def test_equal_records_at_a_kink_of_dense_layers(number):
         kernel, x = PerSampleKernel(FlatModel(model), cross_entropy), torch.rand(width)
         for n in (15, 16, 31, 47):
             rows = x.expand(n + 1, width).contiguous()
-            with threads(number), torch.no_grad():
+            with torch.no_grad():
                 model[0].bias.copy_(-columns.of_records(model[0].weight, rows[:n].clone())[:, 0])
+            with threads(number):
                 assert moved_by_one_more(kernel, rows) <= 1
+                assert torch.get_num_threads() == number
 
 
 CONVOLVED = [
@@ -162,3 +163,141 @@ def test_what_stands_behind_the_records_is_not_added(n, wrapped):
     assert total.isfinite().all()
     if not wrapped:
         assert float(total.norm()) > 1e-3
+
+
+class Product(nn.Module):
+    def __init__(self, width, out):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(width, out)), nn.Parameter(torch.zeros(out))
+        self.head = nn.Linear(out, 3)
+
+    def forward(self, x):
+        return self.head((x @ self.w + self.b).relu())
+
+
+class Attended(nn.Module):
+    def __init__(self, width, by_hand):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.head, self.by_hand = nn.Linear(width, 3), by_hand
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if not self.by_hand:
+            return self.head(F.scaled_dot_product_attention(q, k, v).mean(1))
+        return self.head((torch.softmax(q @ k.mT, 2) @ v).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, width, hidden):
+        super().__init__()
+        self.layer, self.head = kind(width, hidden, batch_first=True), nn.Linear(hidden, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+# Rows, or matrices, of sizes that are no multiple of 16 bytes; and what is filled up to 2 records.
+ODD = {
+    "product": (lambda: Product(9, 7), (9,)),
+    "product of rows": (lambda: Wrapped(Product(6, 5), nn.Flatten(), nn.Linear(9, 3)), (3, 6)),
+    "attention": (lambda: Attended(5, by_hand=True), (3, 5)),
+    "attention of torch's": (lambda: Attended(6, by_hand=False), (5, 6)),
+    "rnn": (lambda: Recurrent(nn.RNN, 9, 5), (4, 9)),
+    "rnn, even state": (lambda: Recurrent(nn.RNN, 9, 8), (4, 9)),
+    "gru": (lambda: Recurrent(nn.GRU, 7, 4), (4, 7)),
+    "lstm": (lambda: Recurrent(nn.LSTM, 5, 6), (4, 5)),
+    "curved": (
+        lambda: nn.Sequential(nn.Conv2d(1, 1, 5), nn.Sigmoid(), nn.Flatten(), nn.Linear(1, 3)),
+        (1, 5, 5),
+    ),
+    "rows of images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 1, 2), nn.ReLU(), nn.Linear(64, 64), nn.Flatten(), nn.Linear(64, 3)
+        ),
+        (1, 2, 65),
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("name", ODD)
+def test_a_records_bits_are_the_same_at_every_place(name, number):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        build, shape = ODD[name]
+        kernel = PerSampleKernel(FlatModel(build()), cross_entropy)
+        x, y = torch.rand(64, *shape), torch.arange(64) % 3
+        with threads(number):
+            every = kernel.losses(x, y)
+            for before, count in product((0, 1, 2, 3), (2, 3, 15, 16, 17, 33)):
+                some = torch.cat([torch.rand(before, *shape), x[:count]])
+                labels = torch.cat([torch.zeros(before, dtype=torch.int64), y[:count]])
+                assert torch.equal(kernel.losses(some, labels)[before:], every[:count])
+
+
+def test_records_that_lie_oddly_have_the_same_bits():
+    model = Wrapped(nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))
+    torch.manual_seed(0)
+    kernel, memory = PerSampleKernel(FlatModel(model), cross_entropy), torch.rand(17 * 48 + 3)
+    y = torch.zeros(17, dtype=torch.int64)
+    for place in range(4):
+        x = memory[place : place + 17 * 48].view(17, 48)
+        turned = x.t().contiguous().t()
+        assert torch.equal(kernel.losses(x, y)[:16], kernel.losses(x[:16], y[:16]))
+        assert torch.equal(kernel.losses(turned[:16], y[:16]), kernel.losses(x[:16], y[:16]))
+
+
+@pytest.mark.parametrize("widths", [(512, 64), (2048, 32)])
+def test_records_of_one_site_change_no_bit_of_anothers_sum(widths):
+    """Sites whose records stand side by side: one has none, or one, or many."""
+    first, second = widths
+    torch.manual_seed(0)
+    layers = [nn.Linear(10, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU()]
+    model = FlatModel(nn.Sequential(*layers, nn.Linear(second, 3)))
+    asked = dense.Dense.of(model, cross_entropy)
+    own = torch.rand(64, 10), torch.arange(64) % 3
+
+    def with_others(count):
+        x, y = torch.rand(count, 10), torch.zeros(count, dtype=torch.int64)
+        before = [SiteSum(model, x, y, 1.0, None)] if count else []
+        made = asked._forward([*before, SiteSum(model, *own, 1.0, None)])
+        values = made.values[1:]
+        grads = asked._backward(values[-1].copy(), made)
+        return [torch.from_numpy(v[:, made.own[-1]].copy()) for v in (*values, *grads.values())]
+
+    alone = with_others(0)
+    for count in (1, 16, 17):
+        for one, other in zip(with_others(count), alone, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("shape", "seed"), [((3, 5), 3), ((1, 5), 1), ((5, 7), 6)])
+def test_images_whose_gradient_is_rounding_alone(shape, seed):
+    """Positions cancel, so a record's gradient is the bits that are left: by its place, before."""
+    given, out = shape
+    torch.manual_seed(seed)
+
+    class Cancelling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c, self.l = nn.Conv2d(given, out, 3, bias=False), nn.Linear(out, 3)
+
+        def forward(self, x):
+            return self.l(self.c(x).permute(0, 2, 3, 1).sigmoid().mean((1, 2)))
+
+    model = Cancelling()
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    with torch.no_grad():
+        model.c.weight.zero_()
+        model.l.weight.mul_(1e12)
+        model.l.weight[0] = 0
+        model.l.weight[1] = model.l.weight[1].abs()
+        model.l.weight[2] = -model.l.weight[1]
+    base = torch.randn(given, 4, 4, dtype=torch.float64)
+    base -= base.mean((1, 2), keepdim=True)
+    image, other = base.repeat(1, 2, 2)[:, :6, :6].float(), torch.rand(given, 6, 6)
+    x = torch.stack([other if i % 4 else image for i in range(64)])
+    y, more = torch.zeros(65, dtype=torch.int64), torch.cat([torch.rand(1, given, 6, 6), x])
+    change = kernel.clipped_sum(more, y, 1.0) - kernel.clipped_sum(x.clone(), y[1:], 1.0).double()
+    assert float(change.norm()) <= allowed(64, 1.0)

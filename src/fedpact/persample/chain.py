@@ -23,7 +23,7 @@ from fedpact.losses import Loss, cross_entropy, known_classes
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer
-from fedpact.persample.products import ALIKE, aligned, linear, padded, wanted
+from fedpact.persample.products import ALIKE, aligned, linear, of_each, padded, wanted
 from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
@@ -171,7 +171,7 @@ class Activation(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         """See Stage."""
-        self._y = self._function(x)
+        self._y = of_each(self._function, x)
         return self._y
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
@@ -227,18 +227,14 @@ class Flatten(Stage):
 
 
 class Chain:
-    """The stages of one model, in order.
-
-    alike: passes have a multiple of so many records, and at least two (products.padded).
-    """
+    """The stages of one model, in order. alike: see products.padded."""
 
     def __init__(self, model: FlatModel, stages: list[Stage]) -> None:
         self._stages = stages
         self._weighted = [s for s in stages if isinstance(s, Weighted)]
         self._first = next(i for i, s in enumerate(stages) if isinstance(s, Weighted))
-        convolved = [s.geometry for s in stages if isinstance(s, Conv2d)]
-        self._by_image = bool(convolved)
-        self.alike = 1 if convolved and all(g.even for g in convolved) else ALIKE
+        self._by_image = any(isinstance(s, Conv2d) for s in stages)
+        self.alike = 1 if self._by_image and _even(stages) else ALIKE
         self._states = [vars(module) for module in model.module.modules()]
         self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
 
@@ -296,6 +292,18 @@ class Chain:
         for stage in self._stages:
             x = stage.forward(x)
         return x, padded(y, x.shape[0])
+
+
+def _even(stages: list[Stage]) -> bool:
+    """Whether two records or more are computed by the same code up to a Flatten, which fills up.
+
+    Not by linear layers, nor by functions: of the last few numbers they are other code's.
+    """
+    first = next((i for i, s in enumerate(stages) if isinstance(s, Flatten)), len(stages))
+    return all(
+        s.geometry.even if isinstance(s, Conv2d) else isinstance(s, (ReLU, MaxPool2d))
+        for s in stages[:first]
+    )
 
 
 def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -111,7 +111,8 @@ def cut(array: Array, bounds: Bounds) -> list[Tensor]:
     """Return each site's columns."""
     if len(bounds) == 1:
         return [tensor(array)]
-    return [tensor(array[..., start:end]) for start, end in bounds]
+    # Copies: among others' columns a product's last bits would follow from how many those are.
+    return [tensor(array[..., start:end]).contiguous() for start, end in bounds]
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:

@@ -164,7 +164,8 @@ class Convolved(Share):
         self._few = alone and self._weight.shape[1] % 8 > 0
         self._by_pixel = alone and not self._few and 2 * positions <= patch
         # Where images do not begin at 16 bytes each is multiplied by itself, as the first one is.
-        self._odd = any(t[0].numel() % 4 for t in (self.x, self.g))
+        odd = any(t[0].numel() % 4 for t in (self.x, self.g))
+        self._odd = odd or (self._few and self.size % 4 > 0)
         one = max(1, norms.CHUNK_BYTES // (positions * patch * self.element))
         self.most = one if self._few or self._by_pixel else _GROUPS
 

@@ -6,7 +6,7 @@ record by itself. Operations with a parameter are tapped: one backward pass leav
 their outputs, and rules make shares of them (rules).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -237,9 +237,23 @@ class Graph:
         drawn = [n for s in sources.values() for n in [node, *s.inside] if _draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
+        if node.target in recurrent.RECURRENT and not _in_rows(node.args[1]):
+            raise Mixed(
+                f"operation {node.target} has a state of no multiple of 4 numbers, and with one "
+                "its records are differentiated together, many times as fast"
+            )
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
         out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
         return _Use(sources, places, out)
+
+
+def _in_rows(states: Any) -> bool:
+    """Whether each record's state begins at 16 bytes, in nodes that stand for states, or one.
+
+    Elsewhere other code multiplies it, by where in a batch the record is.
+    """
+    each = cast(Sequence[Node], states if isinstance(states, (list, tuple)) else [states])
+    return all(s.meta["val"].shape[-1] % 4 == 0 for s in each)
 
 
 def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, at_hand
+from fedpact.params import FlatModel, at_hand, one_thread
 from fedpact.persample.apart.separation import Mixers, check_separation
 from fedpact.persample.bounds import Clip, check_clip, within
 from fedpact.persample.passes import Measured, Passes, one_each, trainable
@@ -61,7 +61,7 @@ class PerSampleKernel:
         """The per-sample losses [B] at the model's weights, without gradient."""
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
-        with torch.no_grad():
+        with one_thread(), torch.no_grad():
             return self._passes.losses(x.detach(), y)
 
     def clipped_sum(
@@ -86,9 +86,10 @@ class PerSampleKernel:
         """
         check_clip("clip", clip)
         x = x.detach()
-        total = self._passes.at_once(
-            SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
-        )
+        with one_thread():
+            total = self._passes.at_once(
+                SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
+            )
         if total is not None:
             return within(total, clip, most).to(self.model.vector.dtype)
         weigh = None if weights is None else partial(_asked, weights)
@@ -179,7 +180,9 @@ class PerSampleKernel:
         self._mixers.check()
         exact = most is not None or batch > IN_FLOAT32 or self._passes.cut_small(x, y)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        with torch.no_grad(), _all_digits(vector):
+        # Several threads share work out by the number of records, and what one of them has of
+        # another form is other code's: one record more would change the others' last bits.
+        with one_thread(), torch.no_grad(), _all_digits(vector):
             self._add(total, measure, x, y, Clip(clip, unit_of(clip), shares), weigh)
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
 

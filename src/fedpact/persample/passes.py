@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand, one_thread
+from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.places import Mixed
@@ -28,7 +28,7 @@ from fedpact.persample.dense import Dense, SiteSum
 from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.products import ALIKE, padded, wanted
+from fedpact.persample.products import ALIKE, lying, padded, wanted
 from fedpact.persample.share import Share, Space
 
 _MOST: Final = 1024
@@ -112,12 +112,11 @@ class Passes:
         for rows in self._slices(x, y):
             some = self._given(x[rows], y[rows])
             chain = self._chain(x)
-            if chain is not None:
-                losses = chain.losses(*some, self._loss)
-            else:
-                # As in _pass.
-                with one_thread():
-                    losses = self._traced(*some).losses(*some)
+            losses = (
+                chain.losses(*some, self._loss)
+                if chain is not None
+                else self._traced(*some).losses(*some)
+            )
             found.append(losses[: rows.stop - rows.start])
         return one_each(torch.cat(found), len(x))
 
@@ -171,7 +170,7 @@ class Passes:
         if more:
             x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
         # Last: what is put together is by channel, however its parts lie in memory.
-        return (_by_pixel(x) if by_pixel else x.contiguous()), y
+        return (_by_pixel(x) if by_pixel else lying(x)), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
@@ -180,9 +179,7 @@ class Passes:
             losses, shares = chain.run(x, y, self._loss)
             return losses, shares
         way = self._traced(x, y)
-        # Several threads share a product out by its number of rows: see products.linear.
-        with one_thread():
-            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+        return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain

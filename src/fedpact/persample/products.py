@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.params import at_hand, one_thread
-
 LARGE = 2**15
 """From so many weights on it pays to ask oneDNN."""
 
 ALIKE = 16
 """Passes have a multiple of so many records, or more: see padded."""
+
+_AT_ONCE = 64
+"""So many numbers, or fewer, a processor makes a function of in one go."""
 
 _Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
 
@@ -31,11 +32,18 @@ def padded(rows: Tensor, multiple: int = ALIKE) -> Tensor:
     """
     count, all_rows = rows.shape[0], wanted(rows.shape[0], multiple)
     if all_rows == count:
-        return rows.contiguous()
+        return lying(rows)
     more = rows.new_empty(all_rows, *rows.shape[1:])
     more[:count] = rows
     more[count:] = 0
     return more
+
+
+def lying(rows: Tensor) -> Tensor:
+    """The rows as a copy of them lies in memory, which a batch of another size may be."""
+    if rows.is_contiguous() and rows.data_ptr() % 64 == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,6 +53,40 @@ def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     more = -x.shape[-1] % 4
     return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (x, weight)
+
+
+def evenly(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b with rows that begin at 16 bytes, forward and back; see aligned."""
+    (out, width), more = weight.shape, -weight.shape[0] % 4
+    if not more and width % 4 == 0:
+        return F.linear(x, weight, bias)
+    x, weight = aligned(x, F.pad(weight, (0, 0, 0, more)))
+    return F.linear(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
+
+
+def evenly_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a b for a [..., M, K] and b [..., K, N] or [K], with matrices and rows alike."""
+    if b.dim() < 2:
+        return torch.matmul(*aligned(a, b)) if a.dim() > 1 else torch.matmul(a, b)
+    width, out = b.shape[-2:]
+    if width % 4 == 0 and out % 4 == 0:
+        return torch.matmul(a, b)
+    a, b = F.pad(a, (0, -width % 4)), F.pad(b, (0, -out % 4, 0, -width % 4))
+    return torch.matmul(a, b)[..., :out]
+
+
+def of_each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of each number: of the last few of a tensor it would be other code's."""
+    more = -x.numel() % _AT_ONCE
+    if not more:
+        return function(x)
+    by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    x = x if by_pixel else x.contiguous()
+    lying = x.new_zeros(x.numel() + more)
+    # In the order that they have in memory, which is by pixel or by channel.
+    held = lying[: x.numel()].as_strided(x.shape, x.stride())
+    held.copy_(x)
+    return function(lying)[: x.numel()].as_strided(x.shape, x.stride())
 
 
 def wanted(count: int, multiple: int) -> int:
@@ -67,12 +109,7 @@ def linear(
     large = weight.numel() >= LARGE if large is None else large
     if _onednn is not None and fits and large:
         return _onednn(x, weight, bias, "none", [], "")
-    if torch.get_num_threads() == 1 or not at_hand(x):
-        return F.linear(x, weight, bias)
-    # Several share a product out by its number of rows, and a part of another form may be
-    # multiplied by other code.
-    with one_thread():
-        return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _probe() -> _Product | None:

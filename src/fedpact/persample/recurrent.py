@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedpact.errors import ModelError
+from fedpact.persample.products import evenly
 
 Record = Callable[[int, Tensor, Tensor | None], None]
 """Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
@@ -347,12 +348,12 @@ def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tens
 
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
-    return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+    return evenly(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
     """The same, written to a part of a larger tensor."""
-    torch.addmm(bias, x.flatten(0, 1), weight.t(), out=out.flatten(0, 1))
+    out.copy_(_all_steps(x, weight, bias))
 
 
 def _by_gate(rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws.seeded import Draws
+from fedpact.persample.products import lying
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,8 @@ class Records:
     def __post_init__(self) -> None:
         # A batch of all is these very numbers, and any other a copy: both lie alike in memory, else
         # whether one record is in it would decide by what code the others are multiplied.
-        for name, rows in (("x", self.x), ("y", self.y)):
-            if not rows.is_contiguous() or rows.data_ptr() % 64:
-                kept = rows.clone(memory_format=torch.contiguous_format)
-                object.__setattr__(self, name, kept)
+        object.__setattr__(self, "x", lying(self.x))
+        object.__setattr__(self, "y", lying(self.y))
 
     def to(self, device: torch.device) -> "Records":
         """Return the records on a device."""

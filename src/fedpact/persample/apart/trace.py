@@ -24,7 +24,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, refuse_writing
 from fedpact.persample.apart.cells import CELLS
-from fedpact.persample.products import aligned
+from fedpact.persample.products import evenly, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -238,13 +238,19 @@ def _copied(into: Tensor, source: Tensor) -> Tensor:
     return source.expand_as(into).to(into.dtype)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b with rows that begin at 16 bytes, forward and back; see chain.aligned."""
-    (out, width), more = weight.shape, -weight.shape[0] % 4
-    if not more and width % 4 == 0:
-        return F.linear(x, weight, bias)
-    x, weight = aligned(x, F.pad(weight, (0, 0, 0, more)))
-    return F.linear(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return torch.add(bias * beta, evenly_matmul(x, weight), alpha=alpha)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None, **more: Any
+) -> Tensor:
+    """torch's attention of q, k [..., T, d] and v [..., T, e], with rows that begin at 16 bytes."""
+    width, out = q.shape[-1], v.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    q, k, v = (F.pad(t, (0, -t.shape[-1] % 4)) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, *others, scale=scale, **more)
+    return found[..., :out]
 
 
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
@@ -256,7 +262,14 @@ _aten = cast(Any, torch.ops.aten)
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     # torch may have traced a view that another layout of the same numbers has not,
     _aten.view.default: _aten.reshape.default,
-    _aten.linear.default: _linear,
+    _aten.linear.default: evenly,
+    # Products whose rows, or matrices, would begin elsewhere than others'.
+    **dict.fromkeys(
+        (_aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.mv.default),
+        evenly_matmul,
+    ),
+    _aten.addmm.default: _addmm,
+    _aten.scaled_dot_product_attention.default: _attention,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
     _aten.copy.default: _copied,
     cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
