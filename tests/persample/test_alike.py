@@ -22,6 +22,14 @@ from fedpact.privacy.records import Records
 
 MANY = [1, 2, 3, 4]
 
+# What holds of the libraries' products and functions was found with AVX2 (docs/privacy.md, A); one
+# that takes more numbers in one go may end in other code elsewhere. Nobody has looked.
+pytestmark = pytest.mark.xfail(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT"),
+    reason="tried with AVX2 alone: on this processor a failure is news, and not a mistake",
+    strict=False,
+)
+
 
 class Wrapped(nn.Module):
     """Any module of one's own around layers, which is traced."""
