@@ -189,3 +189,18 @@ def test_rows_of_features_are_of_three_stored_seeds(name, noise, page):
     assert len(values) >= 3
     row = f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert row in (root / page).read_text(encoding="utf-8")
+
+
+def test_runs_are_compared_by_the_seeds_that_all_of_them_have(tmp_path):
+    """A third seed that is better by a point for everybody is no point for who has it alone."""
+    stored = Stored(tmp_path)
+    one, other, none = (replace(RUNS[0], name=name) for name in ("one", "other", "none"))
+    look = RUNS[0].looks[-1]
+    for run, seeds in ((one, (0.5, 0.6, 0.9)), (other, (0.4, 0.5))):
+        for seed, accuracy in enumerate(seeds):
+            stored.add(run, seed, {"looks": {str(look): {"accuracy": accuracy}}})
+    book = Book(stored)
+    means = book.paired([(one, look), (other, look), (none, look)])
+    assert means == [pytest.approx(0.55), pytest.approx(0.45), None]
+    assert book.mean(one, look) == pytest.approx(2 / 3)
+    assert book.paired([(none, look)]) == [None]

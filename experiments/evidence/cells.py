@@ -25,6 +25,25 @@ class Book:
         found = self.values(run, look, name)
         return statistics.fmean(found) if found else None
 
+    def paired(self, runs: Sequence[tuple[Run, int]], name: str = "accuracy") -> list[float | None]:
+        """Return the means of runs after a round each, over the seeds that all of them share.
+
+        None for a run without any; all of them where they share none.
+        """
+        seen = [
+            {
+                seed: float(outcome["looks"][str(look)][name])
+                for seed, outcome in self.stored.seeds(run).items()
+                if name in outcome["looks"].get(str(look), {})
+            }
+            for run, look in runs
+        ]
+        shared = set[str].intersection(*(set(one) for one in seen if one)) if any(seen) else set()
+        return [
+            statistics.fmean(one[seed] for seed in shared) if one and shared else None
+            for one in seen
+        ]
+
     def accuracy(self, run: Run, look: int) -> str:
         """Return a cell in per cent."""
         found = [100 * value for value in self.values(run, look, "accuracy")]

@@ -103,7 +103,7 @@ def _ordering(book: Book, data: str, setting: Setting) -> str:
     """Say in how many columns with all entries ALI is behind the best fixed τ, and how far."""
     behind, scarce = dict[str, float](), dict[str, float]()
     for column in COLUMNS:
-        means = [book.mean(run, look) for run, look in setting.runs(data, column)]
+        means = book.paired(list(setting.runs(data, column)))
         known = [100 * mean for mean in means if mean is not None]
         if len(known) == len(means):
             name = f"R_s = {column.row}, ε = {column.epsilon:g}"

@@ -71,8 +71,9 @@ def _gains(book: Book) -> str:
 def _gain(book: Book, parent: Run, fair: Run, printed: float) -> str:
     """Say what FedFDP changed of FedAvg's accuracy and Ψ, after the last round both were seen."""
     for look in reversed(parent.looks):
-        found = [book.mean(run, look, of) for run in (parent, fair) for of in ("accuracy", "psi")]
-        before, psi_before, after, psi_after = (value or 0.0 for value in found)
+        both = [(parent, look), (fair, look)]
+        found = [*book.paired(both), *book.paired(both, "psi")]
+        before, after, psi_before, psi_after = (value or 0.0 for value in found)
         if None not in found and psi_before:
             break
     else:
