@@ -24,7 +24,7 @@ MANY = [1, 2, 3, 4]
 
 # What holds of the libraries' products and functions was found with AVX2 (docs/privacy.md, A); one
 # that takes more numbers in one go may end in other code elsewhere. Nobody has looked.
-pytestmark = pytest.mark.xfail(
+bits = pytest.mark.xfail(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT"),
     reason="tried with AVX2 alone: on this processor a failure is news, and not a mistake",
     strict=False,
@@ -50,6 +50,7 @@ def moved_by_one_more(kernel, x, clip=1.0, weights=None):
     return float(change.norm()) / allowed(given, clip)
 
 
+@bits
 def test_products_have_the_same_bits_for_any_number_of_records():
     """On one thread, which a kernel takes whatever torch is set to."""
     torch.manual_seed(0)
@@ -66,6 +67,7 @@ def test_products_have_the_same_bits_for_any_number_of_records():
 
 
 @pytest.mark.parametrize("number", MANY)
+@bits
 def test_equal_records_at_a_kink_of_dense_layers(number):
     for width, hidden, seed in product((10, 12), (5, 9), range(3)):
         torch.manual_seed(seed)
@@ -94,6 +96,7 @@ CONVOLVED = [
 @pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pooled"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["chain", "graph"])
 @pytest.mark.parametrize("shape", CONVOLVED)
+@bits
 def test_equal_images_at_a_kink(shape, wrapped, pooled, number):
     given, out, size, step, side = shape
     torch.manual_seed(0)
@@ -118,6 +121,7 @@ def test_equal_images_at_a_kink(shape, wrapped, pooled, number):
             assert moved_by_one_more(kernel, x) <= 1
 
 
+@bits
 def test_more_weighted_records_than_a_pass_holds_take_no_other_way(monkeypatch):
     """Found by a search for shapes in which the two ways give other bits: 12 of 64 differ."""
     torch.manual_seed(0)
@@ -230,6 +234,7 @@ ODD = {
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("name", ODD)
+@bits
 def test_a_records_bits_are_the_same_at_every_place(name, number):
     for seed in range(3):
         torch.manual_seed(seed)
@@ -244,6 +249,7 @@ def test_a_records_bits_are_the_same_at_every_place(name, number):
                 assert torch.equal(kernel.losses(some, labels)[before:], every[:count])
 
 
+@bits
 def test_records_that_lie_oddly_have_the_same_bits():
     model = Wrapped(nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))
     torch.manual_seed(0)
@@ -257,6 +263,7 @@ def test_records_that_lie_oddly_have_the_same_bits():
 
 
 @pytest.mark.parametrize("widths", [(512, 64), (2048, 32)])
+@bits
 def test_records_of_one_site_change_no_bit_of_anothers_sum(widths):
     """Sites whose records stand side by side: one has none, or one, or many."""
     first, second = widths
@@ -281,6 +288,7 @@ def test_records_of_one_site_change_no_bit_of_anothers_sum(widths):
 
 
 @pytest.mark.parametrize(("shape", "seed"), [((3, 5), 3), ((1, 5), 1), ((5, 7), 6)])
+@bits
 def test_images_whose_gradient_is_rounding_alone(shape, seed):
     """Positions cancel, so a record's gradient is the bits that are left: by its place, before."""
     given, out = shape

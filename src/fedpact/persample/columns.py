@@ -83,7 +83,7 @@ def like(z: Array, v: Array) -> Array:
 
 
 def behind(rows: Tensor, multiple: int) -> Array:
-    """Return rows [n, ...] with zeros behind, as chain.padded does, in numpy on a CPU."""
+    """Return rows [n, ...] with zeros behind, as products.padded does, in numpy on a CPU."""
     if not at_hand(rows):
         return padded(rows, multiple)
     given = rows.numpy()

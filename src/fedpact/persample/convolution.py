@@ -82,8 +82,8 @@ class Geometry:
     def even(self) -> bool:
         """Whether two images or more are convolved by the same code, however many they are.
 
-        torch takes other code below 16 of them for single pixels, and shares few images out among
-        threads in another way where a kernel moves in steps.
+        torch takes other code below 16 of them for single pixels. Of kernels that move in steps,
+        are spread or grouped, or of one row, nothing is claimed.
         """
         simple = self.stride == self.dilation == (1, 1) and self.groups == 1
         return simple and min(self.kernel) > 1

@@ -235,9 +235,9 @@ class Dense:
 class _Pass:
     """Records x [n, K] and weights of each site, and what was found.
 
-    bounds: where each site's columns are, with those of zeros behind (chain.padded); own: where its
-    records' are. lengths: ‖·‖² [N] of what each linear layer reads. exact: which sites' sums are
-    float64. values: what each layer reads, [K, N] but for the first, and the last one's output.
+    bounds: where each site's columns are, with those of zeros behind (products.padded); own: where
+    its records' are. lengths: ‖·‖² [N] of what each linear layer reads. exact: which sites' sums
+    are float64. values: what each layer reads, [K, N] but for the first, and the last one's output.
     grads: ∂ℓ_j/∂output [O, N] of every linear layer, by its place.
     """
 

@@ -202,8 +202,8 @@ class Outer(Share):
         """See Share: one position, or few and wide."""
         if self.length == 1:
             return self._one_position()
-        # Of float32, squares of squares have a place in float64.
-        few = self.length <= _FEW and self._wide and self.g.dtype == torch.float32
+        # Squares of float64's squares have no place in float64.
+        few = self.length <= _FEW and self._wide and self.g.dtype != torch.float64
         return self._by_gram() if few else None
 
     def _one_position(self) -> Part:

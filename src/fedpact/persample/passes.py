@@ -159,7 +159,8 @@ class Passes:
     def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The records as their way takes them.
 
-        Images by pixel; and but for a chain the last record over and over behind, see chain.padded.
+        Images by pixel; and but for a chain the last record over and over behind, see
+        products.padded.
         """
         by_pixel = self._images and x.dim() == 4
         if (chain := self._chain(x)) is not None:

@@ -76,17 +76,16 @@ def evenly_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def of_each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each number: of the last few of a tensor it would be other code's."""
+    """Return a function of each number of x, the last few of which would be other code's."""
     more = -x.numel() % _AT_ONCE
     if not more:
         return function(x)
     by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     x = x if by_pixel else x.contiguous()
-    lying = x.new_zeros(x.numel() + more)
+    filled = x.new_zeros(x.numel() + more)
     # In the order that they have in memory, which is by pixel or by channel.
-    held = lying[: x.numel()].as_strided(x.shape, x.stride())
-    held.copy_(x)
-    return function(lying)[: x.numel()].as_strided(x.shape, x.stride())
+    filled[: x.numel()].as_strided(x.shape, x.stride()).copy_(x)
+    return function(filled)[: x.numel()].as_strided(x.shape, x.stride())
 
 
 def wanted(count: int, multiple: int) -> int:
