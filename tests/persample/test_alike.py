@@ -249,6 +249,103 @@ def test_a_records_bits_are_the_same_at_every_place(name, number):
                 assert torch.equal(kernel.losses(some, labels)[before:], every[:count])
 
 
+class Of(nn.Module):
+    """function(parameters, x), with a ReLU and a linear layer behind it."""
+
+    def __init__(self, width, function, **parameters):
+        super().__init__()
+        self.parts, self.head = nn.ParameterDict(), nn.Linear(width, 3)
+        for name, shape in parameters.items():
+            self.parts[name] = nn.Parameter(torch.randn(shape))
+        self.function = function
+
+    def forward(self, x):
+        return self.head(self.function(self.parts, x).relu().flatten(1))
+
+
+class Stepped(nn.Module):
+    """A recurrent layer beside an operation that is not known to keep records apart, or not."""
+
+    def __init__(self, layer, width, apart=True, time_first=False):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 3)
+        self.apart, self.time_first = apart, time_first
+
+    def forward(self, x):
+        x = x if self.apart else torch.fft.rfft(x, x.shape[2], 2).abs()
+        found = self.layer(x.transpose(0, 1))[0].transpose(0, 1) if self.time_first else None
+        return self.head((self.layer(x)[0] if found is None else found).relu().sum(1))
+
+
+def _steps(kind, width, hidden, apart=True, time_first=False, **more):
+    layer = kind(width if apart else width // 2 + 1, hidden, batch_first=not time_first, **more)
+    wide = more.get("proj_size") or hidden
+    return Stepped(layer, wide * (1 + layer.bidirectional), apart, time_first), (5, width)
+
+
+PLACED = {
+    "lstm": lambda: _steps(nn.LSTM, 7, 9),
+    "gru": lambda: _steps(nn.GRU, 13, 33),
+    "rnn of two layers and sides": lambda: _steps(nn.RNN, 13, 33, num_layers=2, bidirectional=True),
+    "projected": lambda: _steps(nn.LSTM, 5, 7, proj_size=3),
+    "steps first": lambda: _steps(nn.GRU, 5, 6, time_first=True),
+    "lstm, record by record": lambda: _steps(nn.LSTM, 9, 7, apart=False),
+    "rnn, record by record": lambda: _steps(nn.RNN, 9, 7, apart=False),
+    "einsum": lambda: (
+        Of(7, lambda p, x: torch.einsum("bi,oi->bo", x, p["w"]), w=(7, 9)),
+        (9,),
+    ),
+    "einsum of two records' parts": lambda: (
+        Of(49, lambda p, x: torch.einsum("btd,bsd->bts", x * p["w"], x), w=(9,)),
+        (7, 9),
+    ),
+    "inner product": lambda: (Of(7, lambda p, x: torch.inner(x, p["w"]), w=(7, 9)), (9,)),
+    "means of steps first": lambda: (
+        Of(7, lambda p, x: (x.transpose(0, 1) @ p["w"]).tanh().mean(0), w=(9, 7)),
+        (5, 9),
+    ),
+    "softmax of steps first": lambda: (
+        Of(5, lambda p, x: torch.softmax(x.transpose(0, 1) @ p["w"], 0)[1], w=(9, 5)),
+        (5, 9),
+    ),
+    "low rank": lambda: (Of(7, lambda p, x: x @ (p["a"] @ p["b"]), a=(9, 3), b=(3, 7)), (9,)),
+    "half": lambda: (
+        Of(9, lambda p, x: (x * p["w"]).abs().bfloat16().rsqrt().float(), w=(9,)),
+        (9,),
+    ),
+    "large, record by record": lambda: (
+        Of(20001, lambda p, x: torch.fft.rfft(x, 16, 1).abs() @ p["w"], w=(9, 20001)),
+        (16,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+@bits
+def test_a_records_gradient_is_the_same_at_every_place(name):
+    """Norm and loss, bit for bit, with others before it, and from one record to more than 16."""
+    for seed in range(1 if "large" in name else 3):
+        torch.manual_seed(seed)
+        model, shape = PLACED[name]()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        kernel, one, other = (
+            PerSampleKernel(FlatModel(model), cross_entropy),
+            *torch.rand(2, *shape),
+        )
+        first = None
+        for before, count in product((0, 1, 2), (1, 3, 16, 17)):
+            x = torch.stack([other] * before + [one] * count)
+            measured = [m for _, m in kernel._passes.gradients(x, torch.zeros(len(x)).long())]
+            norms, losses = (
+                torch.cat([getattr(m, which) for m in measured])[before:]
+                for which in ("norms", "losses")
+            )
+            first = (norms[0], losses[0]) if first is None else first
+            assert (norms == first[0]).all()
+            assert (losses == first[1]).all()
+
+
 @bits
 def test_records_that_lie_oddly_have_the_same_bits():
     model = Wrapped(nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))

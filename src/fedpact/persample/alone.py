@@ -2,8 +2,9 @@
 
 The model is traced with a batch of one, so no record is there for another to meet, a branch on
 values cannot be taken, and no state goes from one pass to another: Python runs once, on records
-that have no values. vmap then differentiates the trace for many records, and a loop does where
-torch cannot batch an operation. What cannot be traced so is refused.
+that have no values. vmap then differentiates the trace for many records. A loop does where torch
+cannot batch an operation, and where a record's last bits would follow from its place among those
+that vmap takes at a time. What cannot be traced so is refused.
 """
 
 import logging
@@ -17,16 +18,16 @@ from torch.func import grad_and_value, vmap
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.persample import norms
+from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.trace import Program, Untraceable, without_advice
 from fedpact.persample.gradients import Made
+from fedpact.persample.products import Evenly, lying
 from fedpact.persample.share import Share
-
-CHUNK = 16
-"""Records that one vmap differentiates at a time."""
 
 _logger = logging.getLogger("fedpact")
 _announced: set[str] = set()
+
+_LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
 
 
 class Alone:
@@ -46,7 +47,7 @@ class Alone:
                 "branches on values and without state that a pass changes"
             ) from error
         size = model.size * model.vector.element_size()
-        self.step = max(1, min(CHUNK, norms.KEEP_BYTES // size))
+        self.step = max(1, min(self._one.alike, norms.KEEP_BYTES // size))
         self._by_vmap = self._takes_vmap(x, y)
 
     @property
@@ -69,6 +70,9 @@ class Alone:
         Found once and for all: were it found on records, one of them could change the last bits of
         all the others' gradients. From then on a batch that vmap does not take raises.
         """
+        if (told := self._by_place()) is not None:
+            self._announce(logging.WARNING, _LOOPED.format(told))
+            return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
         cards = [x.device] if x.device.type == "cuda" else []
         # What a dropout layer draws here is nobody's.
@@ -80,9 +84,16 @@ class Alone:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
             told = (str(why).strip() or "vmap cannot batch it").splitlines()[0]
-            how = f"its records are differentiated in a loop, exact, but slow: {told}"
-            self._announce(logging.WARNING, how)
+            self._announce(logging.WARNING, _LOOPED.format(told))
         return taken
+
+    def _by_place(self) -> str | None:
+        """What gives a record under vmap other last bits by its place; see products.padded."""
+        most = self._one.alike
+        if self.step < most:
+            return f"the gradients of {most} records are too large for vmap to make at once"
+        recurs = [n.target for n in self._one.nodes if n.target in recurrent.RECURRENT]
+        return f"vmap would not give {recurs[0]} states that begin alike" if recurs else None
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
@@ -99,7 +110,7 @@ class Alone:
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
-        with without_advice():
+        with without_advice(), Evenly():
             rows, losses = cast(Any, batched)(weights, x.detach(), y)
         return losses, rows
 
@@ -109,7 +120,9 @@ class Alone:
         rows: list[tuple[Tensor, ...]] = []
         for j in range(len(x)):
             with torch.enable_grad():
-                loss = _only(self._one.losses(x[j : j + 1], y[j : j + 1], weights))
+                # Each lies where the others lie when they are computed.
+                one = lying(x[j : j + 1]), lying(y[j : j + 1])
+                loss = _only(self._one.losses(*one, weights))
             losses.append(loss.detach())
             given = list(weights.values())
             rows.append(torch.autograd.grad(loss, given, materialize_grads=True))

@@ -227,7 +227,8 @@ class Outer(Share):
 
     def _by_gram(self) -> Part:
         """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
-        g, u = self.g.double(), self.u.double()
+        # A record's in one piece, as its matrices then begin where the others' do.
+        g, u = (t.contiguous().double() for t in (self.g, self.u))
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())

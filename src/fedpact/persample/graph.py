@@ -6,7 +6,8 @@ record by itself. Operations with a parameter are tapped: one backward pass leav
 their outputs, and rules make shares of them (rules).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from fedpact.persample.apart.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.apart.separable import kind_of, states
 from fedpact.persample.apart.trace import Program, arguments, evaluated, operation, without_advice
 from fedpact.persample.gradients import Made, Outer, Through
+from fedpact.persample.products import Evenly
 from fedpact.persample.rules import Call, Place, results_of, shares_of
 from fedpact.persample.share import Share
 
@@ -60,6 +62,10 @@ class _Step:
     use: _Use | None
 
 
+_aten = cast(Any, torch.ops.aten)
+_OF_PRODUCTS = {_aten.einsum.default, _aten.bilinear.default}
+"""What is known to keep records apart, and makes products of its own."""
+
 _Recorded = tuple[int, Tensor, Tensor | None]
 """What a recurrence tells of a parameter; see recurrent.Record."""
 
@@ -71,11 +77,15 @@ def _tapped(
 ) -> Any:
     """Do a step whose results' gradients are wanted, and add it to the calls."""
     recorded: list[_Recorded] = []
-    if step.do in recurrent.RECURRENT:
+    if step.node.target in recurrent.RECURRENT:
         # It tells its gradients when it is gone back through, so its input has to want one.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
-        found: Any = recurrent.run(step.do, args, lambda i, g, u: recorded.append((i, g, u)))
+
+        def told(place: int, g: Tensor, u: Tensor | None) -> None:
+            recorded.append((place, g, u))
+
+        found: Any = recurrent.run(step.node.target, args, told)
     else:
         found = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
@@ -90,7 +100,7 @@ def _tapped(
 
 
 class Graph:
-    """A traced model whose operations are known to keep records apart.
+    """A traced model whose operations are known to keep records apart. alike: see products.padded.
 
     Raises Untraceable, and Mixed with the operation that is not known to.
     """
@@ -102,8 +112,14 @@ class Graph:
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
         self._steps = self._compiled(program.nodes, self._weighted(program.nodes))
+        products = any(node.target in _OF_PRODUCTS for node in program.nodes)
+        self._products = Evenly if products else nullcontext
         # A recurrence is as slow for a few records as for many: its batch is not cut into slices.
-        recurs = any(step.do in recurrent.RECURRENT for step in self._steps)
+        recurs = any(step.node.target in recurrent.RECURRENT for step in self._steps)
+        moved = any(isinstance(s, Where) and s.dim != 0 for s in self._states.values())
+        # Where records do not come first torch sums over several of them in one go, and over what
+        # is left by other code: over twice as many numbers as it makes of a function.
+        self.alike = program.alike * (2 if recurs or moved else 1)
         numbers = 0 if recurs else sum(map(_instance, self._steps))
         self.instance = numbers * model.vector.element_size()
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
@@ -113,7 +129,7 @@ class Graph:
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
-        with torch.no_grad():
+        with torch.no_grad(), self._products():
             return self._forward(x, y, None, held=False)
 
     def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
@@ -122,9 +138,10 @@ class Graph:
         held: the shares outlast a change of the weights.
         """
         calls: list[_Tapped] = []
-        with torch.enable_grad():
-            losses = self._forward(x, y, calls, held)
-        _backward(losses, calls)
+        with self._products():
+            with torch.enable_grad():
+                losses = self._forward(x, y, calls, held)
+            _backward(losses, calls)
         return losses.detach(), self._shares(calls)
 
     def _forward(self, x: Tensor, y: Tensor, calls: "list[_Tapped] | None", held: bool) -> Tensor:
@@ -185,7 +202,7 @@ class Graph:
                 return back(g)[0][name]
 
             def rows(given: Tensor) -> Tensor:
-                with without_advice():
+                with without_advice(), Evenly():
                     each = cast(Any, vmap(one))(given.view(-1, *shape))
                 return each.reshape(-1, weights[name].numel())
 
@@ -220,7 +237,7 @@ class Graph:
             use = self._use(node, weighted) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
-            steps.insert(0, _Step(node, operation(node), last, use))
+            steps.insert(0, _Step(node, _done(node), last, use))
         return steps
 
     def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
@@ -237,23 +254,20 @@ class Graph:
         drawn = [n for s in sources.values() for n in [node, *s.inside] if _draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
-        if node.target in recurrent.RECURRENT and not _in_rows(node.args[1]):
-            raise Mixed(
-                f"operation {node.target} has a state of no multiple of 4 numbers, and with one "
-                "its records are differentiated together, many times as fast"
-            )
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
         out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
         return _Use(sources, places, out)
 
 
-def _in_rows(states: Any) -> bool:
-    """Whether each record's state begins at 16 bytes, in nodes that stand for states, or one.
+def _done(node: Node) -> Callable[..., Any]:
+    """What is done for a node. A recurrence is run as it is differentiated, whoever asks."""
+    if node.target not in recurrent.RECURRENT:
+        return operation(node)
 
-    Elsewhere other code multiplies it, by where in a batch the record is.
-    """
-    each = cast(Sequence[Node], states if isinstance(states, (list, tuple)) else [states])
-    return all(s.meta["val"].shape[-1] % 4 == 0 for s in each)
+    def told(place: int, g: Tensor, u: Tensor | None) -> None:
+        """Nobody wants to know."""
+
+    return lambda *args: recurrent.run(node.target, args, told)
 
 
 def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":

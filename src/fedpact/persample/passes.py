@@ -167,7 +167,7 @@ class Passes:
             return (_by_pixel(padded(x, chain.alike)) if by_pixel else x), y
         way = self._traced(x, y)
         count = x.shape[0]
-        more = (-count % way.step) if isinstance(way, Alone) else wanted(count, ALIKE) - count
+        more = (-count % way.step) if isinstance(way, Alone) else wanted(count, way.alike) - count
         if more:
             x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
         # Last: what is put together is by channel, however its parts lie in memory.
@@ -224,7 +224,8 @@ class Passes:
         squares = [one.squares[:count] for one in parts.values()]
         if not squares:
             return Measured(losses, losses.new_zeros(len(losses), dtype=torch.float64), add)
-        total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
+        # One by one, as torch.sum adds the last few columns in another order.
+        total = sum(squares[1:], squares[0])
         return Measured(losses, torch.where(total > LONGEST**2, torch.inf, total).sqrt_(), add)
 
 

@@ -10,12 +10,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGE = 2**15
 """From so many weights on it pays to ask oneDNN."""
 
-ALIKE = 16
-"""Passes have a multiple of so many records, or more: see padded."""
+ALIKE = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+"""Passes have a multiple of so many records, or more: see padded.
+
+torch computes functions of as many numbers in one go, and of those left over by other code.
+"""
 
 _AT_ONCE = 64
 """So many numbers, or fewer, a processor makes a function of in one go."""
@@ -73,6 +77,48 @@ def evenly_matmul(a: Tensor, b: Tensor) -> Tensor:
         return torch.matmul(a, b)
     a, b = F.pad(a, (0, -width % 4)), F.pad(b, (0, -out % 4, 0, -width % 4))
     return torch.matmul(a, b)[..., :out]
+
+
+def evenly_addmm(
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """beta bias + alpha a b; see evenly_matmul."""
+    return torch.add(bias * beta, evenly_matmul(a, b), alpha=alpha)
+
+
+class Evenly(TorchDispatchMode):
+    """Within, all products that operations come down to are made by evenly_matmul."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return (_EVENLY.get(func) or func)(*args, **(kwargs or {}))
+
+
+_aten = cast(Any, torch.ops.aten)
+_EVENLY: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.mv.default), evenly_matmul),
+    **dict.fromkeys(
+        (_aten.addmm.default, _aten.baddbmm.default, _aten.addmv.default), evenly_addmm
+    ),
+}
+
+
+def filled(tensor: Tensor, dim: int, parts: int = 1) -> Tensor:
+    """The tensor with zeros behind each of so many equal parts of a dimension; see aligned."""
+    before, size, after = tensor.shape[:dim], tensor.shape[dim] // parts, tensor.shape[dim + 1 :]
+    if size % 4 == 0:
+        return tensor
+    each = tensor.reshape(*before, parts, size, *after)
+    zeros = tensor.new_zeros(*before, parts, -size % 4, *after)
+    return torch.cat([each, zeros], dim + 1).flatten(dim, dim + 1)
+
+
+def cut(rows: Tensor, size: int, parts: int = 1) -> Tensor:
+    """Rows without what `filled` puts behind their parts, each of so many numbers."""
+    if rows.shape[-1] == parts * size:
+        return rows
+    return rows.reshape(*rows.shape[:-1], parts, -1)[..., :size].flatten(-2)
 
 
 def of_each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedpact.errors import ModelError
-from fedpact.persample.products import evenly
+from fedpact.persample.products import cut, evenly, filled
 
 Record = Callable[[int, Tensor, Tensor | None], None]
 """Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
@@ -67,13 +67,20 @@ class _Cell(ABC):
 
     params: W_ih [O, K], W_hh [O, P], then b_ih and b_hh [O] if any, then W_hr [P, H] if any.
     place: of the first of them in the operation's list.
+
+    H and P are filled up with units that stay 0, for rows as in products.aligned.
     """
 
     def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
-        self.w_ih, self.w_hh, *others = params
-        none = self.w_ih.new_zeros(len(self.w_ih))
-        self.b_ih, self.b_hh = others[:2] if biased else (none, none)
-        self.w_hr = others[-1] if len(params) % 2 else None
+        w_ih, w_hh, *others = params
+        w_hr = others[-1] if len(params) % 2 else None
+        self._out = w_hh.shape[1]
+        self._width = self._out if w_hr is None else w_hr.shape[1]
+        self._gates = gates = len(w_ih) // self._width
+        b_ih, b_hh = others[:2] if biased else [w_ih.new_zeros(len(w_ih))] * 2
+        self.w_ih, self.b_ih, self.b_hh = (filled(w, 0, gates) for w in (w_ih, b_ih, b_hh))
+        self.w_hh = filled(filled(w_hh, 0, gates), 1)
+        self.w_hr = None if w_hr is None else filled(filled(w_hr, 0), 1)
         self._biased, self._place, self._record = biased, place, record
 
     @abstractmethod
@@ -92,16 +99,21 @@ class _Cell(ABC):
 
     def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
         """Hand over the factors of every parameter's gradient."""
-        inner, outer = found.inner.transpose(0, 1), found.outer.transpose(0, 1)
+
+        def of_each(v: Tensor, size: int, parts: int = 1) -> Tensor:
+            # Cut last: sums over the steps of a record would run on into the next.
+            return cut(v.transpose(0, 1), size, parts)
+
+        inner, outer = (of_each(g, self._width, self._gates) for g in (found.inner, found.outer))
         self._record(self._place, inner, x.transpose(0, 1))
-        self._record(self._place + 1, outer, states[:-1].transpose(0, 1))
+        self._record(self._place + 1, outer, of_each(states[:-1], self._out))
         if self._biased:
             self._record(self._place + 2, inner, None)
             self._record(self._place + 3, outer, None)
         if found.projected is not None:
             g, u = found.projected
             place = self._place + (4 if self._biased else 2)
-            self._record(place, g.transpose(0, 1), u.transpose(0, 1))
+            self._record(place, of_each(g, self._out), of_each(u, self._width))
 
 
 class _Rnn(_Cell):
@@ -114,7 +126,7 @@ class _Rnn(_Cell):
 
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hs, w_hh = _history(first[0], len(x)), self.w_hh.t()
-        _product(x, self.w_ih, self.b_ih + self.b_hh, hs[1:])
+        hs[1:] = _all_steps(x, self.w_ih, self.b_ih + self.b_hh)
         for h, following in pairwise(hs.unbind(0)):
             self.curve(following.addmm_(h, w_hh))
         return (hs,)
@@ -211,10 +223,9 @@ class _Gru(_Cell):
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hs, width, w_hh = _history(first[0], len(x)), first[0].shape[1], self.w_hh.t()
         gates, two = x.new_empty(*x.shape[:2], 4 * width), 2 * width
-        bias = self.b_ih + self.b_hh
-        _product(x, self.w_ih[:two], bias[:two], gates[:, :, :two])
+        gates[:, :, :two] = _all_steps(x, self.w_ih[:two], (self.b_ih + self.b_hh)[:two])
         gates[:, :, two : 3 * width] = self.b_hh[two:]
-        _product(x, self.w_ih[two:], self.b_ih[two:], gates[:, :, 3 * width :])
+        gates[:, :, 3 * width :] = _all_steps(x, self.w_ih[two:], self.b_ih[two:])
         h, sums = hs.unbind(0), gates[:, :, : 3 * width].unbind(0)
         sigmoids = gates[:, :, :two].unbind(0)
         r, z, q, n = (part.unbind(0) for part in _by_gate(gates).unbind(2))
@@ -300,12 +311,9 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
     every parameter's per-sample gradients; of a layer that no loss depends on it is told nothing.
     Raises ModelError: op is not in RECURRENT.
     """
-    kind = _CELLS.get(op)
-    if kind is None:
-        raise ModelError(
-            f"operation {op} is no recurrent layer that can be run step by step: use nn.LSTM, "
-            "nn.GRU or nn.RNN on padded sequences [B, T, K]"
-        )
+    if op not in RECURRENT:
+        raise ModelError(f"operation {op} is not known: use nn.LSTM, nn.GRU or nn.RNN, padded")
+    kind = _CELLS[op]
     inputs, hx, listed, biased, layers, dropout, train, both, batch_first = cast(Any, args)
     params = [p.detach() for p in cast(Sequence[Tensor], listed)]
     starts = list(zip(*(s.unbind(0) for s in (hx if kind is _Lstm else [hx])), strict=True))
@@ -321,9 +329,11 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
             reverse, place = k % directions == 1, k * size
             cell = kind(params[place : place + size], biased, place, record)
             read = x.flip(0) if reverse else x
-            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
+            first = [filled(state, 1) for state in starts[k]]
+            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *first)
+            y = cut(y, starts[k][0].shape[1])
             made.append(y.flip(0) if reverse else y)
-            lasts.append(tuple(last))
+            lasts.append(tuple(map(cut, last, (s.shape[1] for s in starts[k]))))
         x = torch.cat(made, 2) if both else made[0]
     states = [torch.stack(each) for each in zip(*lasts, strict=True)]
     return x.transpose(0, 1) if batch_first else x, *states
@@ -349,11 +359,6 @@ def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tens
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
     return evenly(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-    """The same, written to a part of a larger tensor."""
-    out.copy_(_all_steps(x, weight, bias))
 
 
 def _by_gate(rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fedpact.persample.apart.places import Where
 from fedpact.persample.apart.trace import without_advice
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
+from fedpact.persample.products import Evenly, lying
 from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
@@ -281,11 +282,11 @@ def replayed(call: Call) -> Shares:
         return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))
 
     try:
-        with without_advice():
+        with without_advice(), Evenly():
             rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
     except RuntimeError:
         each = [
-            pull({i: x[j] for i, x in inputs.items()}, [g[j] for g in grads])
+            pull({i: lying(x[j]) for i, x in inputs.items()}, [lying(g[j]) for g in grads])
             for j in range(call.batch)
         ]
         rows = [torch.stack(column) for column in zip(*each, strict=True)]

@@ -24,7 +24,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, refuse_writing
 from fedpact.persample.apart.cells import CELLS
-from fedpact.persample.products import evenly, evenly_matmul
+from fedpact.persample.products import ALIKE, evenly, evenly_addmm, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -160,7 +160,7 @@ class Program:
 
     batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
     ("parameter", its name) or ("record", "x"). names: the trained parameters' names, by any of the
-    names that they stand under in the module. Raises Untraceable.
+    names that they stand under in the module. alike: see products.padded. Raises Untraceable.
     """
 
     def __init__(
@@ -180,6 +180,9 @@ class Program:
             # Transformations of functions and the like, which would run code of their own.
             raise Untraceable(f"{strange[0]} is no operation on tensors")
         self.inputs = _inputs(program)
+        made = [getattr(n.meta.get("val"), "dtype", None) for n in self.nodes]
+        # Of numbers of half the size twice as many are computed in one go.
+        self.alike = 2 * ALIKE if {torch.float16, torch.bfloat16} & {*made} else ALIKE
 
     def given(self, name: str) -> Tensor:
         """What a placeholder that holds no records stands for now."""
@@ -238,10 +241,6 @@ def _copied(into: Tensor, source: Tensor) -> Tensor:
     return source.expand_as(into).to(into.dtype)
 
 
-def _addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return torch.add(bias * beta, evenly_matmul(x, weight), alpha=alpha)
-
-
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None, **more: Any
 ) -> Tensor:
@@ -265,10 +264,16 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: evenly,
     # Products whose rows, or matrices, would begin elsewhere than others'.
     **dict.fromkeys(
-        (_aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.mv.default),
+        (
+            _aten.matmul.default,
+            _aten.linalg_matmul.default,
+            _aten.mm.default,
+            _aten.bmm.default,
+            _aten.mv.default,
+        ),
         evenly_matmul,
     ),
-    _aten.addmm.default: _addmm,
+    _aten.addmm.default: evenly_addmm,
     _aten.scaled_dot_product_attention.default: _attention,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
     _aten.copy.default: _copied,
