@@ -214,6 +214,9 @@ def page(results: Results) -> Iterator[str]:
                 row += ["not run", ""]
         yield f"| {sites} | {epsilon:g} | {' | '.join(row)} |"
     yield ""
+    if not results.study.alone:
+        yield "Each alone and exact: not looked for, which would take longer than all the rest."
+        return
     alone = list[str]()
     for sites in results.study.sites:
         keys = [f"{ALONE} sites={sites} seed={seed}" for seed in results.study.seeds]
