@@ -7,6 +7,7 @@ the real one is.
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,12 @@ MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
 # ---------------------------------------------------------------- reading
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, which no rule changes."""
+    return ast.parse(source)
+
+
 def read_package(root: Path) -> Sources:
     sources: Sources = {}
     for path in sorted(root.rglob("*.py")):
@@ -88,7 +95,7 @@ def read_package(root: Path) -> Sources:
 
 def imports(sources: Sources, module: str) -> Iterator[tuple[int, str]]:
     """Every import anywhere in a module, as (line, dotted name): the module it names if it can."""
-    for node in ast.walk(ast.parse(sources[module])):
+    for node in ast.walk(parsed(sources[module])):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -176,14 +183,14 @@ def import_cycles(sources: Sources) -> Iterator[str]:
 def asserts(sources: Sources) -> Iterator[str]:
     """`python -O` removes them."""
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.Assert):
                 yield f"{module}:{node.lineno} asserts: raise one of errors.py instead"
 
 
 def stubs(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.Name) and node.id == "NotImplementedError":
                 yield f"{module}:{node.lineno} names NotImplementedError: write it or leave it out"
 
@@ -201,7 +208,7 @@ def without_docstring(sources: Sources) -> Iterator[str]:
                     yield from visit(child, f"{path}.{child.name}")
 
     for module, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         if not ast.get_docstring(tree):
             yield f"{module} has no docstring"
         yield from visit(tree, module)
@@ -211,7 +218,7 @@ def docstrings(sources: Sources) -> Iterator[tuple[str, str, ast.Module]]:
     """Every docstring, as (module, its text, the module's tree)."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         for node in ast.walk(tree):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield module, text, tree
@@ -241,7 +248,7 @@ def public_names(sources: Sources) -> Iterator[tuple[str, str, bool]]:
     """Public classes and functions of modules, as (module, name, whether a class)."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for module, source in sources.items():
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, kinds) and not node.name.startswith("_"):
                 yield module, node.name, isinstance(node, ast.ClassDef)
 
@@ -257,7 +264,7 @@ def names_of_two_things(sources: Sources) -> Iterator[str]:
         homes.setdefault(name, []).append(module)
     met: dict[str, set[str]] = {}
     for source in sources.values():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if node.module in homes.get(alias.name, ()) and not alias.asname:
                     met.setdefault(alias.name, set()).add(node.module)
@@ -296,7 +303,7 @@ def long_files(sources: Sources) -> Iterator[str]:
 
 def long_functions(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count = (node.end_lineno or node.lineno) - node.lineno + 1
                 if count > MOST_FUNCTION_LINES:
