@@ -162,7 +162,7 @@ def test_what_a_float_can_tell_apart_is_its_columns_in_python_too(frame, kind, n
     whose = [end, end - 1, -end, 3.0, gap if null else 4.0]
     cells = parts_of(FRAMES[frame](kind, whose)).columns["who"]
     sieve = Sieve("table", 5, 1)
-    found = persons_of(cells, sieve)
+    found = np.array(persons_of(cells, sieve))
     assert sieve.good.tolist() == [False, True, False, True, not null]
     assert found[[1, 3]].tolist() == [str(int(end - 1)), "3"]
 

@@ -333,7 +333,7 @@ def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
     """From 2^p on, p the bits of its mantissa, two whole numbers may be one float."""
     end = 2.0 ** (np.finfo(kind).nmant + 1)
     sieve = Sieve("r.npz", 4, 1)
-    whose = persons_of(np.array([end, end - 1, -end, 3], kind), sieve)
+    whose = np.array(persons_of(np.array([end, end - 1, -end, 3], kind), sieve))
     assert sieve.good.tolist() == [False, True, False, True]
     assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
     assert f"is a float beyond {end:.0f}" in sieve.told(values=False)[0]

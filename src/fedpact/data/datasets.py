@@ -189,12 +189,13 @@ def from_arrays(
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
         for end, pair in zip(ends, given, strict=True)
     ]
-    if site is not None and not isinstance(site, np.ndarray):
-        site = np.array([str(value) for value in cells_of(site)], str)
+    sites = site.tolist() if isinstance(site, np.ndarray) else None
+    if site is not None and sites is None:
+        sites = cells_of(site)
     if person is not None and not isinstance(person, np.ndarray):
         person = cells_of(person)
     whose = None if person is None else persons_of(person, parts[0].sieve)
-    return _dataset(name, parts, names, site, whose)
+    return _dataset(name, parts, names, sites, whose)
 
 
 def from_frame(
@@ -264,7 +265,7 @@ def _from_table(
     y = targets_of(labels, names, form, table.label, sieve, how="names")
     sites = None
     if table.site is not None:
-        sites = np.array([text_of(value) for value in table.columns[table.site]], str)
+        sites = [text_of(value) for value in table.columns[table.site]]
         for row in range(table.count):
             if is_missing(sites[row]):
                 sieve.leave_out(row, table.site, "is no site")
@@ -278,8 +279,8 @@ def _dataset(
     name: str,
     parts: Sequence[Given],
     classes: tuple[str, ...],
-    sites: np.ndarray | None,
-    persons: np.ndarray | None = None,
+    sites: Sequence[Any] | None,
+    persons: Sequence[str] | None = None,
 ) -> Dataset:
     """The records that are left, with a warning about the others. parts: training, and test."""
     for part in parts:
@@ -293,6 +294,7 @@ def _dataset(
             "name a record"
         )
     main, *test = (part.used() for part in parts)
+    kept = own.nonzero()[0].tolist()
     features = main.features
     what = f"{', '.join(features)} as given" if features else f"{len(main.y)} records as given"
     return Dataset(
@@ -302,9 +304,9 @@ def _dataset(
         classes=classes,
         x_test=test[0].x if test else None,
         y_test=test[0].y if test else None,
-        site=None if sites is None else tuple(map(str, sites[own].tolist())),
+        site=None if sites is None else tuple(str(sites[i]) for i in kept),
         features=features,
         rows=main.numbers,
-        person=None if persons is None else tuple(map(str, persons[own].tolist())),
+        person=None if persons is None else tuple(persons[i] for i in kept),
         description=f"{name}: {what}" if features else f"{name}, {what}",
     )

@@ -73,7 +73,7 @@ def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) 
         x[:, k] = _places(cells, own) if isinstance(own, Column) and names else _numbers(cells)
         fill = own.number(own.fill)
         if fill is not None:
-            missing = np.isnan(x[:, k]) & [is_blank(value) for value in cells]
+            missing = np.isnan(x[:, k]) & np.array([is_blank(value) for value in cells], bool)
             x[missing, k] = fill
         _mark_cells(np.isnan(x[:, k]), name, cells, names is not None, sieve)
     source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
@@ -139,8 +139,8 @@ def class_numbers(
     return found
 
 
-def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> np.ndarray:
-    """Return whose each record is, as text [n]; the sieve has those that name nobody.
+def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> list[str]:
+    """Return whose each record is, n of them; the sieve has those that name nobody.
 
     Such a record may be anybody's, so it is used for nobody. So may one whose number is so large a
     float that its neighbours, other persons, are the same. Raises DataError: another length.
@@ -164,7 +164,8 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
                 continue
             why = f"is a float beyond {exact:.0f}, which may stand for several persons; give names"
             sieve.leave_out(row, column, f"{why} as whole numbers or text", value)
-    return np.array(found, str)
+    # No array of text, in which one name is as long as the longest.
+    return found
 
 
 @cache
@@ -321,7 +322,7 @@ def _readable(text: np.ndarray) -> np.ndarray:
     if text.dtype.kind != "U" or not text.dtype.itemsize:
         return text
     unit = np.dtype(np.uint32).newbyteorder(text.dtype.byteorder)
-    units = np.ascontiguousarray(text).view(unit).reshape(*text.shape, -1)
+    units = np.ascontiguousarray(text).view(unit).reshape(*text.shape, text.dtype.itemsize // 4)
     return np.where((units > 0x10FFFF).any(-1), "", text)
 
 

@@ -25,21 +25,22 @@ _logger = logging.getLogger("fedpact")
 class Given:
     """Records as they were given, x [n, ...] and y [n], of which the sieve says who is used.
 
-    features: a table's columns.
+    features: a table's columns. persons: whose each of them is, where somebody asked.
     """
 
     x: np.ndarray
     y: np.ndarray
     sieve: Sieve
     features: tuple[str, ...] = ()
-    persons: np.ndarray | None = None
+    persons: Sequence[str] | None = None
 
     def used(self) -> "Sifted":
         """Return the records that are used."""
         good = self.sieve.good
         x, y = (self.x, self.y) if good.all() else (self.x[good], self.y[good])
-        numbers = torch.from_numpy(good.nonzero()[0] + self.sieve.first)
-        whose = () if self.persons is None else tuple(map(str, self.persons[good].tolist()))
+        places = good.nonzero()[0]
+        numbers = torch.from_numpy(places + self.sieve.first)
+        whose = tuple(self.persons[i] for i in places.tolist()) if self.persons else ()
         return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features, whose)
 
 

@@ -4,6 +4,7 @@ As with all else of a record, it follows from that label and what was declared, 
 does not fit leaves its record out.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def targets_of(
     if kind == "several" and not isinstance(labels, np.ndarray):
         labels = _several(labels, len(classes))
     found = np.asarray(labels)
-    flat = found.reshape(len(found), -1)
+    flat = found.reshape(len(found), math.prod(found.shape[1:]))
     most = 1 if kind == "several" else len(classes) - 1
     with np.errstate(invalid="ignore"):
         good = (flat >= 0) & (flat <= most) & (flat == np.rint(flat))

@@ -1,0 +1,100 @@
+"""A table of no rows is read as one of one row is, and one long cell takes the room of one."""
+
+import csv
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from fedpact.data.datasets import load
+from fedpact.data.form import Column, LabelForm, RecordForm
+from fedpact.data.sites import load_site
+
+FORM = RecordForm(
+    columns={
+        "age": Column(range=[0.0, 120.0], fill=50.0),
+        "colour": Column(categories=["red", "green"], fill="red"),
+    }
+)
+NAMES = ["person", "age", "colour", "y"]
+ROW = ["anna", "40", "green", "b"]
+FEATURES = "age", "colour"
+FILES = "csv", "parquet"
+
+
+def written(path, rows):
+    """The rows in a file by their names, all of them text."""
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([NAMES, *rows])
+    else:
+        pa = pytest.importorskip("pyarrow", reason="writes Parquet: the extra `parquet`")
+        from pyarrow import parquet
+
+        each = zip(NAMES, range(len(NAMES)), strict=True)
+        columns = {name: pa.array([row[k] for row in rows], pa.string()) for name, k in each}
+        parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def of_site(path):
+    return load_site(path, "y", ("a", "b"), (2,), "float32", FORM, "person", FEATURES)
+
+
+def in_a_simulation(path):
+    """As whose sites the persons are."""
+    return load(str(path), "y", "person", classes=("a", "b"), form=FORM)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_site_s_table_has_as_many_rows_as_it_has(tmp_path, kind):
+    for count in (0, 1, 2):
+        found = of_site(written(tmp_path / f"records.{kind}", [ROW] * count))
+        assert (found.x.shape, found.y.shape) == ((count, 2), (count,))
+        assert found.persons == ("anna",) * count
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["numbers", "text"])
+@pytest.mark.parametrize("target", ["class", "number", "several"])
+def test_a_site_s_arrays_have_as_many_rows_as_they_have(tmp_path, target, text):
+    several, path = target == "several", tmp_path / "records.npz"
+    form = RecordForm(target=LabelForm(kind=target), fill=1.0)
+    for count in (0, 1, 2):
+        x, y = np.zeros((count, 4)), np.zeros((count, 3) if several else count)
+        whose = np.full(count, "anna")
+        x, y = x.astype(str) if text else x, y.astype(str) if text and target == "class" else y
+        np.savez(path, x=x, y=y, person=whose)
+        classes = {"class": ("0.0", "1.0") if text else ("0", "1"), "number": ("y",)}
+        named = classes.get(target, ("a", "b", "c"))
+        found = load_site(path, None, named, (4,), "float32", form, "person")
+        assert len(found.x) == len(found.y) == len(found.persons) == count
+
+
+def test_several_labels_in_a_column_of_no_rows(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="writes Parquet: the extra `parquet`")
+    from pyarrow import parquet
+
+    form, path = RecordForm(target=LabelForm(kind="several")), tmp_path / "records.parquet"
+    for count in (0, 1, 2):
+        labels = pa.array([[0.0, 1.0]] * count, pa.list_(pa.float64()))
+        numbers = pa.array([1.0] * count, pa.float64())
+        parquet.write_table(pa.table({"a": numbers, "y": labels}), path)
+        found = load_site(path, "y", ("a", "b"), (1,), "float32", form, features=("a",))
+        assert found.y.shape == (count, 2)
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("column", NAMES)
+def test_one_long_cell_takes_the_room_of_one(tmp_path, kind, column):
+    """In an array of text each cell is as long as the longest: before, 8 GB for a person's name."""
+    long = list(ROW)
+    long[NAMES.index(column)] = "x" * 10**6
+    path = written(tmp_path / f"records.{kind}", [*[ROW] * 2000, long])
+    for read in (of_site, in_a_simulation):
+        tracemalloc.start()
+        try:
+            found = read(path)
+            assert len(found.y) >= 2000
+            assert tracemalloc.get_traced_memory()[1] < 10**8
+        finally:
+            tracemalloc.stop()
