@@ -18,7 +18,8 @@ _RUNS: Final = 100
 """So many rows, or runs of rows, of those others: what nobody reads to its end hides the rest."""
 _CLAMPED: Final = 3
 """So many where a value was clamped, as whoever declared `clamp` asked for; the others counted."""
-
+_LONG: Final = 200
+"""So many characters of a value are quoted."""
 
 MISSING: Final = "is missing"
 """Why a blank feature of a table is left out, for which something declared can stand."""
@@ -113,13 +114,19 @@ class Sieve:
     def _places(self, rows: dict[int, tuple[str, Any]], values: bool, few: bool) -> str:
         ordered, most = sorted(rows), _CLAMPED if few else _PLACES
         shown = [
-            told + (f": {value!r}" if values and value is not None else "")
+            told + (f": {_quoted(value)}" if values and value is not None else "")
             for told, value in (rows[row] for row in ordered[:most])
         ]
         if len(ordered) > most:
             others = [r + self.first for r in ordered[most:]]
             shown.append(f"and {len(others)} others" if few else f"and rows {_runs(others)}")
         return "; ".join(shown)
+
+
+def _quoted(value: Any) -> str:
+    """A value as it was given, of a long one the beginning."""
+    whole = repr(value)
+    return whole if len(whole) <= _LONG else f"{whole[:_LONG]}... ({len(whole)} characters)"
 
 
 def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
