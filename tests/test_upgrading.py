@@ -14,7 +14,7 @@ from torch.func import vmap
 
 from fedpact.persample import products, rules
 from fedpact.persample.apart import separable
-from fedpact.persample.apart.trace import without_advice
+from fedpact.persample.apart.trace import for_vmap
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def test_advice_on_slow_operations_can_be_switched_off():
         return [warning for warning in told if "performance drop" in str(warning.message)]
 
     assert advice()
-    with without_advice():
+    with for_vmap():
         assert not advice()
     assert advice()
 

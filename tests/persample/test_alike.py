@@ -272,8 +272,8 @@ class Stepped(nn.Module):
 
     def forward(self, x):
         x = x if self.apart else torch.fft.rfft(x, x.shape[2], 2).abs()
-        found = self.layer(x.transpose(0, 1))[0].transpose(0, 1) if self.time_first else None
-        return self.head((self.layer(x)[0] if found is None else found).relu().sum(1))
+        steps, over = (x.transpose(0, 1), 0) if self.time_first else (x, 1)
+        return self.head(self.layer(steps)[0].relu().sum(over))
 
 
 def _steps(kind, width, hidden, apart=True, time_first=False, **more):

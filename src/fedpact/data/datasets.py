@@ -189,9 +189,9 @@ def from_arrays(
         sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
         for end, pair in zip(ends, given, strict=True)
     ]
-    sites = site.tolist() if isinstance(site, np.ndarray) else None
-    if site is not None and sites is None:
-        sites = cells_of(site)
+    sites: Sequence[Any] | None = None
+    if site is not None:
+        sites = site.tolist() if isinstance(site, np.ndarray) else cells_of(site)
     if person is not None and not isinstance(person, np.ndarray):
         person = cells_of(person)
     whose = None if person is None else persons_of(person, parts[0].sieve)

@@ -19,9 +19,9 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import norms, recurrent
-from fedpact.persample.apart.trace import Program, Untraceable, without_advice
+from fedpact.persample.apart.trace import Program, Untraceable, for_vmap
 from fedpact.persample.gradients import Made
-from fedpact.persample.products import Evenly, lying
+from fedpact.persample.products import lying
 from fedpact.persample.share import Share
 
 _logger = logging.getLogger("fedpact")
@@ -110,7 +110,7 @@ class Alone:
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
-        with without_advice(), Evenly():
+        with for_vmap():
             rows, losses = cast(Any, batched)(weights, x.detach(), y)
         return losses, rows
 

@@ -21,7 +21,7 @@ from fedpact.params import FlatModel
 from fedpact.persample import recurrent
 from fedpact.persample.apart.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.apart.separable import kind_of, states
-from fedpact.persample.apart.trace import Program, arguments, evaluated, operation, without_advice
+from fedpact.persample.apart.trace import Program, arguments, evaluated, for_vmap, operation
 from fedpact.persample.gradients import Made, Outer, Through
 from fedpact.persample.products import Evenly
 from fedpact.persample.rules import Call, Place, results_of, shares_of
@@ -202,7 +202,7 @@ class Graph:
                 return back(g)[0][name]
 
             def rows(given: Tensor) -> Tensor:
-                with without_advice(), Evenly():
+                with for_vmap():
                     each = cast(Any, vmap(one))(given.view(-1, *shape))
                 return each.reshape(-1, weights[name].numel())
 

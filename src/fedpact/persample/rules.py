@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from fedpact.persample.apart.places import Where
-from fedpact.persample.apart.trace import without_advice
+from fedpact.persample.apart.trace import for_vmap
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
-from fedpact.persample.products import Evenly, lying
+from fedpact.persample.products import lying
 from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
@@ -282,7 +282,7 @@ def replayed(call: Call) -> Shares:
         return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))
 
     try:
-        with without_advice(), Evenly():
+        with for_vmap():
             rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
     except RuntimeError:
         each = [

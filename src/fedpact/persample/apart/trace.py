@@ -24,7 +24,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, refuse_writing
 from fedpact.persample.apart.cells import CELLS
-from fedpact.persample.products import ALIKE, evenly, evenly_addmm, evenly_matmul
+from fedpact.persample.products import ALIKE, Evenly, evenly, evenly_addmm, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -282,15 +282,16 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def without_advice() -> Generator[None]:
-    """Without torch's warnings that an operation is slow under vmap; one pass has few of them.
+def for_vmap() -> Generator[None]:
+    """What every vmap runs in: products give records the same bits, and torch no advice on speed.
 
-    Not warnings.catch_warnings, which other threads would see.
+    Not warnings.catch_warnings, which other threads would see; one pass has few slow operations.
     """
     switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
     switch(False)
     try:
-        yield
+        with Evenly():
+            yield
     finally:
         switch(True)
 
