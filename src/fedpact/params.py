@@ -59,6 +59,21 @@ def one_thread() -> AbstractContextManager[None]:
     return threads(1)
 
 
+@contextmanager
+def all_digits(vector: Tensor) -> Iterator[None]:
+    """Products in the type they are given in: a GPU may take float32 for numbers of 10 bits."""
+    if vector.device.type != "cuda":
+        yield
+        return
+    backends = cast(Any, torch.backends)
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    try:
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+
+
 def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:
     """Raise ModelError where the module wrote over x, of which `version` was x._version before.
 

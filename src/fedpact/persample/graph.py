@@ -102,6 +102,7 @@ def _tapped(
 class Graph:
     """A traced model whose operations are known to keep records apart. alike: see products.padded.
 
+    in_turn: passes are made one after another, as they draw random numbers or run step by step.
     Raises Untraceable, and Mixed with the operation that is not known to.
     """
 
@@ -120,6 +121,7 @@ class Graph:
         # Where records do not come first torch sums over several of them in one go, and over what
         # is left by other code: over twice as many numbers as it makes of a function.
         self.alike = program.alike * (2 if recurs or moved else 1)
+        self.in_turn = recurs or any(map(_draws, program.nodes))
         numbers = 0 if recurs else sum(map(_instance, self._steps))
         self.instance = numbers * model.vector.element_size()
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
@@ -336,9 +338,15 @@ def _inside(node: Node) -> list[Node]:
     return list(found)
 
 
+_RATES = {_aten.dropout.default: 1, _aten.scaled_dot_product_attention.default: 4}
+"""Where operations are told how much to drop; at a rate of 0 they draw nothing."""
+
+
 def _draws(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    place = _RATES.get(node.target, 0)
+    rate = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0)
+    return torch.Tag.nondeterministic_seeded in tags and not (place and rate == 0)
 
 
 def _instance(step: _Step) -> int:

@@ -14,22 +14,21 @@ What a caller may rely on:
 A kernel changes its module's flags while it works, so it serves one thread: give each its own.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, at_hand, one_thread
+from fedpact.params import FlatModel, all_digits, at_hand, one_thread
 from fedpact.persample.apart.separation import Mixers, check_separation
 from fedpact.persample.bounds import Clip, check_clip, within
-from fedpact.persample.passes import Measured, Passes, one_each, trainable
+from fedpact.persample.passes import Measured, Passes, Team, one_each, trainable
 from fedpact.persample.share import IN_FLOAT32, unit_of
 from fedpact.persample.weighting import SiteSum, Weights, weights_of
 
@@ -38,8 +37,9 @@ _AT_A_TIME = 512
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
 
-# What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each.
-_Measure = Callable[[Tensor, Tensor], Iterable[tuple[slice, Measured]]]
+# What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each; a
+# third argument says which slices.
+_Measure = Callable[..., Iterable[tuple[slice, Measured]]]
 
 
 class PerSampleKernel:
@@ -55,6 +55,7 @@ class PerSampleKernel:
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._passes = Passes(model, loss)
+        self._team = Team(self._passes)
         self._trainable = trainable(model)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class PerSampleKernel:
         if total is not None:
             return within(total, clip, most).to(self.model.vector.dtype)
         weigh = None if weights is None else partial(_asked, weights)
-        return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares)
+        return self._sum(None, x, y, clip, weigh, most, shares)
 
     def clipped_difference(
         self,
@@ -147,7 +148,7 @@ class PerSampleKernel:
         return self._passes.way(x, y)
 
     def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
-        return self._sum(self._passes.gradients, x, y, clip, weigh)
+        return self._sum(None, x, y, clip, weigh)
 
     def _at_once(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
         asked = SiteSum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
@@ -165,7 +166,7 @@ class PerSampleKernel:
 
     def _sum(
         self,
-        measure: _Measure,
+        measure: _Measure | None,
         x: Tensor,
         y: Tensor,
         clip: float,
@@ -173,17 +174,34 @@ class PerSampleKernel:
         most: int | None = None,
         shares: Tensor | None = None,
     ) -> Tensor:
-        """The sum [d] of what `measure` finds; see `slack` for what float32 may add to it."""
+        """The sum [d] of what `measure` finds, by default gradients at the model's weights.
+
+        See `slack` for what float32 may add to it.
+        """
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
         self._mixers.check()
         exact = most is not None or batch > IN_FLOAT32 or self._passes.cut_small(x, y)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        # Several threads share work out by the number of records, and what one of them has of
-        # another form is other code's: one record more would change the others' last bits.
-        with one_thread(), torch.no_grad(), _all_digits(vector):
-            self._add(total, measure, x, y, Clip(clip, unit_of(clip), shares), weigh)
+        # torch's own threads share work out by the number of records, and what one of them has of
+        # another form is other code's: one record more would change the others' last bits. So ours
+        # take blocks of records that are as long whatever the batch.
+        number, bound = torch.get_num_threads(), Clip(clip, unit_of(clip), shares)
+        with one_thread(), torch.no_grad(), all_digits(vector):
+            blocks = self._passes.blocks(x, y) if number > 1 and measure is None else []
+            if len(blocks) < 2:
+                self._add(total, measure or self._passes.gradients, x, y, bound, weigh)
+            else:
+
+                def part(passes: Passes, block: slice) -> Tensor:
+                    found = torch.zeros_like(total)
+                    with torch.no_grad():
+                        self._add(found, passes.gradients, x, y, bound, weigh, [block])
+                    return found
+
+                for one in self._team.over(number, blocks, part):
+                    total += one
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
 
     def _add(
@@ -194,10 +212,11 @@ class PerSampleKernel:
         y: Tensor,
         clip: Clip,
         weigh: _Weigh | None,
+        every: list[slice] | None = None,
     ) -> None:
-        for rows, measured in measure(x, y):
+        for rows, measured in measure(x, y) if every is None else measure(x, y, every):
             w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
-            good = _bad_left_out(measured, w) if at_hand(x) else None
+            good = measured.finite(w) if at_hand(x) else None
             if good is None:
                 c = clip.coefficients(measured.losses, measured.norms, w, rows)
                 measured.add(c.to(total.dtype), total)
@@ -282,21 +301,6 @@ def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[flo
     return loss / count, gradient / count
 
 
-@contextmanager
-def _all_digits(vector: Tensor) -> Generator[None]:
-    """Products in the type they are given in: a GPU may take float32 for numbers of 10 bits."""
-    if vector.device.type != "cuda":
-        yield
-        return
-    backends = cast(Any, torch.backends)
-    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    try:
-        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
-
-
 def check_precision(model: FlatModel) -> None:
     """Raise ModelError for weights too coarse to clip by."""
     if model.vector.dtype not in (torch.float32, torch.float64):
@@ -348,16 +352,6 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
     return w[rows]
-
-
-def _bad_left_out(measured: Measured, w: Tensor | None) -> Tensor | None:
-    """Which records [n] are finite in loss, norm and weight; None where all of them are."""
-    known = [measured.losses, measured.norms] + ([] if w is None else [w])
-    # A sum is finite only if its terms are; it may overflow as well, so the rest is looked at.
-    if math.isfinite(sum(float(t.sum()) for t in known)):
-        return None
-    good = torch.stack(known).isfinite().all(0)
-    return None if good.all() else good
 
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:

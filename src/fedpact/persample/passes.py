@@ -8,7 +8,10 @@ graph    operations that are known to keep records apart, as they were traced (g
 records  each record by itself (alone)
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -34,6 +37,15 @@ from fedpact.persample.share import Share, Space
 _MOST: Final = 1024
 """So many records at most in one pass."""
 
+_BLOCK: Final = {True: 128, False: 32}
+"""So many records a thread measures at a time, where several do: of a chain, and of a graph.
+
+With half of it most chains are no sooner done than by one thread; a graph's passes are longer.
+"""
+
+_WORTHWHILE: Final = 5_000
+"""From so many parameters on: a pass of a smaller model is mostly Python's, which takes turns."""
+
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -56,9 +68,22 @@ class Measured:
     norms: Tensor
     add: Callable[[Tensor, Tensor], None]
 
+    def finite(self, w: Tensor | None) -> Tensor | None:
+        """Which records [n] are finite in loss, norm and weight w [n]; None where all of them are.
+
+        For the host: on a GPU it would have to wait.
+        """
+        known = [self.losses, self.norms] + ([] if w is None else [w])
+        # A sum is finite only if its terms are; it may overflow as well, so the rest is looked at.
+        if math.isfinite(sum(float(t.sum()) for t in known)):
+            return None
+        good = torch.stack(known).isfinite().all(0)
+        return None if good.all() else good
+
 
 Shares = dict[str, list[Share]]
 _Way = Graph | Alone
+_Summed = Callable[["Passes", slice], Tensor]
 
 
 class Passes:
@@ -120,11 +145,16 @@ class Passes:
             found.append(losses[: rows.stop - rows.start])
         return one_each(torch.cat(found), len(x))
 
-    def gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[slice, Measured]]:
-        """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch."""
-        every = self._slices(x, y)
+    def gradients(
+        self, x: Tensor, y: Tensor, every: Sequence[slice] | None = None
+    ) -> Iterator[tuple[slice, Measured]]:
+        """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch.
+
+        every: the slices, by default those of the whole batch.
+        """
+        every = every or self._slices(x, y)
         for rows in every:
-            some = (x, y) if len(every) == 1 else (x[rows], y[rows])
+            some = (x, y) if rows == slice(0, len(x)) else (x[rows], y[rows])
             losses, shares = self._pass(*self._given(*some), held=False)
             yield rows, self._measured(losses, shares, rows)
 
@@ -145,16 +175,42 @@ class Passes:
             both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
             yield rows, self._measured(torch.where(below.isfinite(), above, below), both, rows)
 
+    def blocks(self, x: Tensor, y: Tensor) -> list[slice]:
+        """Slices of the batch that threads may measure side by side, each with passes of its own.
+
+        One where they may not: a GPU has its own threads; a recurrence is as slow for a few records
+        as for many; random numbers are drawn in turn, and records that are given to a model one by
+        one are given to its Python.
+        """
+        whole = [slice(0, len(x))]
+        if self._model.size < _WORTHWHILE or not at_hand(self._model.vector):
+            return whole
+        way = self._chain(x) or self._traced(x, y)
+        if isinstance(way, Alone) or (isinstance(way, Graph) and way.in_turn):
+            return whole
+        block = max(_BLOCK[isinstance(way, Chain)], way.alike)
+        return slices(len(x), min(block, self._length(x, y)))
+
+    def beside(self) -> "Passes":
+        """Passes of the same model for another thread; what was traced serves both."""
+        other = copy(self)
+        other.chain = None if self.chain is None else Chain.of(self._model)
+        other._space = Space()
+        return other
+
     def _slices(self, x: Tensor, y: Tensor) -> list[slice]:
+        return slices(len(x), self._length(x, y))
+
+    def _length(self, x: Tensor, y: Tensor) -> int:
         """So many records at once that most of their gradients can be kept."""
         way = None if self._chain(x) is not None else self._traced(x, y)
         if isinstance(way, Alone):
-            return slices(len(x), way.step)
+            return way.step
         most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
         if way is not None:
             most = min(most, 2 * norms.KEEP_BYTES // max(1, way.activations))
         # A few records at a time would cost more than making their gradients twice.
-        return slices(len(x), min(max(most // ALIKE, 1) * ALIKE, _MOST))
+        return min(max(most // ALIKE, 1) * ALIKE, _MOST)
 
     def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The records as their way takes them.
@@ -227,6 +283,31 @@ class Passes:
         # One by one, as torch.sum adds the last few columns in another order.
         total = sum(squares[1:], squares[0])
         return Measured(losses, torch.where(total > LONGEST**2, torch.inf, total).sqrt_(), add)
+
+
+class Team:
+    """Threads that take a batch's blocks side by side, each with passes of its own.
+
+    Of torch's own threads each takes a part of an operation, by how many records there are, which
+    changes last bits; here each takes whole operations on records that stand together anyway.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = [passes]
+        self._pool: ThreadPoolExecutor | None = None
+
+    def over(self, number: int, blocks: Sequence[slice], summed: _Summed) -> Iterator[Tensor]:
+        """Yield what is summed of each block, in their order, on so many threads."""
+        if self._pool is None or len(self._passes) < number:
+            more = number - len(self._passes)
+            self._passes += [self._passes[0].beside() for _ in range(more)]
+            self._pool = ThreadPoolExecutor(number, "records", lambda: torch.set_num_threads(1))
+        for start in range(0, len(blocks), number):
+            pairs = zip(self._passes, blocks[start : start + number], strict=False)
+            jobs = [self._pool.submit(summed, passes, block) for passes, block in pairs]
+            # All of them, before one's error is told: passes are not to be begun twice.
+            wait(jobs)
+            yield from (job.result() for job in jobs)
 
 
 @cache
