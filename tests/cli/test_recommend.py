@@ -154,6 +154,20 @@ def test_more_sites_than_there_are_records_for_are_refused_before_anything_is_wr
     assert not out.exists()
 
 
+def test_a_task_beside_the_columns_is_not_passed_over(tmp_path):
+    file, columns, out = (tmp_path / name for name in ("t.csv", "study.toml", "out.toml"))
+    rows = "".join(f"{20 + k},{k % 2}\n" for k in range(60))
+    file.write_text("age,ill\n" + rows)
+    asked = (str(file), "--label", "ill", "--epsilon", "1", "--columns", str(columns))
+    of_age = '[records.columns.age]\nrange = [0, 99]\nscale = "range"\n'
+    columns.write_text(f'[task]\nkind = "regression"\nrange = [0, 9]\n{of_age}')
+    done = cli("recommend", *asked)
+    assert "no classes: see [task]; what is recommended is linear" in str(done.exception)
+    columns.write_text(f"[task]\nclass_weights = [1.0, 3.0]\n{of_age}")
+    document("recommend", *asked, "--out", str(out))
+    assert Plan.parse(tomllib.loads(out.read_text())).task.class_weights == [1.0, 3.0]
+
+
 def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
     file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
     file.write_text("\n".join(["age,bmi,ill", *(f"{i},{i % 40},{i % 2}" for i in range(60))]))

@@ -259,6 +259,42 @@ def test_a_replaced_model_passes_verify_and_trains_the_same_number_of_weights(re
     reference.check(new, squared_error, x.double(), torch.zeros(3, 2).double(), rows=rows)
 
 
+class Step(torch.autograd.Function):
+    """A sign whose derivative is said to be 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
+
+
+class Stepped(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.first, self.last, self.step = nn.Linear(4, 6), nn.Linear(6, 2), step
+
+    def forward(self, x):
+        return self.last(self.step(self.first(x)))
+
+
+def test_a_derivative_of_ones_own_is_named_and_what_is_advised_instead_is_exact(reference):
+    x, y = reference.data(5, 4), torch.arange(5) % 2
+    torch.manual_seed(0)
+    own = Stepped(Step.apply).double()
+    with pytest.raises(ModelError, match=r"has a backward pass of its own in Step .*detach"):
+        PerSampleKernel(FlatModel(own), cross_entropy).verify(x, y)
+    advised = Stepped(lambda h: h + (h.sign() - h).detach()).double()
+    advised.load_state_dict(own.state_dict())
+    kernel = PerSampleKernel(FlatModel(advised), cross_entropy)
+    kernel.verify(x, y)
+    loss = cross_entropy(own(x), y).sum()
+    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, [*own.parameters()])])
+    torch.testing.assert_close(kernel.clipped_sum(x, y, 1e6), expected)
+
+
 @pytest.mark.parametrize("wrong", ["at_once", "gradients"])
 def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()

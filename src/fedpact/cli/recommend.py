@@ -57,6 +57,7 @@ class Circumstances:
     records: PlanRecords = _NOTHING
     little: tuple[str, ...] = ()  # columns that say little beside the others
     partition: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def declared(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
 
 
 def declared(columns: Path | None, data: str) -> dict[str, Any]:
-    """Return `records` and `little` of Circumstances. Raises PlanError: columns declares none."""
+    """Return `records`, `little` and `task` of Circumstances. Raises PlanError: none declared."""
     given = columns or known(data)
     if given is None:
         return {}
@@ -107,7 +108,8 @@ def declared(columns: Path | None, data: str) -> dict[str, Any]:
             f"--columns {columns} has no table [records]: expected a configuration that declares "
             "what columns may hold, as [records.columns.age] with range = [0, 120]"
         )
-    found = {"records": Plan.parse({"records": raw["records"]}).records}
+    task = raw.get("task", {})
+    found = {"records": Plan.parse({"records": raw["records"], "task": task}).records, "task": task}
     return found if columns else {**found, "little": KNOWN.get(data, ())}
 
 
@@ -123,7 +125,7 @@ class Recommendation:
     def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
         of = {"data": asked.data, "label": asked.label, "site": asked.site}
-        read = Plan.parse({**of, "records": asked.declared})
+        read = Plan.parse({**of, "records": asked.declared, "task": {**asked.task}})
         data, form = loaded(read), asked.records.shared()
         _check_kind(data)
         asked = _of_sites(asked, data)
@@ -216,6 +218,7 @@ class _Public:
         asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
         of_table = {"label": asked.label, "site": asked.site}
         shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
+        server = {"optimiser": "momentum", "momentum": chosen.momentum}
         return {
             "data": asked.data,
             **{k: v for k, v in of_table.items() if v is not None},
@@ -228,11 +231,7 @@ class _Public:
             **({"features": self.features} if self.features else {}),
             "logistic": self._logistic(self.features),
             "settings": {"learning_rate": float(f"{chosen.learning_rate:.3g}"), "local_steps": 1},
-            **(
-                {"server": {"optimiser": "momentum", "momentum": chosen.momentum}}
-                if chosen.momentum
-                else {}
-            ),
+            **({"server": server} if chosen.momentum else {}),
             "privacy": {
                 "epsilon": asked.epsilon,
                 "delta": asked.delta,
@@ -241,6 +240,7 @@ class _Public:
             },
             # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
             **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
+            **({"task": {**asked.task}} if asked.task else {}),
             # Last, as it may be long.
             **({"records": asked.declared} if asked.declared else {}),
         }

@@ -122,7 +122,8 @@ def table_of(
         if column not in columns and not (role != "label" and column is None):
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{', '.join(columns)}; give it as {role}=..."
+                f"{', '.join(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+                "where a command has it"
             )
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         if odd := [c for c in names if c not in columns or c in roles.values()]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import (
     _InstanceNorm as InstanceNorm,  # pyright: ignore[reportPrivateUsage]
@@ -35,6 +36,12 @@ _MIXES = (
     "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
     "for means over the batch, for branches on values, and for a layer whose leading dimension is "
     "not the batch (batch_first=False)"
+)
+_OWN = (
+    "model {} has a backward pass of its own in {} (torch.autograd.Function), which is not the "
+    "derivative of what it computes: {} differs from what its records give one by one. Write it "
+    "with operations alone; for a derivative of another function h(x) than f(x), as of a straight-"
+    "through estimator, h(x) + (f(x) - h(x)).detach()"
 )
 
 
@@ -92,6 +99,10 @@ class Tried(Protocol):
         """The gradients [B, d], each of a batch of one."""
         ...
 
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] by the model itself, with what autograd recorded."""
+        ...
+
 
 def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
     """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
@@ -127,7 +138,8 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
             for clip in (math.inf, _telling_clip(_norms(rows))):
                 if clip > 0:
                     found = _contributions(tried, x[:n], y[:n], clip)
-                    _compare(module, found, rows[:n], clip)
+                    if not _alike(found, rows[:n], clip):
+                        raise _mixing(tried, f"what a record adds to a batch of {n}", x[:n], y[:n])
         _check_large(tried, x, y)
 
 
@@ -177,8 +189,34 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     found = tried.summed(x[chosen], y[chosen], clip, w).double()
     error = float(_norms((found - c @ rows[chosen])[None]))
     if not error <= 100 * _TOLERANCE[w.dtype] * LARGE * clip:
-        name = type(tried.model.module).__name__
-        raise ModelError(_MIXES.format(name, f"the sum over a batch of {LARGE}"))
+        raise _mixing(tried, f"the sum over a batch of {LARGE}", x, y)
+
+
+def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
+    """The error for records x, y [B, ...] of which what is said differs from each alone."""
+    name = type(tried.model.module).__name__
+    if own := _own_derivatives(tried.losses(x, y)):
+        return ModelError(_OWN.format(name, ", ".join(own), what))
+    return ModelError(_MIXES.format(name, what))
+
+
+def _own_derivatives(losses: Tensor) -> list[str]:
+    """The names of the functions behind losses that bring a backward pass of their own.
+
+    A trace holds what such a function computes, and that is differentiated; what it says of its
+    derivative is in no trace.
+    """
+    found: dict[str, None] = {}
+    left, seen = [losses.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found[cast(Any, node)._forward_cls.__name__] = None
+        left += [before for before, _ in node.next_functions]
+    return list(found)
 
 
 def _telling_clip(norms: Tensor) -> float:
@@ -191,15 +229,14 @@ def _telling_clip(norms: Tensor) -> float:
     return max(0.5 * float(torch.median(norms)), 1e-3 * longest)
 
 
-def _compare(module: nn.Module, found: Tensor, rows: Tensor, clip: float) -> None:
+def _alike(found: Tensor, rows: Tensor, clip: float) -> bool:
+    """Whether what records add is their gradients, clipped, both [B, d]."""
     norms = _norms(rows)
     expected = rows * torch.clamp(clip / norms, max=1)[:, None]
     scale = torch.clamp(torch.maximum(norms, 1e-3 * torch.amax(norms)), max=clip)
     error = _norms(found - expected)
     # A gradient of 0 asks for 0; "not all good" refuses NaN as well.
-    if not (error <= _TOLERANCE[rows.dtype] * scale).all():
-        what = f"what a record adds to a batch of {len(rows)}"
-        raise ModelError(_MIXES.format(type(module).__name__, what))
+    return bool((error <= _TOLERANCE[rows.dtype] * scale).all())
 
 
 def _norms(rows: Tensor) -> Tensor:
