@@ -32,6 +32,19 @@ def test_so_is_that_of_what_is_beyond_the_papers():
     assert stored == beyond.readme(), "run `make evidence`"
 
 
+def test_what_the_page_counts_as_left_is_what_the_command_would_make():
+    table = page.whole().split("## How much of it is measured")[1].split("\n\n")[1]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    for group in {run.group for run in RUNS}:
+        left = {(run, seed) for run, seed in missing(Stored(), []) if run.group == group}
+        mine = [row for row in rows if row[0] == group]
+        of_group = {run for run in RUNS if run.group == group}
+        assert sum(int(n) for row in mine for n in row[2:5]) == len(of_group)
+        assert sum(int(row[2]) for row in mine) == len(of_group - {run for run, _ in left})
+        hours = sum(run.minutes for run, _ in left) / 60
+        assert sum(float(row[5]) for row in mine) == pytest.approx(hours, abs=0.0501 * len(mine))
+
+
 def _means() -> set[str]:
     """Every mean over seeds that what is stored allows, as the page writes numbers."""
     series: list[tuple[int, list[float]]] = []

@@ -5,6 +5,8 @@ from typing import Final
 
 from experiments.evidence import page_ali, page_fedfdp, page_others
 from experiments.evidence.cells import Book
+from experiments.evidence.order import ORDER
+from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
 
 PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
@@ -38,7 +40,26 @@ def whole(stored: Stored | None = None) -> str:
         "what is missing seed by seed.",
         "\n".join(left),
     )
-    return "\n\n".join((HEAD, *parts, *(end if left else ()))) + "\n"
+    return "\n\n".join((HEAD, *_coverage(book.stored), *parts, *(end if left else ()))) + "\n"
+
+
+def _coverage(stored: Stored) -> tuple[str, str]:
+    """How much of what the tables have places for is measured, by group of runs and model."""
+    lines = ["| runs of | model | with three seeds | with fewer | not run | hours of a core left |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    groups: dict[tuple[str, str], dict[Run, list[int]]] = {}
+    for run, seed in ORDER:
+        kind = "logistic" if run.kind == "stacked" else run.kind
+        groups.setdefault((run.group, kind), {}).setdefault(run, []).append(seed)
+    for (group, kind), runs in sorted(groups.items()):
+        done = [sum(stored.whole(run, seed) for seed in seeds) for run, seeds in runs.items()]
+        asked = [len(seeds) for seeds in runs.values()]
+        whole = sum(d == a for d, a in zip(done, asked, strict=True))
+        none = done.count(0)
+        left = sum((a - d) * r.minutes for r, a, d in zip(runs, asked, done, strict=True)) / 60
+        counts = f"{whole} | {len(runs) - whole - none} | {none} | {left:.1f}"
+        lines.append(f"| {group} | {kind} | {counts} |")
+    return "## How much of it is measured", "\n".join(lines)
 
 
 def write(place: Path = PAGE) -> None:
