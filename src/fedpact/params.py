@@ -49,6 +49,16 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def begin_alone() -> None:
+    """Have torch compute on the calling thread alone from now on: how a thread of a pool begins.
+
+    torch gives a thread its number at the first operation that asks, by what any other thread has
+    set last, and would do so after it was set here. So it is asked for first.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
 def one_thread() -> AbstractContextManager[None]:
     """Have torch compute on this thread alone meanwhile.
 

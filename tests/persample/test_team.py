@@ -5,6 +5,7 @@ sums, one after another on one thread, bit for bit, on however many threads.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.persample.attacked import allowed
 from torch import nn
 
 from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel, threads
+from fedpact.params import FlatModel, begin_alone, threads
 from fedpact.persample import passes
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.weighting import Fair
@@ -191,7 +192,7 @@ def test_what_is_drawn_or_taken_step_by_step_stays_on_one_thread(name):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(IN_TURN[name]()), cross_entropy)
     x, y = torch.randn(100, 3, 6, 6), torch.arange(100) % 3
-    assert kernel._passes.blocks(x, y) == [slice(0, 100)]
+    assert kernel._passes.blocks(x, y) == []
     torch.manual_seed(1)
     with threads(1):
         expected = kernel.clipped_sum(x, y, CLIP)
@@ -220,4 +221,80 @@ def test_small_models_are_one_threads(monkeypatch):
     monkeypatch.undo()
     kernel, x, y = made("chain", 1000)
     assert kernel.model.size < passes._WORTHWHILE
-    assert kernel._passes.blocks(x, y) == [slice(0, 1000)]
+    assert kernel._passes.blocks(x, y) == []
+
+
+def test_a_thread_of_ones_own_stays_one_whatever_others_set_as_it_begins():
+    """torch gives a new thread what was set last, at its first operation: seen in half of 60."""
+    over = threading.Event()
+
+    def setting():
+        while not over.is_set():
+            with threads(3):
+                pass
+
+    other = threading.Thread(target=setting)
+    other.start()
+    try:
+        for _ in range(60):
+            with ThreadPoolExecutor(1, initializer=begin_alone) as pool:
+                pool.submit(lambda: torch.ones(40_000).exp().sum()).result()
+                assert pool.submit(torch.get_num_threads).result() == 1
+    finally:
+        over.set()
+        other.join()
+
+
+def test_one_block_goes_the_way_of_two():
+    """What the calling thread is told of itself would hold for one block and not for two."""
+    torch.manual_seed(0)
+    model = FlatModel(Own(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)))
+    x, y = torch.rand(1, 12).expand(LENGTH + 1, 12).clone(), torch.zeros(LENGTH + 1).long()
+    kernel = PerSampleKernel(model, cross_entropy)
+    with threads(2), torch.autocast("cpu"):
+        one, two = (kernel.clipped_sum(x[:n], y[:n], CLIP) for n in (LENGTH, LENGTH + 1))
+    assert float((two - one).norm()) <= allowed(LENGTH, CLIP)
+
+
+def test_a_sum_that_was_interrupted_leaves_the_next_one_as_it_is(monkeypatch):
+    """What is at work still goes on with its own passes: the next sum has others."""
+    model = FlatModel(nn.Sequential(*_convolutional()))
+    x, y = torch.rand(4 * LENGTH, 3, 6, 6), torch.arange(4 * LENGTH) % 3
+    kernel = PerSampleKernel(model, cross_entropy)
+    with threads(2):
+        expected = kernel.clipped_sum(x, y, CLIP)
+        before = kernel._team._passes
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                kernel.clipped_sum(1e3 * x, y, CLIP)
+        assert torch.equal(kernel.clipped_sum(x, y, CLIP), expected)
+    assert not {*map(id, before)} & {*map(id, kernel._team._passes)}
+
+
+def test_a_team_takes_the_ways_that_its_model_has_now():
+    model = nn.Sequential(*_convolutional())
+    x, y = torch.rand(3 * LENGTH, 3, 6, 6), torch.arange(3 * LENGTH) % 3
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    hook = model[0].register_forward_hook(lambda *_: None)
+    with threads(2):
+        kernel.clipped_sum(x, y, CLIP)
+        hook.remove()
+        kernel.clipped_sum(x, y, CLIP)
+    assert all(one.chain is not None for one in kernel._team._passes)
+
+
+def test_a_fork_sums_with_threads_of_its_own():
+    model = FlatModel(nn.Sequential(*_convolutional()))
+    x, y = torch.rand(3 * LENGTH, 3, 6, 6), torch.arange(3 * LENGTH) % 3
+    kernel = PerSampleKernel(model, cross_entropy)
+    with threads(2):
+        kernel.clipped_sum(x, y, CLIP)
+        pool = kernel._team._pool
+        kernel._team._of = (0, kernel._team._of[1])  # as a process of another number finds it
+        kernel.clipped_sum(x, y, CLIP)
+    assert kernel._team._pool is not pool

@@ -15,11 +15,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, Protocol, Self
 
-import torch
-
 from fedpact.client import Client
 from fedpact.draws.seeded import SeededDraws
 from fedpact.messages import Refusal, Reply, Task
+from fedpact.params import begin_alone
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 
@@ -99,7 +98,7 @@ class InProcess:
         for one in tables:
             self._free.put(one)
         # torch counts intra-op threads per thread, so each worker sets its own.
-        self._pool = ThreadPoolExecutor(workers, "site", lambda: torch.set_num_threads(1))
+        self._pool = ThreadPoolExecutor(workers, "site", begin_alone)
 
     def __enter__(self) -> Self:
         return self

@@ -35,6 +35,7 @@ from fedpact.features.backbone import Backbone, source_of
 from fedpact.features.kinds import KINDS
 from fedpact.features.made import MADE, made_images
 from fedpact.features.settings import FeatureSettings
+from fedpact.params import begin_alone
 from fedpact.persample.products import aligned, linear
 
 VERSION: Final = 2
@@ -203,7 +204,7 @@ def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> It
     at work on a core, and what it rounds would follow from how many there are.
     """
     number, waiting = torch.get_num_threads(), deque[Future[Tensor]]()
-    pool = ThreadPoolExecutor(number, "features", lambda: torch.set_num_threads(1))
+    pool = ThreadPoolExecutor(number, "features", begin_alone)
     try:
         for part in parts:
             if len(waiting) == 2 * number:

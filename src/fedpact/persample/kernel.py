@@ -190,7 +190,9 @@ class PerSampleKernel:
         number, bound = torch.get_num_threads(), Clip(clip, unit_of(clip), shares)
         with one_thread(), torch.no_grad(), all_digits(vector):
             blocks = self._passes.blocks(x, y) if number > 1 and measure is None else []
-            if len(blocks) < 2:
+            # One block, too: what a thread is told of itself, as of autocast, holds for that one,
+            # and one record more would move all others to another.
+            if not blocks:
                 self._add(total, measure or self._passes.gradients, x, y, bound, weigh)
             else:
 

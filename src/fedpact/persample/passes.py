@@ -9,6 +9,7 @@ records  each record by itself (alone)
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import copy
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand
+from fedpact.params import FlatModel, at_hand, begin_alone
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.places import Mixed
@@ -178,16 +179,15 @@ class Passes:
     def blocks(self, x: Tensor, y: Tensor) -> list[slice]:
         """Slices of the batch that threads may measure side by side, each with passes of its own.
 
-        One where they may not: a GPU has its own threads; a recurrence is as slow for a few records
-        as for many; random numbers are drawn in turn, and records that are given to a model one by
-        one are given to its Python.
+        None of them where they may not: a GPU has its own threads; a recurrence is as slow for a
+        few records as for many; random numbers are drawn in turn, and records that are given to a
+        model one by one are given to its Python.
         """
-        whole = [slice(0, len(x))]
         if self._model.size < _WORTHWHILE or not at_hand(self._model.vector):
-            return whole
+            return []
         way = self._chain(x) or self._traced(x, y)
         if isinstance(way, Alone) or (isinstance(way, Graph) and way.in_turn):
-            return whole
+            return []
         block = max(_BLOCK[isinstance(way, Chain)], way.alike)
         return slices(len(x), min(block, self._length(x, y)))
 
@@ -244,7 +244,7 @@ class Passes:
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""
-        key = (self._state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        key = (self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype)
         if key not in self._ways:
             try:
                 self._ways[key] = Graph(self._model, self._loss, x, y)
@@ -252,8 +252,8 @@ class Passes:
                 self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
         return self._ways[key]
 
-    def _state(self) -> tuple[object, ...]:
-        """What of a model's state a trace follows."""
+    def state(self) -> tuple[object, ...]:
+        """What of a model's state a way follows."""
         return tuple(
             (
                 m.training,
@@ -293,20 +293,27 @@ class Team:
     """
 
     def __init__(self, passes: Passes) -> None:
-        self._passes = [passes]
+        self._first = passes
+        self._of: tuple[object, ...] = ()
+        self._passes: list[Passes] = []
         self._pool: ThreadPoolExecutor | None = None
 
     def over(self, number: int, blocks: Sequence[slice], summed: _Summed) -> Iterator[Tensor]:
         """Yield what is summed of each block, in their order, on so many threads."""
-        if self._pool is None or len(self._passes) < number:
-            more = number - len(self._passes)
-            self._passes += [self._passes[0].beside() for _ in range(more)]
-            self._pool = ThreadPoolExecutor(number, "records", lambda: torch.set_num_threads(1))
+        # A fork has no threads, and a model in another state may take another way.
+        of = (os.getpid(), self._first.state())
+        if self._pool is None or self._of != of or len(self._passes) < number:
+            self._of, self._passes = of, [self._first.beside() for _ in range(number)]
+            self._pool = ThreadPoolExecutor(number, "records", begin_alone)
         for start in range(0, len(blocks), number):
             pairs = zip(self._passes, blocks[start : start + number], strict=False)
             jobs = [self._pool.submit(summed, passes, block) for passes, block in pairs]
             # All of them, before one's error is told: passes are not to be begun twice.
-            wait(jobs)
+            try:
+                wait(jobs)
+            except BaseException:  # as Ctrl-C: what is at work goes on with what is let go of here
+                self._passes, self._pool = [], None
+                raise
             yield from (job.result() for job in jobs)
 
 
