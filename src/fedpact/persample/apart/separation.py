@@ -214,7 +214,7 @@ def _own_derivatives(losses: Tensor) -> list[str]:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
-            found[cast(Any, node)._forward_cls.__name__] = None
+            found[type(node).__name__.removesuffix("Backward")] = None
         left += [before for before, _ in node.next_functions]
     return list(found)
 
