@@ -16,7 +16,7 @@ from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
 from fedpact.engines.together import held, keep_before, put_back, restored
 from fedpact.errors import PlanError
-from fedpact.folder import Folder, check_out, folder_of_run
+from fedpact.folder import Folder, check_out, folder_of_run, unused
 from fedpact.messages import RoundRecord
 from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
 from fedpact.plan import Plan
@@ -314,4 +314,4 @@ def default_folder(plan: Plan) -> Path:
     # A path's last part, or a name such as synthetic(0.5,0.5), as a folder may be called.
     data = re.sub(r"\.(csv|parquet|npz)$", "", Path(plan.data).name)
     data = re.sub(r"[^A-Za-z0-9._+-]+", "-", data).strip("-")
-    return Path("runs") / f"{plan.algorithm}-{data}-{now}"
+    return unused(Path("runs") / f"{plan.algorithm}-{data}-{now}")

@@ -28,6 +28,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ def named_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float
     mean, deviation = by.chunk(2)
     named = zip(names, mean.tolist(), deviation.tolist(), strict=True)
     return {name: {"mean": m, "deviation": d} for name, m, d in named}
+
+
+def unused(path: Path) -> Path:
+    """Return a path, or with the first number behind it that nothing has: names go by seconds."""
+    numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
+    return next(one for one in chain([path], numbered) if not one.exists())
 
 
 def check_out(out: Path) -> Path:

@@ -219,3 +219,13 @@ def test_a_runs_folder_is_named_after_the_data_and_is_one_folder(name, shown):
     folder = default_folder(Plan(data=name, label="y" if "csv" in name else None))
     assert folder.parent == Path("runs")
     assert re.fullmatch(rf"fedavg-{re.escape(shown)}-\d{{8}}-\d{{6}}", folder.name)
+
+
+def test_runs_begun_within_a_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(data="digits")
+    found = []
+    for _ in range(3):
+        found.append(default_folder(plan))
+        found[-1].mkdir(parents=True)
+    assert len({*found}) == 3

@@ -76,6 +76,19 @@ def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(bef
     assert Plan.parse({**SMALL, "initial": said}).initial.told().endswith("public digits.")
 
 
+def test_words_of_ones_own_stand_beside_what_a_run_has_written_and_not_in_its_place(tmp_path):
+    folder, plain = tmp_path / "run", tmp_path / "plain"
+    fedpact.run(Plan.parse(SMALL), folder)
+    fedpact.run(Plan.parse(PLAIN), plain)
+    for weights, known in ((folder, "private run run, which spent"), (plain, "had no privacy")):
+        said = {"weights": str(weights), "trained_on": "public"}
+        plan = Plan.parse({**SMALL, "initial": said})
+        assert known in plan.initial.told()
+        assert plan.initial.told().endswith("said of it: public.")
+        # A plan that was written says the same when it is read again.
+        assert Plan.parse(json.loads(plan.model_dump_json())) == plan
+
+
 def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):
     folder = tmp_path / "run"
     fedpact.run(Plan.parse({**SMALL, "server": {"average": "exponential"}}), folder)

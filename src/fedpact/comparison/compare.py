@@ -21,7 +21,7 @@ from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
-from fedpact.folder import Folder, check_out
+from fedpact.folder import Folder, check_out, unused
 from fedpact.methods.released import check_as_declared
 from fedpact.own.named import is_handed
 from fedpact.plan import Plan
@@ -205,7 +205,7 @@ def untimed(plans: Mapping[str, Plan], jobs: int) -> int:
 
 def comparison_folder() -> Path:
     """Return a new folder's name under runs/."""
-    return Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    return unused(Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
 
 
 def shares(jobs: int, runs: int) -> tuple[int, int]:

@@ -39,6 +39,8 @@ _INSTEAD = (
 )
 _ITSELF = ", by itself: it adds to this run's for whoever is in both"
 """In what a run says of its weights: whoever speaks for more than these says it otherwise."""
+_BESIDE = "; said of it: "
+"""What stands between what a run has written of its weights, and words of one's own."""
 
 
 class InitialSettings(BaseModel):
@@ -85,6 +87,11 @@ class InitialSettings(BaseModel):
             self._found("sha256", hashlib.sha256(block).hexdigest())
             if self.trained_on is None:
                 self._found("trained_on", _told_by(self.file(), self.sha256)[0])
+        said = self.trained_on or _ITSELF
+        if _ITSELF not in said and _BESIDE not in said:
+            # Words of one's own stand beside what the run has written, never in its place.
+            known = _told_by(self.file(), self.sha256)[0] or _without_privacy(self.file())
+            self._found("trained_on", f"{known}{_BESIDE}{said}" if known else said)
         return self
 
     def _found(self, name: str, value: str | None) -> None:
@@ -123,7 +130,8 @@ class InitialSettings(BaseModel):
         over, as zeros and ones are.
         """
         given = self.weights is not None
-        if self.trained_on is not None and not (given and _ITSELF in self.trained_on):
+        said = self.trained_on
+        if said is not None and not (given and _ITSELF in said and _BESIDE not in said):
             return
         ours, theirs = all_held(first), all_held(second)
         if given:
@@ -267,3 +275,14 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         return "; before that, on: ".join([told, *filter(None, before)]), ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None, ""
+
+
+def _without_privacy(file: Path) -> str:
+    """Return what the plan in a file's folder says of it, if that is of a run without privacy."""
+    try:
+        plan = json.loads((file.parent / "plan.json").read_bytes())
+        if plan["privacy"]["mode"] != "none":
+            return ""
+        return f"{plan['data']} by the run {file.parent.name}, which had no privacy"
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
