@@ -376,6 +376,21 @@ def test_a_run_goes_on_with_other_workers(tmp_path):
     assert simulate(more, tmp_path / "run").summary["status"] == "finished"
 
 
+def test_a_run_does_not_go_on_with_other_records(tmp_path):
+    """Its statement is of one data set, and a round carried out again would be another release."""
+    out, file = tmp_path / "run", tmp_path / "t.csv"
+    rows = [f"{20 + k},{k % 2}" for k in range(200)]
+    file.write_text("\n".join(["age,ill", *rows]))
+    mine = plan(data=str(file), label="ill", model="logistic")
+    simulate(mine, out, stop=iter([False, False, True]).__next__)
+    # Another age: neither classes nor the number of their records change.
+    file.write_text("\n".join(["age,ill", "33,0", *rows[1:]]))
+    with pytest.raises(PlanError, match="begun on other records: its data have changed"):
+        simulate(mine, out)
+    file.write_text("\n".join(["age,ill", *rows]))
+    assert simulate(mine, out).summary["status"] == "finished"
+
+
 @pytest.mark.parametrize("begun", [None, 1, DRAWS - 1, DRAWS + 1])
 def test_a_run_of_other_draws_is_finished_by_nobody_else(tmp_path, begun):
     """A round carried out again would be another release under the first one's charge."""

@@ -1,9 +1,14 @@
 """Whether a folder's run can go on: what it is of, whether its ledgers tell all, and its draws."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedpact.data.given.handed import digest_of
 from fedpact.draws.seeded import DRAWS
+from fedpact.engines.process import available_cores
+from fedpact.engines.run import environment_of
+from fedpact.engines.scene import Scene
 from fedpact.errors import LedgerError, PlanError
 from fedpact.files import PARTIAL
 from fedpact.folder import LOCK, Checkpoint, Folder
@@ -35,6 +40,37 @@ def is_known(folder: Folder, plan: Plan) -> bool:
         )
     # Without a state it ended before round 0 was written: nothing was released, so begin again.
     return (folder.path / "state.safetensors").exists()
+
+
+def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[str, Any]:
+    """Return environment.json, which is written, with what else the run is of, unless it is known.
+
+    given: whether the data set is none that the plan names; what it names has to hold the same
+    records as when the run began. A round that is carried out again would be another release under
+    the first one's charge, and what a record has spent would be told of a run that it was in for a
+    part. Raises PlanError: others.
+    """
+    digest = "" if given else digest_of(scene.raw)
+    # It may have ended before round 0 was written. What was released till then is released again,
+    # as the same draws of the same run, so that it is not charged twice.
+    if not known and not (folder.path / "environment.json").exists():
+        facts = {"data": "given"} if given else {"records": digest}
+        name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
+        environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        # The plan comes first: it says whose folder this is, should nothing else be written.
+        folder.write_json(FIRST, scene.plan.document())
+        scene.partition.save(folder.partition)
+        folder.write_json("environment.json", environment)
+    environment = folder.read_json("environment.json")
+    # Runs of before it was written do not say, nor do those of what Python handed in, whose name
+    # has it.
+    if digest and environment.get("records", digest) != digest:
+        raise PlanError(
+            f"{folder.path} holds a run that was begun on other records: its data have changed "
+            "since. Put them back as they were, or start anew in another folder with --out"
+        )
+    return environment
 
 
 def check_complete(at: Checkpoint, runs: Sequence[str], ledgers: dict[str, Ledger]) -> None:

@@ -7,7 +7,6 @@ where it was finished. Nothing is written before the whole plan, data and model 
 import json
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,15 +19,14 @@ from torch import nn
 from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
-from fedpact.draws.seeded import DRAWS
 from fedpact.engines.asked import GivenForm
 from fedpact.engines.evaluation import Evaluator
 from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
-from fedpact.engines.resume import FIRST, check_complete, check_draws, is_known
-from fedpact.engines.run import environment_of, finish, start, tell_waits
+from fedpact.engines.resume import check_complete, check_draws, is_known, setting
+from fedpact.engines.run import finish, start, tell_waits
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
 from fedpact.engines.served import Evaluated, Predictions, Served
@@ -134,11 +132,9 @@ def simulate(
     if plan.after and not known:
         check_begun(plan, Checkpoint(State(), 0, {}))
     scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
-    if not known:
-        if told := scene.columns_used:
-            print(told, file=sys.stderr)
-        _write_setting(folder, scene, given=data is not None)
-    environment = folder.read_json("environment.json")
+    if not known and (told := scene.columns_used):
+        print(told, file=sys.stderr)
+    environment = setting(folder, scene, known=known, given=data is not None)
     run = environment["run"]
     with ExitStack() as stack:
         sites = _sites(scene, folder, run)
@@ -263,22 +259,6 @@ def _on_ray(
 
 def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
     return ledgers[site].spent(run)
-
-
-def _write_setting(folder: Folder, scene: Scene, *, given: bool) -> None:
-    """Write what the run is of. given: whether the data set is none that the plan names."""
-    if (folder.path / "environment.json").exists():
-        # It ended before round 0 was written. What was released till then is released again, as the
-        # same draws of the same run, so that it is not charged twice.
-        return
-    facts = {"data": "given"} if given else {}
-    name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
-    environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    # The plan comes first: it says whose folder this is, should nothing else be written.
-    folder.write_json(FIRST, scene.plan.document())
-    scene.partition.save(folder.partition)
-    folder.write_json("environment.json", environment)
 
 
 def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:

@@ -48,7 +48,8 @@ class InitialSettings(BaseModel):
 
     weights: a file of the model's weights (.safetensors or torch's), or the folder of a run that
     has ended. sha256: of that file; by default as it is when the plan is read.
-    trained_on: what the weights were chosen by; a private run that has ended says it by itself.
+    trained_on: what the weights were chosen by; a private run that has ended says it by itself, and
+    what a run says stands beside it.
     Without weights: what those were chosen by that a model of one's own brings.
     """
 
