@@ -154,6 +154,13 @@ def test_more_sites_than_there_are_records_for_are_refused_before_anything_is_wr
     assert not out.exists()
 
 
+def test_a_mirror_is_refused_for_what_is_no_image(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("age,ill\n" + "".join(f"{20 + k},{k % 2}\n" for k in range(60)))
+    done = cli("recommend", str(file), "--label", "ill", "--epsilon", "1", "--mirror")
+    assert "mirror is True for records of shape (1,)" in str(done.exception)
+
+
 def test_a_task_beside_the_columns_is_not_passed_over(tmp_path):
     file, columns, out = (tmp_path / name for name in ("t.csv", "study.toml", "out.toml"))
     rows = "".join(f"{20 + k},{k % 2}\n" for k in range(60))

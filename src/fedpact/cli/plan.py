@@ -329,13 +329,13 @@ def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
         f"The choice has {gains} times the signal to noise at the same (ε, δ). Set it by rounds = "
-        "T / τ, sampling_rate and settings.local_steps, without privacy.sigma."
+        "T / τ (one number for all sites: of unlike choices begin with the fewest), sampling_rate "
+        "and settings.local_steps, without privacy.sigma."
     )
     pay = [case["useful_rounds"] for case in chosen["cases"] if case["useful_rounds"]]
     if pay:
         out.print(
-            "With all records in each batch every T has the same signal to noise. A linear model "
-            f"on unit rows makes use of {', '.join(map(str, pay))} rounds at this one (fedpact "
-            "recommend has the step that goes with them); more train on noise, fewer take steps "
-            "that overshoot."
+            f"A linear model on unit rows makes use of {', '.join(map(str, pay))} rounds at this "
+            "signal to noise, the same for every T with all records in each batch (fedpact "
+            "recommend has the step); more train on noise, fewer take steps that overshoot."
         )

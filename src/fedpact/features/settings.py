@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from fedpact.errors import FedpactError
+from fedpact.errors import FedpactError, InputError
 from fedpact.features.kinds import KINDS
 from fedpact.models.weights import lowered
 
@@ -154,9 +154,15 @@ check_kinds()
 def suited(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
     """Return the [features] table for records of this shape; none for tables.
 
-    mirror: whether images mean the same mirrored, None: where they are in colour.
+    mirror: whether images mean the same mirrored, None: where they are in colour. Raises
+    InputError: it is said of what is no image.
     """
     if len(shape) not in (2, 3) or min(shape[-2:]) < _SMALLEST_IMAGE:
+        if mirror is not None:
+            raise InputError(
+                f"mirror is {mirror} for records of shape {shape}, which get no features: expected "
+                f"images of {_SMALLEST_IMAGE} x {_SMALLEST_IMAGE} or more; leave it out"
+            )
         return {}
     channels = shape[0] if len(shape) == 3 else 1
     mirrored = channels > 1 if mirror is None else mirror
