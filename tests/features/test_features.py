@@ -4,6 +4,8 @@ import hashlib
 import logging
 import math
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -303,6 +305,31 @@ def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatc
     assert Extractor(chosen, (2, 3), 0, tmp_path).key == before
     monkeypatch.setattr(backbones_of_users, "SCALE", 2.0)
     assert Extractor(chosen, (2, 3), 0, tmp_path).key != before
+
+
+def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_path):
+    """Of another file than the factory's, with a threshold beyond what is tried."""
+    (tmp_path / "mine.py").write_text(
+        "from helping import G\n\n\ndef made(shape):\n    return G()\n"
+    )
+    helping = (
+        "from torch import nn\n\n\nclass G(nn.Module):\n"
+        "    def forward(self, x):\n        return (x.flatten(1) > LEAST).float()\n"
+    )
+    asked = (
+        "from pathlib import Path\n"
+        "from fedpact.features.extract import Extractor\n"
+        "from fedpact.features.settings import FeatureSettings\n"
+        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
+        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
+    )
+    found = []
+    for least in ("300", "128", "300"):
+        (tmp_path / "helping.py").write_text(helping.replace("LEAST", least))
+        command = [sys.executable, "-B", "-c", asked]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        found.append(made.stdout)
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize("name", ["counting_some", "noisy"])

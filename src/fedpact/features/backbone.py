@@ -19,6 +19,7 @@ from fedpact.errors import ModelError
 from fedpact.features.held import Held
 from fedpact.features.settings import FeatureSettings
 from fedpact.models.weights import checked, tensors_of
+from fedpact.own.digests import digest_of_module
 from fedpact.own.named import own_factory
 
 _FORM = "factory(shape) -> nn.Module"
@@ -107,8 +108,9 @@ class Backbone:
             again = [self._answer(x) for x in reversed(made)][::-1]
         of = (*self._module.parameters(), *self._module.buffers())
         state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
-        # Code that the factory's file imports is in what it answers.
-        self.fingerprint = hashlib.sha256(b"".join([*state, *once])).hexdigest()
+        # Of code in other files than the factory's: what it refers to, and what it answers.
+        code = digest_of_module(self._module).encode()
+        self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()
         if once != again:
             raise ModelError(
                 f"{self._name} answers a record otherwise after others: expected a module without "
