@@ -22,7 +22,7 @@ from fedpact.draws.seeded import stream
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.errors import FedpactError, ModelError, PlanError
-from fedpact.features import cache, settings
+from fedpact.features import cache, extract, settings
 from fedpact.features.cache import beside, features
 from fedpact.features.extract import Extractor
 from fedpact.features.kinds import KINDS, FeatureKind
@@ -527,6 +527,14 @@ def test_an_audit_attacks_the_model_of_the_features():
     scene = Scene.of(Plan.parse({**DIGITS, "rounds": 1}), data)
     assert scene.dataset.x.shape != scene.raw.x.shape
     assert membership(scene).members == sum(len(site.y) for site in scene.sites)
+
+
+def test_what_takes_long_is_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
+    Extractor(FeatureSettings(kind="scattering", whiten=False), (8, 8), 0, tmp_path)(
+        torch.rand(100, 8, 8)
+    )
+    assert "features of 100 of 100 records" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the cache

@@ -18,6 +18,8 @@ ways agree.
 
 import hashlib
 import json
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +48,8 @@ _AT_ONCE: Final = 8
 """So many images have their maps at a time: those of more leave the processor's cache."""
 _SHRINKAGE: Final = 0.4
 _MOST_WHITENED: Final = 8192
+TELL_EVERY: Final = 10.0
+"""Seconds: so often this machine's owner is told how far it is."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,14 @@ class Extractor:
         """Return the features of records x [n, *shape], float32 on the CPU."""
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
-        size = 1 if self._settings.factory else _BATCH
+        size, told = 1 if self._settings.factory else _BATCH, time.monotonic()
         for start, some in zip(range(0, len(x), size), self._each(x), strict=True):
             rows = slice(start, start + size)
             good[rows] = some.isfinite().all(1)
             found[rows] = torch.where(good[rows, None], some, 0).half()
+            if time.monotonic() - told >= TELL_EVERY:
+                told, done = time.monotonic(), start + len(some)
+                print(f"features of {done:,} of {len(x):,} records", file=sys.stderr, flush=True)
         return Found(found, good)
 
     def _each(self, x: Tensor) -> Iterator[Tensor]:
