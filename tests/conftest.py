@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,10 @@ from fedpact.persample.alone import Alone
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.report.charts.drawing import Chart
+
+# How long an example takes is the machine's doing: on a busy one a deadline fails what is right.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 # As reproducible runs have and xdist needs; in operations this small more cost more than they save.
 torch.set_num_threads(1)

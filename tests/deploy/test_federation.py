@@ -119,7 +119,7 @@ def simulated(directory, out):
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
         fixed = type("Fixed", (), {"hex": identifier})
-        changed.setattr("fedpact.engines.simulation.uuid.uuid4", fixed)
+        changed.setattr("fedpact.engines.resume.uuid.uuid4", fixed)
         result = simulate(plan, out)
     assert json.loads((out / "environment.json").read_text())["run"] == run
     return result
