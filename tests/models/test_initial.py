@@ -87,6 +87,11 @@ def test_words_of_ones_own_stand_beside_what_a_run_has_written_and_not_in_its_pl
         assert plan.initial.told().endswith("said of it: public.")
         # A plan that was written says the same when it is read again.
         assert Plan.parse(json.loads(plan.model_dump_json())) == plan
+    # Of a file of somebody else's that lies there, as in a party's directory, it says nothing.
+    tensors = {name: value + 1 for name, value in load_file(plain / "model.safetensors").items()}
+    save_file(tensors, plain / "other.safetensors")
+    said = {"weights": str(plain / "other.safetensors"), "trained_on": "public"}
+    assert Plan.parse({**SMALL, "initial": said}).initial.trained_on == "public"
 
 
 def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):

@@ -57,7 +57,7 @@ class Circumstances:
     records: PlanRecords = _NOTHING
     little: tuple[str, ...] = ()  # columns that say little beside the others
     partition: Mapping[str, Any] = field(default_factory=dict)
-    task: Mapping[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def declared(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Recommendation:
     def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
         of = {"data": asked.data, "label": asked.label, "site": asked.site}
-        read = Plan.parse({**of, "records": asked.declared, "task": {**asked.task}})
+        read = Plan.parse({**of, "records": asked.declared, "task": asked.task})
         data, form = loaded(read), asked.records.shared()
         _check_kind(data)
         asked = _of_sites(asked, data)
@@ -240,7 +240,7 @@ class _Public:
             },
             # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
             **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
-            **({"task": {**asked.task}} if asked.task else {}),
+            **({"task": asked.task} if asked.task else {}),
             # Last, as it may be long.
             **({"records": asked.declared} if asked.declared else {}),
         }

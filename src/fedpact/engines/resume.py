@@ -1,4 +1,4 @@
-"""Whether a folder's run can go on: what it is of, whether its ledgers tell all, and its draws."""
+"""What a folder's run is of, and whether it can go on: its records, its ledgers and its draws."""
 
 import uuid
 from collections.abc import Mapping, Sequence

@@ -91,7 +91,9 @@ class InitialSettings(BaseModel):
         said = self.trained_on or _ITSELF
         if _ITSELF not in said and _BESIDE not in said:
             # Words of one's own stand beside what the run has written, never in its place.
-            known = _told_by(self.file(), self.sha256)[0] or _without_privacy(self.file())
+            known = _told_by(self.file(), self.sha256)[0] or _without_privacy(
+                self.file(), self.sha256
+            )
             self._found("trained_on", f"{known}{_BESIDE}{said}" if known else said)
         return self
 
@@ -251,9 +253,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
     """
     run = file.parent
     try:
-        summary, plan = (
-            json.loads((run / f"{name}.json").read_bytes()) for name in ("summary", "plan")
-        )
+        summary, plan = _written(run)
         spent, deltas = summary["epsilon"], summary["delta"]
         if not (summary["private"] is True and spent and deltas):
             return None, ""
@@ -278,12 +278,20 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         return None, ""
 
 
-def _without_privacy(file: Path) -> str:
-    """Return what the plan in a file's folder says of it, if that is of a run without privacy."""
+def _without_privacy(file: Path, sha256: str | None) -> str:
+    """Return what the run in a file's folder says of it, if it wrote that and had no privacy."""
     try:
-        plan = json.loads((file.parent / "plan.json").read_bytes())
-        if plan["privacy"]["mode"] != "none":
+        summary, plan = _written(file.parent)
+        if summary["private"] is not False or sha256 not in summary["weights"].values():
             return ""
         return f"{plan['data']} by the run {file.parent.name}, which had no privacy"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
+
+
+def _written(run: Path) -> tuple[Any, Any]:
+    """Return a run's summary and plan, as they were read."""
+    summary, plan = (
+        json.loads((run / f"{name}.json").read_bytes()) for name in ("summary", "plan")
+    )
+    return summary, plan

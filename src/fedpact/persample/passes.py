@@ -307,9 +307,9 @@ class Team:
             self._pool = ThreadPoolExecutor(number, "records", begin_alone)
         for start in range(0, len(blocks), number):
             pairs = zip(self._passes, blocks[start : start + number], strict=False)
-            jobs = [self._pool.submit(summed, passes, block) for passes, block in pairs]
             # All of them, before one's error is told: passes are not to be begun twice.
             try:
+                jobs = [self._pool.submit(summed, passes, block) for passes, block in pairs]
                 wait(jobs)
             except BaseException:  # as Ctrl-C: what is at work goes on with what is let go of here
                 self._passes, self._pool = [], None

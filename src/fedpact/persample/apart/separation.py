@@ -194,8 +194,10 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] of which what is said differs from each alone."""
-    name = type(tried.model.module).__name__
-    if own := _own_derivatives(tried.losses(x, y)):
+    name, own = type(tried.model.module).__name__, _own_derivatives(tried.losses(x, y))
+    one = x[:1], y[:1]
+    # In a batch of one there is nobody to mix with.
+    if own and not _alike(_contributions(tried, *one, math.inf), tried.alone(*one), math.inf):
         return ModelError(_OWN.format(name, ", ".join(own), what))
     return ModelError(_MIXES.format(name, what))
 
