@@ -1,6 +1,8 @@
 """The flat vector: the model's weights are views of it, and nothing else is."""
 
 import contextlib
+import operator
+import types
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.params import FlatModel, all_finite, one_thread
+from fedpact.params import FlatModel, all_digits, all_finite, one_thread
 
 
 def model():
@@ -161,3 +163,51 @@ def test_torch_computes_on_one_thread_meanwhile():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+PRECISIONS = {
+    "cpu": ["mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"],
+    "cuda": ["cuda.matmul", "cudnn.conv", "cudnn.rnn"],
+}
+
+
+@pytest.fixture
+def precisions():
+    """torch's settings of float32 by device; they are as before afterwards."""
+    places = {
+        device: [operator.attrgetter(name)(torch.backends) for name in names]
+        for device, names in PRECISIONS.items()
+    }
+    before = {device: [place.fp32_precision for place in some] for device, some in places.items()}
+    yield places
+    for device, some in places.items():
+        for place, precision in zip(some, before[device], strict=True):
+            place.fp32_precision = precision
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_products_keep_all_digits_until_the_last_who_asks_has_left(precisions, device):
+    vector = types.SimpleNamespace(device=torch.device(device))  # a GPU's settings need no GPU
+    for place in precisions[device]:
+        place.fp32_precision = "tf32"
+    first, second = all_digits(vector), all_digits(vector)
+    for event, expected in [
+        (first.__enter__, "ieee"),
+        (second.__enter__, "ieee"),
+        (lambda: first.__exit__(None, None, None), "ieee"),
+        (lambda: second.__exit__(None, None, None), "tf32"),
+    ]:
+        event()
+        assert [place.fp32_precision for place in precisions[device]] == [expected] * 3
+
+
+def test_a_caller_who_asked_for_medium_precision_has_it_afterwards():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with all_digits(torch.zeros(1)):
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -9,9 +9,10 @@ GPU then idles until the host has queued more.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, NoReturn, cast
+from threading import Lock
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from numpy.typing import NDArray
@@ -69,19 +70,58 @@ def one_thread() -> AbstractContextManager[None]:
     return threads(1)
 
 
+class _AllDigits:
+    """Holds torch's settings of float32 at full precision for as long as anyone asks for it.
+
+    They are the process's: who leaves first must not take them from who is still at work.
+    """
+
+    def __init__(self, *places: Any) -> None:
+        self._places = places
+        self._lock = Lock()
+        self._asking = 0
+        self._before: list[str] = []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            if not self._asking:
+                self._before = [place.fp32_precision for place in self._places]
+                self._set(["ieee"] * len(self._places))
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asking -= 1
+                if not self._asking:
+                    self._set(self._before)
+
+    def _set(self, precisions: list[str]) -> None:
+        for place, precision in zip(self._places, precisions, strict=True):
+            place.fp32_precision = precision
+
+
+_backends = cast(Any, torch.backends)
+_ALL_DIGITS: Final = {
+    "cuda": _AllDigits(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
+    "cpu": _AllDigits(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
+}
+
+
 @contextmanager
 def all_digits(vector: Tensor) -> Iterator[None]:
-    """Products in the type they are given in: a GPU may take float32 for numbers of 10 bits."""
-    if vector.device.type != "cuda":
+    """Compute in the type of the numbers, whatever the caller has asked torch for.
+
+    TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits.
+    """
+    kind = vector.device.type
+    with ExitStack() as stack:
+        if kind in _ALL_DIGITS:
+            stack.enter_context(_ALL_DIGITS[kind].held())
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-        return
-    backends = cast(Any, torch.backends)
-    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    try:
-        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
 
 
 def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:

@@ -256,6 +256,27 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_callers_autocast_changes_no_bit(reference, way):
+    """Norms of half precision would let a record add more than the clip."""
+    x, y = (v.float() if v.is_floating_point() else v for v in batch(5))
+
+    def found():
+        kernel = reference.forced(way, mlp().float(), cross_entropy)
+        kernel.verify(x, y)
+        w = kernel.model.vector.clone()
+        return [
+            kernel.clipped_sum(x, y, 0.1),
+            kernel.clipped_difference(x, y, w, w + 1, 0.1),
+            kernel.losses(x, y),
+        ]
+
+    expected = found()
+    with torch.autocast("cpu"):
+        assert all(map(torch.equal, found(), expected))
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_kernels_in_threads_do_not_disturb_each_other(reference, way):
     """Nor does one that is traced while another sums."""
     x, y = batch(16)

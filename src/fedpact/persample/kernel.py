@@ -62,7 +62,7 @@ class PerSampleKernel:
         """The per-sample losses [B] at the model's weights, without gradient."""
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
-        with one_thread(), torch.no_grad():
+        with one_thread(), torch.no_grad(), all_digits(self.model.vector):
             return self._passes.losses(x.detach(), y)
 
     def clipped_sum(
@@ -87,7 +87,7 @@ class PerSampleKernel:
         """
         check_clip("clip", clip)
         x = x.detach()
-        with one_thread():
+        with one_thread(), all_digits(self.model.vector):
             total = self._passes.at_once(
                 SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
             )
@@ -135,9 +135,10 @@ class PerSampleKernel:
         """
         self._mixers.check()
         x = x.detach()
-        check_separation(_Way(self, self._by_passes), x, y)
-        if self._passes.dense is not None:
-            check_separation(_Way(self, self._at_once), x, y)
+        with all_digits(self.model.vector):
+            check_separation(_Way(self, self._by_passes), x, y)
+            if self._passes.dense is not None:
+                check_separation(_Way(self, self._at_once), x, y)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """How records of the form of x, y [B, ...] are kept apart: "chain", "graph" or "records".
@@ -190,7 +191,7 @@ class PerSampleKernel:
         number, bound = torch.get_num_threads(), Clip(clip, unit_of(clip), shares)
         with one_thread(), torch.no_grad(), all_digits(vector):
             blocks = self._passes.blocks(x, y) if number > 1 and measure is None else []
-            # One block, too: what a thread is told of itself, as of autocast, holds for that one,
+            # One block, too: what a thread is told of itself, as of denormals, holds for that one,
             # and one record more would move all others to another.
             if not blocks:
                 self._add(total, measure or self._passes.gradients, x, y, bound, weigh)

@@ -112,7 +112,7 @@ def digest_of(data: Dataset) -> str:
     for part in (data.x, data.y, data.x_test, data.y_test, data.held):
         if part is not None:
             found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.contiguous().reshape(-1).numpy())
+            found.update(part.contiguous().reshape(-1).numpy().data)
         found.update(b";")
     return found.hexdigest()
 
