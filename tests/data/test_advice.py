@@ -89,3 +89,16 @@ def test_one_wide_column_without_a_name_is_told_by_its_place(tmp_path, caplog):
     (one,) = told(caplog)
     assert "[records.columns.4]" in one
     assert "[records]\n" not in one
+
+
+@pytest.mark.parametrize("deviation", [12, 0.5])
+def test_a_deviation_that_does_not_suit_the_numbers_is_told_of(tmp_path, caplog, deviation):
+    draw = np.random.default_rng(0)
+    x = np.stack([draw.normal(54, 12, 200), draw.integers(0, 2, 200)], 1).astype(np.float32)
+    x[7, 0] = np.nan
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 200))
+    own = {"scale": "standard", "mean": 54, "deviation": deviation}
+    Scene.of(plan_of(str(tmp_path / "x.npz"), {"columns": {"0": own}}))
+    found = told(caplog)
+    assert len(found) == (deviation == 0.5)
+    assert all("0 (2" in one and "by mean = 54 and deviation = 0.5" in one for one in found)

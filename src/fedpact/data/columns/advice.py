@@ -48,6 +48,32 @@ def advise(
         _logger.warning(_told_of_all(origin, form, most, looked=looked))
     elif wide:
         _logger.warning(_told(origin, wide, looked=looked))
+    if x is not None:
+        _advise_of_standards(origin, form, features or tuple(map(str, range(shape[0]))), x)
+
+
+def _advise_of_standards(origin: str, form: RecordForm, features: Sequence[str], x: Tensor) -> None:
+    """Warn of columns whose declared mean and deviation leave their numbers far from 0."""
+    far = list[str]()
+    for k, name in enumerate(features):
+        own = form.of(name)
+        if isinstance(own, Column) and own.mean is not None and own.deviation is not None:
+            scaled = (x[:, k].double() - own.mean) / own.deviation
+            length = float(scaled[scaled.isfinite()].square().mean().sqrt())
+            if length >= _WIDE:
+                far.append(
+                    f"{name} ({length:.3g}, by mean = {own.mean:g} and deviation = "
+                    f"{own.deviation:g})"
+                )
+    if far:
+        more = f" and {len(far) - _SHOWN} more" if len(far) > _SHOWN else ""
+        _logger.warning(
+            f"{origin}: scaled by the mean and deviation that are declared, numbers of these "
+            f"columns get about so far from 0: {', '.join(far[:_SHOWN])}{more}{_how(True)}; "
+            "expected about 1. Other columns are lost beside them, and a model may do no better "
+            "than chance. Is the file in another unit? Declare mean and deviation in the file's, "
+            'or its range with scale = "range"'
+        )
 
 
 def undeclared(form: RecordForm, features: Sequence[str]) -> str:
