@@ -81,6 +81,14 @@ def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
         Plan.read(path)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".npz", ".parquet"])
+def test_records_in_place_of_a_plan_are_told_where_they_belong(tmp_path, suffix):
+    path = tmp_path / f"p{suffix}"
+    path.write_bytes(b"age,sick\n\xff,1\n")
+    with pytest.raises(PlanError, match=f"is no plan.*--set data={path}"):
+        Plan.read(path)
+
+
 def test_a_file_may_be_named_by_a_string(tmp_path):
     (tmp_path / "p.toml").write_text("rounds = 7\n")
     assert Plan.read(str(tmp_path / "p.toml")) == Plan.read(tmp_path / "p.toml")

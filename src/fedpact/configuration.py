@@ -154,6 +154,11 @@ def read_file(path: Path) -> dict[str, Any]:
             "or none for the embedded default"
         ) from None
     except ValueError as error:
+        if path.suffix not in (".toml", ".json"):
+            raise PlanError(
+                f"configuration {path} is no plan: name a .toml or .json file, and a file of "
+                f"records as data, as in --set data={path}"
+            ) from None
         raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
 
 

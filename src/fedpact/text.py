@@ -1,9 +1,10 @@
 """Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
-from typing import Literal
+from typing import Any, Literal
 
 _MISSING = "–"
 
@@ -159,3 +160,30 @@ def written(form: Literal["number", "percent"], value: float | None) -> str:
     ('50.0 %', '0.0125')
     """
     return percent(value) if form == "percent" else number(value)
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML has it.
+
+    >>> toml({"a": [1, 2.5, "b"], "c d": True})
+    '{ a = [1, 2.5, "b"], "c d" = true }'
+    """
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_key(str(key))} = {toml(inner)}" for key, inner in value.items())
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # Of what JSON lets stand as it is TOML has one character escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_key(name: str) -> str:
+    """Return a name as a key of TOML, in quotes where it needs them.
+
+    >>> toml_key("age"), toml_key("b.m.i")
+    ('age', '"b.m.i"')
+    """
+    bare = name.replace("-", "").replace("_", "").isalnum() and name.isascii()
+    return name if bare else toml(name)

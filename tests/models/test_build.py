@@ -81,6 +81,11 @@ def test_a_model_that_cannot_be_had_is_told(monkeypatch, name, told):
         build(name, torch.zeros(4), 3, 0)
 
 
+def test_images_without_channels_are_told_how_to_have_one():
+    with pytest.raises(ModelError, match=r"got records of shape \(8, 8\).* as \(1, 8, 8\)"):
+        build("cnn_group_norm", torch.zeros(8, 8), 10, 0)
+
+
 def test_an_image_too_small_for_the_cnn_is_told():
     with pytest.raises(ModelError, match="too small"):
         build("cnn", torch.zeros(1, 8, 8), 10, 0)

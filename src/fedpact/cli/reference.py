@@ -10,6 +10,7 @@ from rich.text import Text
 from fedpact.cli.console import show
 from fedpact.errors import InputError
 from fedpact.reference import sources, starting, tables
+from fedpact.text import toml
 
 
 def settings(name: str | None, as_json: bool) -> None:
@@ -93,7 +94,7 @@ def default(key: tables.Key) -> str:
     """Return a key's default for a reader."""
     if key.required:
         return "to be given"
-    return "left out" if key.default is None else starting.toml(key.default)
+    return "left out" if key.default is None else toml(key.default)
 
 
 def _grid(*columns: str) -> Grid:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.errors import DataError
+from fedpact.text import toml, toml_key
 
 _logger = logging.getLogger("fedpact")
 
@@ -149,7 +150,7 @@ def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
         many = len(names) > 1
         what = what.replace("hold ", "hold " if many else "holds ")
         told.append(f"column{'s' * many} {', '.join(names)} {what}")
-        advice.append(hint.format(name=names[-1], names=", ".join(f'"{n}"' for n in names)))
+        advice.append(hint.format(name=toml_key(names[-1]), names=toml(names)))
     return DataError(
         f"no record is left of {sieve.origin}: {'; '.join(told)}, in every record; "
         f"{'; '.join(dict.fromkeys(advice))}"
@@ -159,13 +160,13 @@ def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
 _WHOLLY: Final = {
     "is no finite number": (
         "hold text or dates",
-        "leave them out with drop = [{names}] or name the others in features ([records]); declare "
+        "leave them out with drop = {names} or name the others in features ([records]); declare "
         "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
-        "number, as days since a day that is fixed",
+        "number, as days since a day that is fixed, and a number with a point, not a comma",
     ),
     MISSING: (
         "hold nothing",
-        "leave them out with drop = [{names}], or declare what stands for a missing value, as "
+        "leave them out with drop = {names}, or declare what stands for a missing value, as "
         "records.columns.{name}.fill",
     ),
 }

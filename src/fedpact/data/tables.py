@@ -184,6 +184,11 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
             f"data file {path}: its first line {told}: expected a header line that names each "
             "column once, in UTF-8 text, with commas between them"
         )
+    if len(header) == 1 and (marks := [mark for mark in ";\t|" if mark in header[0]]):
+        raise DataError(
+            f"data file {path}: its first line has no comma, and {marks[0]!r} in it: expected "
+            "commas between columns (and points in numbers, as in 21.4); write the file anew so"
+        )
     rows, broken = list[list[str]](), dict[int, str]()
     for number, line in enumerate(lines[1:]):
         cells = _cells(line)

@@ -1,14 +1,13 @@
 """The files that `fedpact deploy init` writes for people to read and edit."""
 
-import json
-from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 from fedpact.data.form import RecordForm
 from fedpact.engines.parties.federation import Federation
 from fedpact.evaluation.groups import Grouping
 from fedpact.privacy.once import Once
 from fedpact.privacy.terms import Terms
+from fedpact.text import toml, toml_key
 from fedpact.theory.accounting import UNITS
 from fedpact.theory.calibration import rounded_down, rounded_up
 
@@ -113,7 +112,7 @@ def _groups(of: Grouping | None) -> str:
     """The [groups] table: by which place of a record evaluations tell groups apart."""
     if of is None:
         return ""
-    entries = "".join(f"{key} = {_toml(value)}\n" for key, value in of.model_dump().items())
+    entries = "".join(f"{key} = {toml(value)}\n" for key, value in of.model_dump().items())
     return f"\n[groups]\n{entries}"
 
 
@@ -122,13 +121,13 @@ def _person(column: str | None) -> str:
         "says whose a record is; no feature, and sizes count persons where the plan protects them"
     )
     return (
-        f'# person = "..."   # {told}' if column is None else f"person = {_toml(column)}   # {told}"
+        f'# person = "..."   # {told}' if column is None else f"person = {toml(column)}   # {told}"
     )
 
 
 def _features(columns: tuple[str, ...]) -> str:
     told = "a table's columns in the order of a record's numbers; a file may have another"
-    listed = _toml([*columns]) if columns else "[...]"
+    listed = toml([*columns]) if columns else "[...]"
     return f"{'' if columns else '# '}features = {listed}   # {told}"
 
 
@@ -136,20 +135,11 @@ def _records(form: RecordForm) -> str:
     """The [records] table, and those of its columns."""
     tables = {"records": form.model_dump(exclude_defaults=True, exclude={"columns"})}
     for name, column in form.columns.items():
-        tables[f"records.columns.{json.dumps(name)}"] = column.model_dump(exclude_defaults=True)
+        tables[f"records.columns.{toml_key(name)}"] = column.model_dump(exclude_defaults=True)
     return "\n".join(
-        f"[{table}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in entries.items())
+        f"[{table}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in entries.items())
         for table, entries in tables.items()
     )
-
-
-def _toml(value: object) -> str:
-    """A text, number, truth or list of them: JSON has the same form, but for 1e30."""
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, cast(Sequence[object], value)))}]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def site(name: str, records: str, label: str | None, port: int) -> str:

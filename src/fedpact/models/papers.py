@@ -81,9 +81,12 @@ def cnn_group_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
 def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an image. Raises ModelError: of something else."""
     if len(shape) != 3:
+        remedy = "use 'logistic' or 'mlp' for other records"
+        if len(shape) == 2:
+            remedy = f"give images without channels as {(1, *shape)}, or {remedy}"
         raise ModelError(
             f"model {name!r} got records of shape {shape}: expected images (channels, height, "
-            "width); use 'logistic' or 'mlp' for other records"
+            f"width); {remedy}"
         )
     return shape
 

@@ -4,14 +4,13 @@ A line that begins with "#" and no space after it is a key at its default: witho
 means the same. What begins with "# " explains.
 """
 
-import json
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedpact.configuration import read_configuration
 from fedpact.reference.tables import Key, KeyTable, algorithm, tables
+from fedpact.text import toml, toml_key
 
 _WIDE = 98
 _TOP = """\
@@ -76,23 +75,6 @@ def kind(key: Key) -> str:
     return f"{told}; left out" if key.default is None else told
 
 
-def toml(value: Any) -> str:
-    """Return a value as TOML has it.
-
-    >>> toml({"a": [1, 2.5, "b"], "c d": True})
-    '{ a = [1, 2.5, "b"], "c d" = true }'
-    """
-    if isinstance(value, Mapping):
-        pairs = (f"{_name(str(key))} = {toml(inner)}" for key, inner in value.items())
-        return f"{{ {', '.join(pairs)} }}" if value else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, value))}]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    # Of what JSON lets stand as it is TOML has one character escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def configuration(raw: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
     """Return a configuration as a file, a table in a table under its own head.
 
@@ -115,9 +97,9 @@ def _within(
 ) -> list[str]:
     inner = {k: v for k, v in table.items() if isinstance(v, Mapping) and v}
     own = {k: v for k, v in table.items() if k not in inner}
-    found = [f"[{'.'.join(map(_name, path))}]"] if path and own else []
+    found = [f"[{'.'.join(map(toml_key, path))}]"] if path and own else []
     for key, value in own.items():
-        line, why = f"{_name(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
+        line, why = f"{toml_key(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
         # It may name a table's columns, which are called as they please; a comment is one line.
         told = "".join(c if c.isprintable() else " " for c in why or "")
         found.append(f"{line:<31} # {told}" if told else line)
@@ -125,10 +107,6 @@ def _within(
         below = _within(value, reasons, (*path, str(key)))
         found += ["", *below] if found else below
     return found
-
-
-def _name(key: str) -> str:
-    return key if key.replace("-", "").replace("_", "").isalnum() and key.isascii() else toml(key)
 
 
 def _prose(text: str) -> list[str]:

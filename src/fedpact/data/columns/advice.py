@@ -5,15 +5,14 @@ shortens both alike, and a step that suits pixels of 0 .. 1 throws a model of 0 
 Nobody notices but by a model that guesses.
 """
 
-import json
 import logging
-import re
 from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor
 
 from fedpact.data.form import Column, RecordForm, ValueRange
+from fedpact.text import toml, toml_key
 
 _WIDE: Final = 10.0
 _SHOWN: Final = 5
@@ -154,9 +153,9 @@ def _remedy(looked: bool) -> str:
 
 
 def _lines(name: str, own: ValueRange) -> str:
-    key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    key = toml_key(name)
     if isinstance(own, Column) and own.categories is not None:
-        return f'[records.columns.{key}]\ncategories = {own.categories}\nscale = "one-hot"'
+        return f'[records.columns.{key}]\ncategories = {toml(own.categories)}\nscale = "one-hot"'
     ends = f"[{_end(own.low)}, {_end(own.high)}]"
     return f'[records.columns.{key}]\nrange = {ends}\nclamp = true\nscale = "range"'
 
