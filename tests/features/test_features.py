@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -305,6 +306,30 @@ def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatc
     assert Extractor(chosen, (2, 3), 0, tmp_path).key == before
     monkeypatch.setattr(backbones_of_users, "SCALE", 2.0)
     assert Extractor(chosen, (2, 3), 0, tmp_path).key != before
+
+
+def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
+    """A round that is carried out again would be another release under the first one's charge."""
+    x, y = torch.rand(60, 2, 3), torch.arange(60) % 2
+    numpy.savez(tmp_path / "t.npz", x=x.numpy(), y=y.numpy())
+    mine = Plan.parse(
+        {
+            "data": str(tmp_path / "t.npz"),
+            "model": "logistic",
+            "sites": 2,
+            "rounds": 4,
+            "sampling_rate": 0.5,
+            "features": {"kind": f"{OWN}:scaled", "trained_on": "nothing"},
+        }
+    )
+    simulate(mine, tmp_path / "run", stop=iter([False, False, True]).__next__)
+    with monkeypatch.context() as patch:
+        patch.setattr(backbones_of_users, "SCALE", 2.0)
+        extract.extractor.cache_clear()  # as another process begins
+        with pytest.raises(PlanError, match="begun on other features: what makes them"):
+            simulate(mine, tmp_path / "run")
+    extract.extractor.cache_clear()
+    assert simulate(mine, tmp_path / "run").summary["status"] == "finished"
 
 
 def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_path):

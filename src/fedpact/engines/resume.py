@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fedpact.data.given.handed import digest_of
 from fedpact.draws.seeded import DRAWS
@@ -17,6 +17,8 @@ from fedpact.plan import Plan
 
 FIRST = "plan.json"
 """What is written first: it says whose folder it is."""
+
+_CHANGED: Final = {"records": "its data have", "features": "what makes them of its records has"}
 
 
 def is_known(folder: Folder, plan: Plan) -> bool:
@@ -46,15 +48,17 @@ def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[s
     """Return environment.json, which is written, with what else the run is of, unless it is known.
 
     given: whether the data set is none that the plan names; what it names has to hold the same
-    records as when the run began. A round that is carried out again would be another release under
-    the first one's charge, and what a record has spent would be told of a run that it was in for a
-    part. Raises PlanError: others.
+    records as when the run began, and features of them be the same. A round that is carried out
+    again would be another release under the first one's charge, and what a record has spent would
+    be told of a run that it was in for a part. Raises PlanError: others.
     """
-    digest = "" if given else digest_of(scene.raw)
+    digests = {} if given else {"records": digest_of(scene.raw)}
+    if scene.plan.features.used:
+        digests["features"] = digest_of(scene.dataset)
     # It may have ended before round 0 was written. What was released till then is released again,
     # as the same draws of the same run, so that it is not charged twice.
     if not known and not (folder.path / "environment.json").exists():
-        facts = {"data": "given"} if given else {"records": digest}
+        facts = {"data": "given", **digests} if given else digests
         name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
         environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -63,13 +67,13 @@ def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[s
         scene.partition.save(folder.partition)
         folder.write_json("environment.json", environment)
     environment = folder.read_json("environment.json")
-    # Runs of before it was written do not say, nor do those of what Python handed in, whose name
-    # has it.
-    if digest and environment.get("records", digest) != digest:
-        raise PlanError(
-            f"{folder.path} holds a run that was begun on other records: its data have changed "
-            "since. Put them back as they were, or start anew in another folder with --out"
-        )
+    # Runs of before it was written do not say; of what Python handed in the data set's name does.
+    for name, digest in digests.items():
+        if environment.get(name, digest) != digest:
+            raise PlanError(
+                f"{folder.path} holds a run that was begun on other {name}: {_CHANGED[name]} "
+                "changed since. Put that back as it was, or start anew in another folder with --out"
+            )
     return environment
 
 
