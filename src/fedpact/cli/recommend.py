@@ -342,7 +342,6 @@ def _print(found: Recommendation, out: Path | None) -> None:
     console.print(
         "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
         "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "
-        "every T, and rounds are for the model's sake, as features are: it counts weights, not what "
-        "they can tell apart. Of the data only shape, classes, number of records and own sites were "
-        f"used. The rule has two fitted numbers, from {FITTED_ON}."
+        "every T; rounds and features are for what the model learns. Of the data only shape, "
+        f"classes, number of records and own sites are used. The rule was fitted on {FITTED_ON}."
     )
