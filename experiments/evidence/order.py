@@ -53,7 +53,8 @@ def _all() -> Iterator[Run]:
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
             yield from _table(data, "cnn", rate)
         yield ali.released(data)
-        yield from (ali.bare(data, what) for what in ali.BARE)
+        yield ali.noiseless(data)
+        yield from (ali.plain(data, rate) for rate in ali.PLAIN)
     for data in fedfdp.DATA:
         yield from (best.inside(data, 3.52, trust) for trust in ("own", "sum"))
     for epsilon in (1.0, 2.0, 3.0, 4.0):
