@@ -1,7 +1,6 @@
 """The flat vector: the model's weights are views of it, and nothing else is."""
 
 import contextlib
-import operator
 import types
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedpact.errors import ModelError
+from fedpact.errors import InputError, ModelError
 from fedpact.params import FlatModel, all_digits, all_finite, one_thread
 
 
@@ -165,40 +164,64 @@ def test_torch_computes_on_one_thread_meanwhile():
         torch.set_num_threads(before)
 
 
-PRECISIONS = {
-    "cpu": ["mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"],
-    "cuda": ["cuda.matmul", "cudnn.conv", "cudnn.rnn"],
-}
+PRODUCTS = ["matmul", "conv", "rnn"]
 
 
 @pytest.fixture
-def precisions():
-    """torch's settings of float32 by device; they are as before afterwards."""
-    places = {
-        device: [operator.attrgetter(name)(torch.backends) for name in names]
-        for device, names in PRECISIONS.items()
-    }
-    before = {device: [place.fp32_precision for place in some] for device, some in places.items()}
+def settings_of_torch():
+    """They are as before afterwards."""
+    places = [getattr(torch.backends.mkldnn, name) for name in PRODUCTS]
+    before = [place.fp32_precision for place in places]
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     yield places
-    for device, some in places.items():
-        for place, precision in zip(some, before[device], strict=True):
-            place.fp32_precision = precision
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+    for place, precision in zip(places, before, strict=True):
+        place.fp32_precision = precision
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_products_keep_all_digits_until_the_last_who_asks_has_left(precisions, device):
-    vector = types.SimpleNamespace(device=torch.device(device))  # a GPU's settings need no GPU
-    for place in precisions[device]:
-        place.fp32_precision = "tf32"
-    first, second = all_digits(vector), all_digits(vector)
-    for event, expected in [
-        (first.__enter__, "ieee"),
-        (second.__enter__, "ieee"),
-        (lambda: first.__exit__(None, None, None), "ieee"),
-        (lambda: second.__exit__(None, None, None), "tf32"),
-    ]:
-        event()
-        assert [place.fp32_precision for place in precisions[device]] == [expected] * 3
+def test_products_keep_all_digits_until_the_last_who_asks_has_left(settings_of_torch):
+    places = settings_of_torch
+
+    def found():
+        return [place.fp32_precision for place in places]
+
+    first, second = all_digits(torch.zeros(1)), all_digits(torch.zeros(1))
+    places[0].fp32_precision = places[1].fp32_precision = "bf16"
+    before = found()
+    first.__enter__()
+    assert found() == ["ieee", "ieee", before[2]]
+    places[2].fp32_precision = "tf32"  # as another thread may ask meanwhile
+    second.__enter__()
+    assert found() == ["ieee"] * 3
+    first.__exit__(None, None, None)
+    assert found() == ["ieee"] * 3
+    second.__exit__(None, None, None)
+    assert found() == ["bf16", "bf16", "tf32"]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_gpus_products_keep_all_digits_and_models_can_be_traced(settings_of_torch, allowed):
+    vector = types.SimpleNamespace(device=torch.device("cuda"))  # its settings need no GPU
+    backends = torch.backends
+    backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
+    with all_digits(vector):
+        assert not backends.cuda.matmul.allow_tf32
+        assert not backends.cudnn.allow_tf32
+        # To trace a model torch reads and writes them so.
+        torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+    assert (backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32) == (allowed, allowed)
+
+
+def test_settings_that_contradict_each_other_are_told(settings_of_torch):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with (
+        pytest.raises(InputError, match="TF32 contradict each other"),
+        all_digits(types.SimpleNamespace(device=torch.device("cuda"))),
+    ):
+        pass
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with all_digits(types.SimpleNamespace(device=torch.device("cuda"))):
+        pass
 
 
 def test_a_caller_who_asked_for_medium_precision_has_it_afterwards():

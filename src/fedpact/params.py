@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedpact.errors import ModelError
+from fedpact.errors import InputError, ModelError
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
@@ -54,10 +54,12 @@ def begin_alone() -> None:
     """Have torch compute on the calling thread alone from now on: how a thread of a pool begins.
 
     torch gives a thread its number at the first operation that asks, by what any other thread has
-    set last, and would do so after it was set here. So it is asked for first.
+    set last, and would do so after it was set here. So it is asked for first. What becomes of
+    denormals a thread has from the one that happened to start it, and here all have alike.
     """
     torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
 
 
 def one_thread() -> AbstractContextManager[None]:
@@ -70,57 +72,73 @@ def one_thread() -> AbstractContextManager[None]:
     return threads(1)
 
 
-class _AllDigits:
-    """Holds torch's settings of float32 at full precision for as long as anyone asks for it.
+class _Whole:
+    """Holds oneDNN's settings of float32 at full precision for as long as anyone asks for it.
 
     They are the process's: who leaves first must not take them from who is still at work.
     """
 
-    def __init__(self, *places: Any) -> None:
-        self._places = places
+    def __init__(self) -> None:
+        self._places = {n: getattr(torch.backends.mkldnn, n) for n in ("matmul", "conv", "rnn")}
         self._lock = Lock()
         self._asking = 0
-        self._before: list[str] = []
+        self._before: dict[str, str] = {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
         with self._lock:
-            if not self._asking:
-                self._before = [place.fp32_precision for place in self._places]
-                self._set(["ieee"] * len(self._places))
             self._asking += 1
+            for name, place in self._places.items():
+                if place.fp32_precision in ("tf32", "bf16"):
+                    self._before[name] = place.fp32_precision
+                    place.fp32_precision = "ieee"
         try:
             yield
         finally:
             with self._lock:
                 self._asking -= 1
                 if not self._asking:
-                    self._set(self._before)
-
-    def _set(self, precisions: list[str]) -> None:
-        for place, precision in zip(self._places, precisions, strict=True):
-            place.fp32_precision = precision
+                    for name, precision in self._before.items():
+                        self._places[name].fp32_precision = precision
+                    self._before.clear()
 
 
-_backends = cast(Any, torch.backends)
-_ALL_DIGITS: Final = {
-    "cuda": _AllDigits(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
-    "cpu": _AllDigits(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
-}
+_WHOLE: Final = _Whole()
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """On a GPU, by the older of torch's two ways: to trace a model torch reads it by that one."""
+    backends = cast(Any, torch.backends)
+    try:
+        before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    except RuntimeError:
+        raise InputError(
+            "torch's settings of TF32 contradict each other (fp32_precision was set beside "
+            "allow_tf32), and torch cannot trace a model then: write torch.backends.cuda.matmul."
+            "allow_tf32 = torch.backends.cudnn.allow_tf32 = False; sums are made without it anyway"
+        ) from None
+    try:
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
 
 
 @contextmanager
 def all_digits(vector: Tensor) -> Iterator[None]:
     """Compute in the type of the numbers, whatever the caller has asked torch for.
 
-    TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits.
+    TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits; in inference mode
+    torch records nothing to differentiate. Raises InputError: see _without_tf32.
     """
     kind = vector.device.type
     with ExitStack() as stack:
-        if kind in _ALL_DIGITS:
-            stack.enter_context(_ALL_DIGITS[kind].held())
+        stack.enter_context(_without_tf32() if kind == "cuda" else _WHOLE.held())
         if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         yield
 
 

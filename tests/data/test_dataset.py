@@ -176,7 +176,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "out", None, "column city holds text or dates"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
         ("x;y\n1,5;a\n", "y", None, "no comma, and ';' in it: expected commas .* points in"),
-        ("x\ty\n1\ta\n", "y", None, r"no comma, and '\\\\t' in it"),
+        ("x\ty\n1\ta\n", "y", None, r"no comma, and '\\t' in it"),
         ('x,y\n"1,5",a\n', "y", None, "a number with a point, not a comma"),
         ("x y,y\nb,a\n", "y", None, r'drop = \["x y"\] .* records\.columns\."x y"\.categories'),
         ("x,y\n", "y", None, "0 records"),

@@ -1,6 +1,7 @@
 """Features as a user would name them: package.module:factory."""
 
 import math
+from threading import Lock
 
 import torch
 from torch import nn
@@ -262,3 +263,21 @@ class _Scaled(nn.Module):
 
 def scaled(shape):
     return _Scaled()
+
+
+class Cut(nn.Module):
+    """Has what it was given, and what is nowhere else the same."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.lock = least, Lock()
+
+    def forward(self, x):
+        return x.clamp(max=self.least)
+
+
+GIVEN = nn.Identity()
+
+
+def given(shape):
+    return nn.Sequential(nn.Flatten(), GIVEN)

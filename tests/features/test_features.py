@@ -308,6 +308,17 @@ def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatc
     assert Extractor(chosen, (2, 3), 0, tmp_path).key != before
 
 
+@pytest.mark.parametrize("made", [lambda least: nn.Hardtanh(-1, least), backbones_of_users.Cut])
+def test_what_a_factory_in_another_file_gives_its_layers_is_in_the_key(tmp_path, monkeypatch, made):
+    """No made-up record is answered otherwise, and no file of the factory's is another."""
+    chosen = FeatureSettings(kind=f"{OWN}:given", trained_on="nothing")
+    found = []
+    for least in (2.0, 50.0, 2.0):
+        monkeypatch.setattr(backbones_of_users, "GIVEN", made(least))
+        found.append(Extractor(chosen, (2, 3), 0, tmp_path).key)
+    assert found[0] == found[2] != found[1]
+
+
 def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
     """A round that is carried out again would be another release under the first one's charge."""
     x, y = torch.rand(60, 2, 3), torch.arange(60) % 2

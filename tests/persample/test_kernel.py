@@ -3,6 +3,7 @@
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -255,25 +256,33 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference, way):
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
 
+@pytest.mark.parametrize("state", [partial(torch.autocast, "cpu"), torch.inference_mode])
+@pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_callers_autocast_changes_no_bit(reference, way):
-    """Norms of half precision would let a record add more than the clip."""
-    x, y = (v.float() if v.is_floating_point() else v for v in batch(5))
+def test_what_the_caller_has_asked_torch_for_changes_no_bit(reference, way, verified, state):
+    """Norms of half precision would let a record add more than the clip.
 
-    def found():
-        kernel = reference.forced(way, mlp().float(), cross_entropy)
-        kernel.verify(x, y)
+    Nor later: how a model is given records is found out once, at the first sum or by `verify`.
+    """
+
+    def found(kernel):
+        x, y = (v.float() if v.is_floating_point() else v.clone() for v in batch(5))
         w = kernel.model.vector.clone()
+        if verified:
+            kernel.verify(x, y)
         return [
             kernel.clipped_sum(x, y, 0.1),
             kernel.clipped_difference(x, y, w, w + 1, 0.1),
             kernel.losses(x, y),
         ]
 
-    expected = found()
-    with torch.autocast("cpu"):
-        assert all(map(torch.equal, found(), expected))
-        assert torch.is_autocast_enabled("cpu")
+    expected = found(reference.forced(way, mlp().float(), cross_entropy))
+    assert expected[0].any()
+    asked = reference.forced(way, mlp().float(), cross_entropy)
+    with state():
+        assert all(map(torch.equal, found(asked), expected))
+        assert torch.is_autocast_enabled("cpu") != torch.is_inference_mode_enabled()
+    assert all(map(torch.equal, found(asked), expected))
 
 
 @pytest.mark.parametrize("way", WAYS)

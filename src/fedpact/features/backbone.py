@@ -19,7 +19,7 @@ from fedpact.errors import ModelError
 from fedpact.features.held import Held
 from fedpact.features.settings import FeatureSettings
 from fedpact.models.weights import checked, tensors_of
-from fedpact.own.digests import digest_of_code
+from fedpact.own.digests import digest_of_what_lasts
 from fedpact.own.named import own_factory
 
 _FORM = "factory(shape) -> nn.Module"
@@ -108,10 +108,8 @@ class Backbone:
             again = [self._answer(x) for x in reversed(made)][::-1]
         of = (*self._module.parameters(), *self._module.buffers())
         state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
-        # Of code in other files than the factory's: that of the layers, and what it answers. Not
-        # all that they hold: of a lock nobody can tell that it is the same in each process.
-        kinds = dict.fromkeys(type(part) for part in self._module.modules())
-        code = digest_of_code([*kinds]).encode()
+        # Of code in other files than the factory's: what it refers to, and what it answers.
+        code = digest_of_what_lasts(self._module).encode()
         self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()
         if once != again:
             raise ModelError(

@@ -11,6 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+
+class _Identity(str):
+    """Which thing it is in this process, of what nobody can tell otherwise."""
+
+
 _Parts = list[str | bytes]
 _Seen = dict[int, tuple[int, Any]]
 """What was read, by its identity: which it was, and it itself, so that no other comes to have that.
@@ -24,6 +29,14 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 def digest_of_module(module: nn.Module) -> str:
     """Of its weights and other attributes, what it prints, and the code that is not torch's."""
     return _digest(_module(module, {}))
+
+
+def digest_of_what_lasts(module: nn.Module) -> str:
+    """As digest_of_module, but for what has no name beyond this process, as a lock or a generator.
+
+    So it is the same in another process, and two that differ in nothing else have the same.
+    """
+    return _digest(part for part in _module(module, {}) if not isinstance(part, _Identity))
 
 
 def digest_of_code(thing: Any) -> str:
@@ -132,7 +145,7 @@ def _object(thing: Any, seen: _Seen) -> _Parts:
     try:
         made = thing.__reduce_ex__(4)
     except Exception:
-        return [f"{type(thing)} {id(thing)}"]
+        return [_Identity(f"{type(thing)} {id(thing)}")]
     if isinstance(made, str):
         return [made, *_code(getattr(thing, "__wrapped__", None), seen)]
     first, *rest = made

@@ -62,8 +62,8 @@ class PerSampleKernel:
         """The per-sample losses [B] at the model's weights, without gradient."""
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
-        with one_thread(), torch.no_grad(), all_digits(self.model.vector):
-            return self._passes.losses(x.detach(), y)
+        with all_digits(self.model.vector), one_thread(), torch.no_grad():
+            return self._passes.losses(*_recorded(x, y))
 
     def clipped_sum(
         self,
@@ -86,15 +86,16 @@ class PerSampleKernel:
         model or the loss is found not to keep records apart.
         """
         check_clip("clip", clip)
-        x = x.detach()
-        with one_thread(), all_digits(self.model.vector):
-            total = self._passes.at_once(
-                SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
-            )
-        if total is not None:
-            return within(total, clip, most).to(self.model.vector.dtype)
-        weigh = None if weights is None else partial(_asked, weights)
-        return self._sum(None, x, y, clip, weigh, most, shares)
+        with all_digits(self.model.vector):
+            x, y = _recorded(x, y)
+            with one_thread():
+                total = self._passes.at_once(
+                    SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
+                )
+            if total is not None:
+                return within(total, clip, most).to(self.model.vector.dtype)
+            weigh = None if weights is None else partial(_asked, weights)
+            return self._sum(None, x, y, clip, weigh, most, shares)
 
     def clipped_difference(
         self,
@@ -121,8 +122,9 @@ class PerSampleKernel:
         def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
             return self._passes.differences(x, y, w, anchor)
 
-        total = self._sum(measure, x.detach(), y, bound, None, most, shares)
-        self.model.load(w)
+        with all_digits(self.model.vector):
+            total = self._sum(measure, *_recorded(x, y), bound, None, most, shares)
+            self.model.load(w)
         return total
 
     def verify(self, x: Tensor, y: Tensor) -> None:
@@ -134,8 +136,8 @@ class PerSampleKernel:
         nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        x = x.detach()
         with all_digits(self.model.vector):
+            x, y = _recorded(x, y)
             check_separation(_Way(self, self._by_passes), x, y)
             if self._passes.dense is not None:
                 check_separation(_Way(self, self._at_once), x, y)
@@ -146,7 +148,8 @@ class PerSampleKernel:
         By a chain of known layers; by a trace of operations that are known to; or by giving each
         record to the model alone. See passes.
         """
-        return self._passes.way(x, y)
+        with all_digits(self.model.vector):
+            return self._passes.way(*_recorded(x, y))
 
     def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
         return self._sum(None, x, y, clip, weigh)
@@ -177,7 +180,7 @@ class PerSampleKernel:
     ) -> Tensor:
         """The sum [d] of what `measure` finds, by default gradients at the model's weights.
 
-        See `slack` for what float32 may add to it.
+        To be called within all_digits. See `slack` for what float32 may add to it.
         """
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
@@ -189,7 +192,7 @@ class PerSampleKernel:
         # another form is other code's: one record more would change the others' last bits. So ours
         # take blocks of records that are as long whatever the batch.
         number, bound = torch.get_num_threads(), Clip(clip, unit_of(clip), shares)
-        with one_thread(), torch.no_grad(), all_digits(vector):
+        with one_thread(), torch.no_grad():
             blocks = self._passes.blocks(x, y) if number > 1 and measure is None else []
             # One block, too: what a thread is told of itself, as of denormals, holds for that one,
             # and one record more would move all others to another.
@@ -355,6 +358,12 @@ def _apart(v: Tensor, vector: Tensor) -> Tensor:
 def _flat(tensors: list[Tensor]) -> Tensor:
     # Gradients of an embedding may hold the rows that were read, and no others.
     return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in tensors])
+
+
+def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The records as autograd may use them: it refuses what was made in inference mode."""
+    x, y = (v.clone() if v.is_inference() else v for v in (x.detach(), y))
+    return x, y
 
 
 def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
