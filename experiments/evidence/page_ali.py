@@ -188,7 +188,9 @@ def _bare(book: Book, data: str) -> str:
         "without; without clip and noise as many iterations reach at most "
         f"{known[best]:.1f} (η = {best:g} of {', '.join(f'{rate:g}' for rate in known)})"
     )
-    if _printed(data) - known[best] < CLEAR:
+    if abs(_printed(data) - known[best]) < CLEAR:
+        return f"{told}: what the paper prints with both is what runs without them reach."
+    if _printed(data) < known[best]:
         return f"{told}."
     return f"{told}, less than the paper prints with both: its runs are of more than it prints."
 
