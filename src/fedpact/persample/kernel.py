@@ -362,8 +362,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The records as autograd may use them: it refuses what was made in inference mode."""
-    x, y = (v.clone() if v.is_inference() else v for v in (x.detach(), y))
-    return x, y
+    return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
 
 
 def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
