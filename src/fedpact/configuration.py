@@ -156,8 +156,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         if path.suffix not in (".toml", ".json"):
             raise PlanError(
-                f"configuration {path} is no plan: name a .toml or .json file, and a file of "
-                f"records as data, as in --set data={path}"
+                f"configuration {path} is no plan ({error}): name a .toml or .json file, and a "
+                f"file of records as data, as in --set data={path}"
             ) from None
         raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
 

@@ -1,4 +1,7 @@
-"""Numbers as a reader sees them. What bounds a privacy loss is rounded up, never down."""
+"""Numbers as a reader sees them, and values as TOML has them.
+
+What bounds a privacy loss is rounded up, never down.
+"""
 
 import json
 import math

@@ -92,6 +92,11 @@ def test_words_of_ones_own_stand_beside_what_a_run_has_written_and_not_in_its_pl
     save_file(tensors, plain / "other.safetensors")
     said = {"weights": str(plain / "other.safetensors"), "trained_on": "public"}
     assert Plan.parse({**SMALL, "initial": said}).initial.trained_on == "public"
+    # A summary of before it named weights cannot tell them apart, so it is heard of all.
+    summary = json.loads((plain / "summary.json").read_text())
+    del summary["weights"]
+    (plain / "summary.json").write_text(json.dumps(summary))
+    assert "which had no privacy" in Plan.parse({**SMALL, "initial": said}).initial.told()
 
 
 def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):

@@ -90,7 +90,7 @@ class Sieve:
         mend = "correct them, or leave them out yourself"
         blank = sorted(c for c, why in self._faults if c and why == MISSING)
         if blank:
-            key = f"records.columns.{blank[0]}.fill"
+            key = f"records.columns.{toml_key(blank[0])}.fill"
             mend += f", or declare what stands for a value that is missing, as {key}"
         found = (
             (out, "are left out of everything", mend),

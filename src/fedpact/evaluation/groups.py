@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedpact.data.form import RecordForm
 from fedpact.errors import PlanError
+from fedpact.text import toml_key
 
 
 class Grouping(BaseModel):
@@ -49,7 +50,7 @@ class Grouping(BaseModel):
         if name not in places or categories is None or len(categories) < 2:
             raise PlanError(
                 f'evaluation.groups = "{name}": expected a column of the records with at least two '
-                f"declared categories, as [records.columns.{name}] categories = "
+                f"declared categories, as [records.columns.{toml_key(name)}] categories = "
                 f'["a", "b"]; the columns are {", ".join(places[:20])}'
             )
         texts = isinstance(categories[0], str)

@@ -35,8 +35,9 @@ def advise(
         if far >= _WIDE:
             _logger.warning(_told_of_all(origin, form, far, looked=looked))
         return
+    names = features or tuple(map(str, range(shape[0])))
     wide = list[tuple[str, ValueRange, float]]()
-    for k, name in enumerate(features or map(str, range(shape[0]))):
+    for k, name in enumerate(names):
         own = form.of(name)
         far = _furthest(own, None if x is None else x[:, k])
         if far >= _WIDE:
@@ -48,7 +49,7 @@ def advise(
     elif wide:
         _logger.warning(_told(origin, wide, looked=looked))
     if x is not None:
-        _advise_of_standards(origin, form, features or tuple(map(str, range(shape[0]))), x)
+        _advise_of_standards(origin, form, names, x)
 
 
 def _advise_of_standards(origin: str, form: RecordForm, features: Sequence[str], x: Tensor) -> None:
