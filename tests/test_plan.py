@@ -3,10 +3,12 @@ import json
 
 import pytest
 
+from fedpact.configuration import read_configuration
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.reference import sources
 from fedpact.reference.tables import algorithm, everything
+from fedpact.text import toml_key
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 BAD = [
@@ -35,6 +37,8 @@ BAD = [
     ("seed=99999999999999999999", ["seed", "less than"]),
     ("sites", ["sites", "key=value"]),
     ("data.x=1", ["data.x", "not a table"]),
+    ("records.columns.'b.m=1", ["records.columns.'b.m is no key", "as in TOML"]),
+    ("records.columns.'a'\nb=1", ["is no key", "as in TOML"]),
 ]
 
 
@@ -46,6 +50,18 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
         assert words in str(refused.value)
     assert "constrained" not in str(refused.value)
     assert "list[" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["b.m.i", "a b", 'of "it"', "=", "ä", "plain"])
+def test_a_name_with_dots_stands_in_quotes(name):
+    """As the remedies have it: `text.toml_key`. With `=` in its name a column takes a file."""
+    key = f"records.columns.{toml_key(name)}.scale"
+    if "=" in name:
+        with pytest.raises(PlanError, match="as in TOML"):
+            Plan.read(None, [f"{key}=range"])
+        return
+    raw = read_configuration(None, [f"{key}=range"])
+    assert raw["records"]["columns"] == {name: {"scale": "range"}}
 
 
 def test_both_ways_to_set_the_batch_are_one_too_many():

@@ -176,12 +176,27 @@ def override(raw: dict[str, Any], setting: str) -> None:
 
 def put(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
     """Write a value under a dotted key. who: begins the error. Raises PlanError: no such place."""
-    *tables, last = key.split(".")
+    *tables, last = _names(key, who)
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
             raise PlanError(f"{who}: {table!r} is a value, not a table")
     raw[last] = value
+
+
+def _names(key: str, who: str) -> list[str]:
+    """Return the names of a dotted key, of which those with dots stand in quotes, as in TOML."""
+    if not {'"', "'"} & set(key):
+        return key.split(".")
+    names = []
+    try:
+        place: Any = tomllib.loads(f"{key} = 0")
+        while isinstance(place, dict):
+            ((name, place),) = place.items()
+            names.append(name)
+    except ValueError:  # no TOML, or more than one key
+        raise PlanError(f"{who}: {key} is no key: expected one as in TOML, a.'b.c'.d") from None
+    return names
 
 
 def plan_error(
