@@ -175,6 +175,17 @@ def test_a_run_whose_iterations_are_used_up_has_its_last_look(tmp_path):
     assert found["looks"]["9"] == found["looks"]["2"]
 
 
+def test_a_run_that_diverges_says_after_which_round(tmp_path):
+    run = _small()
+    wild = replace(run, settings=(*run.settings, "settings.learning_rate=3e38", "privacy.clip=1e4"))
+    *_, outcome = measure.carry_out(wild, 0, tmp_path / "run")
+    stored = Stored(tmp_path / "results")
+    stored.add(wild, 0, outcome)
+    assert outcome["diverged"] < wild.looks[-1]
+    told = Book(stored).accuracy(wild, wild.looks[-1])
+    assert told.endswith(f"(1 seed), diverged after round {outcome['diverged']}")
+
+
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
     stored, run = Stored(tmp_path), _small()
     book = Book(stored)

@@ -22,14 +22,16 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
     began = time.process_time()
     plan = fedpact.Plan.read(HERE.parent / run.base, [*run.settings, f"seed={seed}"])
     for asked in run.looks:
-        records = _until(plan, out, asked).records
+        made = _until(plan, out, asked)
+        records, diverged = made.records, made.summary["status"] == "diverged"
         looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
-        if records[-1].round < asked:  # its iterations were used up
+        if records[-1].round < asked:  # its iterations were used up, or it diverged
             looks[str(asked)] = _seen(records[-1])
         steps = [r.steps for r in records[1:]] if plan.method.controlled else []
         yield {
             "looks": looks,
             **({"steps": steps} if steps else {}),
+            **({"diverged": records[-1].round} if diverged else {}),
             "cpu_seconds": round(time.process_time() - began, 1),
             "commit": _commit(),
             "torch": torch.__version__,
