@@ -74,8 +74,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             now = Choice(terms.rate, terms.event.sigma, made, plan.method.steps())
             most = now.passes if passes is None else passes
             best_one = _best(scene, terms, rounds, most)
-            useful = _useful(scene, terms, best_one)
-            if useful is not None and useful < rounds:
+            if (useful := _useful(scene, terms, best_one)) is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
             elif now.snr > best_one.snr and now.passes <= most:
                 best_one = now
