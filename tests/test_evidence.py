@@ -181,9 +181,14 @@ def test_a_run_that_diverges_says_after_which_round(tmp_path):
     *_, outcome = measure.carry_out(wild, 0, tmp_path / "run")
     stored = Stored(tmp_path / "results")
     stored.add(wild, 0, outcome)
-    assert outcome["diverged"] < wild.looks[-1]
-    told = Book(stored).accuracy(wild, wild.looks[-1])
-    assert told.endswith(f"(1 seed), diverged after round {outcome['diverged']}")
+    ended = outcome["diverged"]
+    assert ended < wild.looks[-1]
+    for look in wild.looks:
+        assert str(look) in outcome["looks"]
+        told = Book(stored).accuracy(wild, look)
+        assert told.endswith(
+            f"(1 seed), diverged after round {ended}" * (look > ended) or "(1 seed)"
+        )
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):

@@ -39,6 +39,7 @@ BAD = [
     ("data.x=1", ["data.x", "not a table"]),
     ("records.columns.'b.m=1", ["records.columns.'b.m is no key", "as in TOML"]),
     ("records.columns.'a'\nb=1", ["is no key", "as in TOML"]),
+    ("records.columns.'a=b'.scale=range", ["is no key", "as in TOML"]),
 ]
 
 
@@ -52,16 +53,21 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
     assert "list[" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["b.m.i", "a b", 'of "it"', "=", "ä", "plain"])
+@pytest.mark.parametrize("name", ["b.m.i", "a b", 'of "it"', "ä", "plain"])
 def test_a_name_with_dots_stands_in_quotes(name):
-    """As the remedies have it: `text.toml_key`. With `=` in its name a column takes a file."""
-    key = f"records.columns.{toml_key(name)}.scale"
-    if "=" in name:
-        with pytest.raises(PlanError, match="as in TOML"):
-            Plan.read(None, [f"{key}=range"])
-        return
-    raw = read_configuration(None, [f"{key}=range"])
+    """As the remedies have it: `text.toml_key`."""
+    raw = read_configuration(None, [f"records.columns.{toml_key(name)}.scale=range"])
     assert raw["records"]["columns"] == {name: {"scale": "range"}}
+
+
+def test_a_key_in_quotes_is_the_same_key():
+    for plain in ("batch_size=64", "algorithm=fedprox"):
+        quoted = '"{}"={}'.format(*plain.split("="))
+        assert Plan.read(None, [quoted]) == Plan.read(None, [plain])
+    # Whoever asks for protection of a method that has none is refused, not run without it.
+    for asked in ("privacy.epsilon=1", '"privacy".epsilon=1'):
+        with pytest.raises(PlanError, match="fedfair"):
+            Plan.read(None, ["algorithm=fedfair", asked])
 
 
 def test_both_ways_to_set_the_batch_are_one_too_many():

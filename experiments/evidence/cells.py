@@ -47,21 +47,22 @@ class Book:
     def accuracy(self, run: Run, look: int) -> str:
         """Return a cell in per cent."""
         found = [100 * value for value in self.values(run, look, "accuracy")]
-        return told(found, 2) + self._ended(run) if found else self.lacks(run)
+        return told(found, 2) + self._ended(run, look) if found else self.lacks(run)
 
     def held_out(self, run: Run, look: int) -> str:
         """Return a cell in per cent, of the sites' held-out records where there is a test set."""
         found = [100 * value for value in self.values(run, look, "held_out")]
-        return told(found, 2) + self._ended(run) if found else self.lacks(run)
+        return told(found, 2) + self._ended(run, look) if found else self.lacks(run)
 
     def psi(self, run: Run, look: int) -> str:
         """Return a cell of Ψ."""
         found = self.values(run, look, "psi")
         return told(found, 5) if found else self.lacks(run)
 
-    def _ended(self, run: Run) -> str:
-        """Return what a cell says of seeds whose weights were no numbers any more after a round."""
-        rounds = [str(o["diverged"]) for o in self.stored.seeds(run).values() if "diverged" in o]
+    def _ended(self, run: Run, look: int) -> str:
+        """Return what a cell says of seeds whose weights were no numbers any more at this look."""
+        each = (outcome.get("diverged", look) for outcome in self.stored.seeds(run).values())
+        rounds = [str(last) for last in each if last < look]
         return f", diverged after round {', '.join(rounds)}" if rounds else ""
 
     def lacks(self, run: Run) -> str:

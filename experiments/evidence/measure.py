@@ -25,8 +25,9 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
         made = _until(plan, out, asked)
         records, diverged = made.records, made.summary["status"] == "diverged"
         looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
-        if records[-1].round < asked:  # its iterations were used up, or it diverged
-            looks[str(asked)] = _seen(records[-1])
+        # Its iterations were used up, or it diverged: later looks see what there is.
+        past = (look for look in run.looks if records[-1].round < look <= asked)
+        looks |= {str(look): _seen(records[-1]) for look in past}
         steps = [r.steps for r in records[1:]] if plan.method.controlled else []
         yield {
             "looks": looks,

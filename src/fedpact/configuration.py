@@ -46,7 +46,7 @@ def read_configuration(
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
     # Two that were typed stand together, so that the plan refuses them.
-    give_way(raw, [setting.partition("=")[0].strip() for setting in overrides])
+    give_way(raw, [key_of(setting) for setting in overrides])
     for setting in overrides:
         override(raw, setting)
     return raw
@@ -63,7 +63,7 @@ def overridden(overrides: Sequence[str], key: str) -> Any:
     """Return what `key=value` overrides make of a key, None if nothing."""
     found = dict[str, Any]()
     for setting in overrides:
-        if setting.partition("=")[0].strip() == key:
+        if key_of(setting) == key:
             override(found, setting)
     return found.get(key)
 
@@ -88,7 +88,7 @@ def typed_in(raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()) -> li
     raw = read_file(raw) if isinstance(raw, Path) else raw
     if not isinstance(raw, Mapping) or DEFAULTS not in raw:
         return None
-    return [setting.partition("=")[0].strip() for setting in overrides]
+    return [key_of(setting) for setting in overrides]
 
 
 def marked(raw: Mapping[str, Any]) -> list[str]:
@@ -172,6 +172,11 @@ def override(raw: dict[str, Any], setting: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     put(raw, key.strip(), value, f"--set {setting!r}")
+
+
+def key_of(setting: str) -> str:
+    """Return the key of `key=value` as `leaves` has it, whichever way its names are quoted."""
+    return ".".join(_names(setting.partition("=")[0].strip(), f"--set {setting!r}"))
 
 
 def put(raw: dict[str, Any], key: str, value: Any, who: str) -> None:

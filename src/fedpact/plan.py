@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedpact import algorithms
+from fedpact import algorithms, configuration
 from fedpact.algorithms import BaseSettings
 from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration, typed_in
 from fedpact.control.limits import Limits, Running
@@ -319,7 +319,7 @@ class Plan(ShownPlan, BaseModel):
         """
         typed = None if path is None else typed_in(Path(path), overrides)
         raw = read_configuration(path, overrides, lambda found: given(found, _document))
-        private = any(text.lstrip().startswith("privacy") for text in overrides)
+        private = any(configuration.key_of(text).startswith("privacy") for text in overrides)
         if path is None and not private and algorithms.load(raw["algorithm"]).Settings().plain_only:
             # The embedded configuration's word on privacy is not the user's.
             raw["privacy"] = {"mode": "none"}

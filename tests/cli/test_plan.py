@@ -55,10 +55,12 @@ def test_a_plain_run_has_nothing_to_choose():
         optimised(scene("privacy.mode=none"), None)
 
 
-@pytest.mark.parametrize("sigma", [2.0, 3.0, 20.0])
-def test_what_is_configured_has_the_rounds_that_its_noise_leaves(sigma):
-    """A σ that was given ends a run where its budget does: more rounds are no choice."""
-    (case,) = optimised(scene("sampling_rate=0.5", f"privacy.sigma={sigma}"), None)["cases"]
+@pytest.mark.parametrize("tau", [1, 3, 5])
+@pytest.mark.parametrize("sigma", [2.0, 2.5, 3.0, 20.0])
+def test_what_is_configured_has_the_steps_that_its_noise_leaves(sigma, tau):
+    """A σ that was given ends a run where its budget does, be it within the first round."""
+    own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
+    (case,) = optimised(scene("algorithm=fedprox", *own), None)["cases"]
     for told in (case["configured"], case["chosen"]):
         event = SampledGaussian(told["sampling_rate"], told["sigma"])
         assert epsilon(Counter({event: told["steps"]}), case["delta"]) <= case["epsilon"]

@@ -69,9 +69,9 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
         if key not in cases:
-            # A σ that was given may end the run before its rounds are over.
-            made = max(1, min(rounds, terms.steps // plan.method.steps()))
-            now = Choice(terms.rate, terms.event.sigma, made, plan.method.steps())
+            # A σ that was given may end the run before its rounds are over, in its first one too.
+            tau = min(plan.method.steps(), terms.steps)
+            now = Choice(terms.rate, terms.event.sigma, min(rounds, terms.steps // tau), tau)
             most = now.passes if passes is None else passes
             best_one = _best(scene, terms, rounds, most)
             if (useful := _useful(scene, terms, best_one)) is not None and useful < rounds:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact import algorithms, check
+from fedpact.configuration import key_of
 from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.report.equality import DATA, differences
@@ -143,7 +144,7 @@ def _fields(algorithm: str) -> dict[str, Any]:
 
 
 def _setting(override: str) -> str | None:
-    key = override.partition("=")[0].strip()
+    key = key_of(override)
     return key.split(".")[1] if key.startswith("settings.") else None
 
 

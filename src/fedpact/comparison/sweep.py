@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from fedpact import algorithms
-from fedpact.configuration import give_way, given, leaves, put
+from fedpact.configuration import give_way, given, key_of, leaves, put
 from fedpact.errors import PlanError
 from fedpact.own.named import name_of, name_of_function
 from fedpact.plan import Plan
@@ -119,11 +119,12 @@ def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
     # What follows from other keys follows them where they change: only what was given is kept. What
     # one value of the sweep leaves without effect another one uses.
     raw = given(plan.document(), lambda found: Plan.parse(found).document())
-    give_way(raw, chosen)
+    keys = [key_of(key) for key in chosen]
+    give_way(raw, keys)
     for key, value in chosen.items():
         put(raw, key, value, f"sweep {key}")
     try:
-        return Plan.parse(raw, typed=chosen)
+        return Plan.parse(raw, typed=keys)
     except PlanError as error:
         told = ", ".join(f"{key}={value}" for key, value in leaves(chosen).items())
         raise PlanError(f"sweep {told}: {error}") from None
