@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def put(
     epsilon: float | None = 1.0,
     status: str | None = "finished",
     train: tuple[int, ...] = (0, 1),
+    averaged: float | None = None,
     **plan: Any,
 ) -> None:
     """Write a run's folder: accuracy by round; every site spends `epsilon`, round by round."""
@@ -73,6 +75,9 @@ def put(
             bytes_down=100 if number else 0,
             bytes_up=200 if number else 0,
             seconds=0.5,
+            average={"accuracy": averaged, "loss": 1 - averaged}
+            if averaged and number in accuracies
+            else {},
         )
         for number in range(last + 1)
     ]
@@ -149,7 +154,29 @@ def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path
     lost = entry.spread(lambda o: math.nan)
     assert lost is not None
     assert math.isnan(lost.mean)
-    assert rows(Comparison(tmp_path, [entry]))[0].fares == "50.00 %"
+    assert rows(Comparison(tmp_path, [entry]))[0].fares == ("50.00 %",)
+
+
+def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> None:
+    for seed, averaged in ((0, 0.7), (1, 0.8)):
+        put(tmp_path, "tail", seed, {0: 0.1, 3: 0.5}, averaged=averaged)
+        put(tmp_path, "none", seed, {0: 0.1, 3: 0.5})
+    alone = read(tmp_path, ["none"], range(2))
+    assert (alone.headings, rows(alone)[0].fares) == (("accuracy",), ("50.00 ± 0.00 %",))
+    comparison = read(tmp_path, ["tail", "none"], range(2))
+    assert comparison.headings == ("accuracy", "accuracy, averaged model")
+    tail, none = rows(comparison)
+    assert tail.fares[1] == f"75.00 ± {100 * statistics.stdev((0.7, 0.8)):.2f} %"
+    assert none.fares[1] == "–"
+    found = document(comparison)["entries"]
+    assert found["tail"]["average_accuracy"]["mean"] == pytest.approx(0.75)
+    assert found["tail"]["runs"]["1"]["average_loss"] == pytest.approx(0.2)
+    assert found["none"]["average_accuracy"] is None
+    shown = render(comparison)
+    # Once in each of the two tables, every row of which has the column.
+    assert shown.count("accuracy, averaged model</th>") == 2
+    assert "80.0 %" in shown
+    assert "server.average" not in render(alone)
 
 
 def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
@@ -317,8 +344,8 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     assert third.missing == {0: "not ended after round 2", 1: "not begun"}
     assert fourth.missing == {0: "no such model", 1: "not begun"}
     # What has not ended is in no mean.
-    assert rows(comparison)[1].fares == "50.00 %"
-    assert rows(comparison)[3].fares == "–"
+    assert rows(comparison)[1].fares == ("50.00 %",)
+    assert rows(comparison)[3].fares == ("–",)
     assert any(clause.startswith("seeds (") for clause in comparison.inequalities)
     text = Page(write_comparison(comparison)).text
     assert "no such model" in text

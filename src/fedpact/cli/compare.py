@@ -158,16 +158,24 @@ def _print(comparison: Comparison) -> None:
     table.add_column("")
     table.add_column("seeds", justify="right")
     metrics = [shown(name).label for name in comparison.measured]
-    for heading in (comparison.judged, *metrics, "worst site", "ε", "rounds", "bytes", "seconds"):
+    for heading in (
+        *comparison.headings,
+        *metrics,
+        "worst site",
+        "ε",
+        "rounds",
+        "bytes",
+        "seconds",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):
-        figures = (row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
+        figures = (*row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     out.print(table)
     out.print(_effort(comparison))
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
-    pooled = (f"{comparison.judged} (on held-out records)",) if comparison.pooled else ()
+    pooled = [f"{each} (on held-out records)" for each in comparison.headings if comparison.pooled]
     simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")

@@ -14,14 +14,14 @@ class Compared(Comparison):
     """A comparison that has been made; see report.outcomes.Comparison, whose fields these are."""
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{row.name} {row.fares}" for row in rows(self)[:8])
+        named = ", ".join(f"{row.name} {row.fares[0]}" for row in rows(self)[:8])
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
         return f"Comparison({named}{more}; {len(self.outcomes)} runs{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        headings = ("", "seeds", self.judged, "worst site", "ε", "bytes")
-        cells = [(r.name, r.seeds, r.fares, r.worst, r.epsilon, r.bytes) for r in rows(self)]
+        headings = ("", "seeds", *self.headings, "worst site", "ε", "bytes")
+        cells = [(r.name, r.seeds, *r.fares, r.worst, r.epsilon, r.bytes) for r in rows(self)]
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
         return listing(headings, cells, title=inequality(self) or "Comparison", note=note)
 
@@ -37,6 +37,8 @@ class Compared(Comparison):
                 **(self.points[entry.name].values if entry.name in self.points else {}),
                 "accuracy": outcome.accuracy,
                 "loss": outcome.loss,
+                "average_accuracy": outcome.averaged("accuracy"),
+                "average_loss": outcome.averaged("loss"),
                 "worst_accuracy": outcome.worst,
                 **{name: outcome.metric(name) for name in self.measured},
                 "epsilon": outcome.epsilon,

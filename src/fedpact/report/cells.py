@@ -1,7 +1,7 @@
 """The cells of a comparison's table: means ± sample standard deviations over an entry's runs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 
 from fedpact.report.outcomes import Entry, Outcome, Spread
@@ -36,11 +36,13 @@ def percent_cell(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
 
 
-def fares_cell(entry: Entry, judged: str) -> str:
-    """Return what the models are judged by; see Comparison.judged."""
-    if judged == "accuracy":
-        return percent_cell(entry.spread(lambda o: o.accuracy))
-    return number_cell(entry.spread(lambda o: o.loss))
+def fares_cells(entry: Entry, headings: Sequence[str]) -> tuple[str, ...]:
+    """Return what the models are judged by, the last and their average; Comparison.headings."""
+    if headings[0] == "accuracy":
+        found = (entry.spread(lambda o: o.accuracy), entry.spread(lambda o: o.averaged("accuracy")))
+        return tuple(map(percent_cell, found))[: len(headings)]
+    found = (entry.spread(lambda o: o.loss), entry.spread(lambda o: o.averaged("loss")))
+    return tuple(map(number_cell, found))[: len(headings)]
 
 
 def worst_cell(entry: Entry) -> str:

@@ -12,7 +12,7 @@ from fedpact.files import write_whole
 from fedpact.report import evaluations
 from fedpact.report.cells import (
     epsilon_cell,
-    fares_cell,
+    fares_cells,
     metric_cell,
     number_cell,
     or_nan,
@@ -50,7 +50,7 @@ class Row:
 
     name: str
     seeds: str
-    fares: str
+    fares: tuple[str, ...]
     metrics: tuple[str, ...]
     worst: str
     epsilon: str
@@ -66,7 +66,7 @@ def rows(comparison: Comparison) -> list[Row]:
         Row(
             name=entry.name,
             seeds=f"{len(entry.outcomes)} of {len(entry.outcomes) + len(entry.missing)}",
-            fares=fares_cell(entry, comparison.judged),
+            fares=fares_cells(entry, comparison.headings),
             metrics=tuple(metric_cell(entry, name) for name in comparison.measured),
             worst=worst_cell(entry),
             epsilon=epsilon_cell(entry),
@@ -224,6 +224,7 @@ def render(comparison: Comparison) -> str:
         effort_headings=EFFORT,
         effort_note=EFFORT_NOTE,
         judged=comparison.judged,
+        headings=comparison.headings,
         fair=_fair_rows(comparison) if comparison.judged == "accuracy" else (),
         guarantees=guarantees(comparison),
         plain=[entry.name for entry in comparison.entries if entry.private is False],
@@ -248,6 +249,8 @@ def render(comparison: Comparison) -> str:
 _MEASURES: dict[str, Measure] = {
     "accuracy": lambda o: o.accuracy,
     "loss": lambda o: o.loss,
+    "average_accuracy": lambda o: o.averaged("accuracy"),
+    "average_loss": lambda o: o.averaged("loss"),
     "worst_accuracy": lambda o: o.worst,
     "worst_tenth": lambda o: o.fairness and o.fairness["worst_tenth"],
     "accuracy_variance": lambda o: o.fairness and o.fairness["variance"],
@@ -318,7 +321,7 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
             row: dict[str, Any] = {
                 "name": entry.name,
                 "seed": seed,
-                "cells": ("–",) * (3 + len(names)),
+                "cells": ("–",) * (2 + len(comparison.headings) + len(names)),
             }
             row["why"] = entry.missing.get(seed, "")
             row["href"] = quote((folder / "report.html").as_posix()) if outcome else None
@@ -326,9 +329,14 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 row["why"] = outcome.run.status
                 row["cells"] = (
                     fares(outcome.accuracy, outcome.loss)[1],
+                    *(_averaged(outcome),) * (len(comparison.headings) - 1),
                     *(written(shown(name).form, outcome.metric(name)) for name in names),
                     fares(outcome.worst, outcome.worst_loss)[1],
                     spent_cell(outcome),
                 )
             found.append(row)
     return found
+
+
+def _averaged(outcome: Outcome) -> str:
+    return fares(outcome.averaged("accuracy"), outcome.averaged("loss"))[1]

@@ -46,6 +46,11 @@ class Outcome:
         """Mean loss of the last model, likewise."""
         return self.run.evaluated[-1].loss if self.run.evaluated else None
 
+    def averaged(self, name: str) -> float | None:
+        """Return "accuracy" or "loss" of the server's average of models; None without one."""
+        found = self.run.evaluated[-1].average.get(name) if self.run.evaluated else None
+        return found if self.run.counted or name != "accuracy" else None
+
     def metric(self, name: str) -> float | None:
         """Return a metric (tasks.measures.shown) of the last model; None if unknown."""
         records = reversed(self.run.records)
@@ -267,6 +272,12 @@ class Comparison:
         """By what the models are judged: "accuracy", or "mean loss" where no run has any."""
         counted = [outcome.run.counted for _, outcome in self.outcomes]
         return "accuracy" if any(counted) or not counted else "mean loss"
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """By what the last models are judged, and the servers' averages where a run has one."""
+        averaged = any(outcome.averaged("loss") is not None for _, outcome in self.outcomes)
+        return (self.judged, f"{self.judged}, averaged model") if averaged else (self.judged,)
 
     @property
     def pooled(self) -> bool:
