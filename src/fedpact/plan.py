@@ -19,11 +19,10 @@ from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.ledger.about import About
-from fedpact.methods import Method
+from fedpact.methods import Method, effective
 from fedpact.methods.combine import check_extended, check_mode, check_part, combined
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
-from fedpact.methods.effective import check_used, in_effect, refusing, unset, with_iterations
 from fedpact.methods.fair import FairnessSettings
 from fedpact.methods.released import why_not
 from fedpact.methods.robust import RobustSettings
@@ -123,7 +122,8 @@ class Plan(ShownPlan, BaseModel):
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
         method = self.method
-        check_used(self)
+        effective.check_numbers(self)
+        effective.check_used(self)
         check_mode(method, self.algorithm, mode)
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
@@ -170,12 +170,12 @@ class Plan(ShownPlan, BaseModel):
             found = module.Settings(**self.settings)
         except ValidationError as error:
             raise plan_error(error, ("settings",), module.Settings) from None
-        return with_iterations(found, self.rounds) if self.privacy.calibrates else found
+        return effective.with_iterations(found, self.rounds) if self.privacy.calibrates else found
 
     @property
     def _control(self) -> ControlSettings:
-        calibrates = self.privacy.calibrates
-        return with_iterations(self.control, self.rounds) if calibrates else self.control
+        own, rounds = self.control, self.rounds
+        return effective.with_iterations(own, rounds) if self.privacy.calibrates else own
 
     def stage(self, at: Path = Path(), form: RecordForm | None = None) -> FeatureStage:
         """Return what scales records and makes the plan's features.
@@ -294,13 +294,13 @@ class Plan(ShownPlan, BaseModel):
 
     def document(self) -> dict[str, Any]:
         """Return plan.json's content: every setting in effect, and which of them nobody gave."""
-        whole, settings = self.model_dump(mode="json"), self.algorithm_settings
+        whole, own = self.model_dump(mode="json"), self.algorithm_settings
         whole["control"] = self._control.model_dump()
-        whole["settings"] = in_effect(settings, self.method.controlled) | self.settings
+        whole["settings"] = used = effective.in_effect(own, self.method.controlled) | self.settings
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
         none = {"sampling_rate": self.sampling_rate, "control.iterations": self.control.iterations}
-        return {**whole, DEFAULTS: unset(left(self), whole["settings"], self.settings, none)}
+        return whole | {DEFAULTS: effective.unset(left(self), used, self.settings, none)}
 
     @staticmethod
     def parse(raw: Mapping[str, Any], typed: Collection[str] | None = None) -> "Plan":
@@ -334,7 +334,7 @@ def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
 
 def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
     try:
-        with refusing(typed):
+        with effective.refusing(typed):
             return Plan.model_validate(raw)
     except ValidationError as error:
         raise _refused(error, raw) from None

@@ -67,6 +67,8 @@ from fedpact.privacy.oracle import Batch, Bounds, Opening, Oracle, Range, Terms,
 
 NEUTRAL: Neutral | None = None
 
+_SHORTEST = 2.0**-99
+
 
 class Settings(BaseSettings):
     """Symbols at the top.
@@ -216,6 +218,10 @@ def _direction(
         # No noise follows such a movement. What is no number shows the server that w diverged.
         return torch.full_like(w, math.nan)
     bound = min((settings.difference_bound or settings.smoothness) * moved, most)
+    if moved > 0:
+        # A sum of shorter differences has no digits; a larger bound is as true, and its noise goes
+        # with it.
+        bound = max(bound, _SHORTEST)
     return direction + batch.difference(w, other, bound)
 
 

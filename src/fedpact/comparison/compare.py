@@ -28,13 +28,9 @@ from fedpact.plan import Plan
 from fedpact.records.rounds import strict
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.counted import counted as trying
-from fedpact.report.outcomes import (
-    RESUMABLE,
-    private_runs,
-    read_comparison,
-    run_folder,
-)
+from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
 from fedpact.report.page import write_report
+from fedpact.report.reading import RunFolder
 from fedpact.shown.progress import Bar, in_notebook
 
 
@@ -107,7 +103,7 @@ def compare(
     comparison = read_comparison(folder, documents, chosen, failed)
     comparison = replace(comparison, points=points)
     if counted:
-        comparison = replace(comparison, counted=trying(private_runs(comparison)))
+        comparison = replace(comparison, counted=trying(_private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)
     found = strict(document(comparison))
     text = json.dumps(found, indent=2, allow_nan=False, default=str) + "\n"
@@ -163,6 +159,15 @@ def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
             f"--counted with {runs} private runs of {len(plans)} entries: what trying costs is of "
             "two or more runs with an (ε, δ); add settings or seeds, or leave --counted out"
         )
+
+
+def _private_runs(comparison: Comparison) -> dict[str, dict[int, RunFolder]]:
+    """Return those with an (ε, δ) that have ended: entry -> seed -> run."""
+    return {
+        entry.name: {outcome.seed: outcome.run for outcome in entry.outcomes}
+        for entry in comparison.entries
+        if entry.private
+    }
 
 
 class _Stopped(Exception):

@@ -1,5 +1,6 @@
 """Settings as they are in effect: with what follows from the rest of a plan, or does not count."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,8 @@ from pydantic import BaseModel
 from fedpact.algorithms import BaseSettings
 from fedpact.control import STEPS_A_ROUND, Ali
 from fedpact.fairness import FairRelease
+
+_MOST: Final = 2.0**100  # a clip's limit as well (persample.bounds)
 
 _Settings = TypeVar("_Settings", bound=BaseModel)
 
@@ -141,6 +144,35 @@ def check_used(plan: Any) -> None:
                     f"{name} is {value!r} with {use.beside} = {beside!r}: it does something only "
                     f"with {use.by}; leave it out"
                 )
+
+
+def check_numbers(plan: Any) -> None:
+    """Raise ValueError: a setting has no digits in single precision, in which models compute.
+
+    plan: a Plan. δ may be as small as it likes, and what is declared of records counts in double
+    precision.
+    """
+    whole = plan.model_dump(exclude={"records", "settings"})
+    for name, value in _numbers({**whole, "settings": plan.algorithm_settings.model_dump()}):
+        # NaN is refused here, too.
+        good = value == 0 or math.isinf(value) or 1 / _MOST <= abs(value) <= _MOST
+        if not good and name.rsplit(".", 1)[-1] != "delta":
+            raise ValueError(
+                f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others have "
+                f"no digits in float32; set {name} to such a number"
+            )
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Return all floats of plain data, of a list each under the list's dotted name."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each, name)
+    elif isinstance(value, float):
+        yield name, value
 
 
 def _value(plan: Any, key: str) -> Any:

@@ -55,7 +55,7 @@ class ServerSettings(Scheduled):
     learning_rate: float | None = Field(default=None, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     second_moment: float = Field(default=0.99, ge=0, lt=1)
-    adaptivity: float = Field(default=1e-3, gt=0)
+    adaptivity: float = Field(default=1e-3, ge=1e-15, le=1e15)
     average: Literal["none", "exponential", "tail"] = "none"
     average_decay: float = Field(default=0.9, gt=0, lt=1)
     average_share: float = Field(default=0.5, gt=0, le=1)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from fedpact.report.outcomes import Entry
 from fedpact.report.reading import RunFolder
 from fedpact.text import lower, upper
-from fedpact.theory.accounting import ACCOUNTANTS, Budget
+from fedpact.theory.accounting import ACCOUNTANTS
 
 QUESTION: Final = (
     "Somebody knows all other records of a site and sees everything that it ever sent. A coin has "
@@ -53,7 +53,9 @@ def stake(who: str, epsilon: float, delta: float) -> Stake:
     """
     if not math.isfinite(epsilon):
         return Stake(who, upper(epsilon), "no limit", "100 %", True)
-    wins = Budget(epsilon, delta).odds
+    # The most wins per loss of a bet on whether one record was there; see docs/privacy.md. Beyond
+    # e^700 there is no float; it is certainty in any case.
+    wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
     little = wins > _MOST
     # Rounded up to a tenth, as bounds are.
     tenths = math.ceil(1000 * wins / (1 + wins) - 1e-9)

@@ -346,15 +346,6 @@ def read_comparison(
     return Comparison(folder, entries)
 
 
-def private_runs(comparison: Comparison) -> dict[str, dict[int, RunFolder]]:
-    """Return the runs with an (ε, δ) that have ended: entry -> seed -> run."""
-    return {
-        entry.name: {outcome.seed: outcome.run for outcome in entry.outcomes}
-        for entry in comparison.entries
-        if entry.private
-    }
-
-
 def run_folder(folder: Path, name: str, seed: int) -> Path:
     """Return where the run of an entry and a seed is."""
     return folder / name / f"seed-{seed}"

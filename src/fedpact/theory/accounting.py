@@ -91,16 +91,6 @@ class Budget:
         check.positive(epsilon=self.epsilon)
         check.fraction(delta=self.delta)
 
-    @property
-    def odds(self) -> float:
-        """The most wins per loss of a bet on whether one record was there; see docs/privacy.md.
-
-        >>> round(Budget(2.0, 1e-5).odds, 3)
-        7.389
-        """
-        # Beyond e^700 there is no float; it is certainty in any case.
-        return (math.exp(min(self.epsilon, 700.0)) + self.delta) / (1 - self.delta)
-
 
 def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:
     """Return the one event that several Gaussian releases on the same Poisson batch form.

@@ -35,7 +35,7 @@ from fedpact.errors import InputError
 from fedpact.theory import pld
 from fedpact.theory.accounting import History, epsilon
 from fedpact.theory.pld import FINENESS, Term, fft_rounding, priced
-from fedpact.theory.running import ComposedLosses, LossMasses, Outcomes, connected_dots
+from fedpact.theory.running import ComposedLosses, LossMasses, Outcomes, connected_dots, ends
 
 Array = NDArray[np.float64]
 
@@ -210,7 +210,7 @@ class _Mixture:
 
         And by how much a loss may lie beside its point of the grid.
         """
-        first, last = math.floor(self.range[0] / step), math.ceil(self.range[1] / step)
+        first, last = ends(*self.range, step)
         grid = np.arange(first, last + 1, dtype=np.float64) * step
         at, off = self._outcomes(grid)
         without = Outcomes.of(at / self.sigma)

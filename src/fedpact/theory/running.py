@@ -108,8 +108,7 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
         rest = math.log1p(-q) if q < 1 else -math.inf
         return float(np.logaddexp(rest, math.log(q) + (2 * x - 1) / (2 * sigma**2)))
 
-    first = math.floor(loss(-reach * sigma) / step)
-    last = math.ceil(loss(1 + reach * sigma) / step)
+    first, last = ends(loss(-reach * sigma), loss(1 + reach * sigma), step)
     if last - first > _LARGEST:
         nothing = LossMasses(0, np.ones(1), math.inf)
         return nothing, nothing
@@ -121,6 +120,15 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
     with_it = without.scaled(1 - q).plus(Outcomes.of(at - 1 / sigma).scaled(q))
     removed = connected_dots(with_it, without, grid, first)
     return removed, connected_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+
+
+def ends(low: float, high: float, step: float) -> tuple[int, int]:
+    """Return a grid's first and last point, in steps, around losses from low to high.
+
+    With noise enough all losses are one number; a grid has two.
+    """
+    first = math.floor(low / step)
+    return first, max(math.ceil(high / step), first + 1)
 
 
 @dataclass(frozen=True)

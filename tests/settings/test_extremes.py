@@ -1,0 +1,104 @@
+"""Numbers as large or small as a plan takes them: it refuses them, or the run ends and is told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+import fedpact
+from fedpact import algorithms, configuration
+from fedpact.errors import FedpactError, PlanError
+from fedpact.plan import Plan
+
+_DRAW = np.random.default_rng(7)
+RECORDS = _DRAW.uniform(-1, 1, (40, 3)).astype(np.float32), np.arange(40) % 2
+TABLES = {
+    # What a key needs to have an effect.
+    "server.learning_rate": {"server.optimiser": "adam"},
+    "server.momentum": {"server.optimiser": "momentum"},
+    "server.second_moment": {"server.optimiser": "adam"},
+    "server.adaptivity": {"server.optimiser": "yogi"},
+    "server.average_decay": {"server.average": "exponential"},
+    "server.average_share": {"server.average": "tail"},
+    "evaluation.level": {"evaluation.share": 0.3, "evaluation.releases": ["hits"]},
+    "server.halved_after": {"server.optimiser": "momentum", "server.schedule": "inverse"},
+    "local.halved_after": {"local.schedule": "inverse"},
+    "local.momentum": {"settings.local_steps": 2},
+    "privacy.clip_halved_after": {"privacy.clip_schedule": "inverse"},
+    "privacy.size_noise": {"privacy.sizes": "noisy"},
+    "control.kappa": {"control.kind": "ali", "control.iterations": 4},
+    "compression.keep": {"compression.kind": "topk"},
+    "evaluation.epsilon": {"evaluation.share": 0.3, "evaluation.releases": ["hits"]},
+    "evaluation.loss_bound": {"evaluation.share": 0.3, "evaluation.releases": ["hits", "loss"]},
+}
+# Of records' columns; δ, which may be of any size; and what is of files, images or the clock.
+ELSEWHERE = ("records.", "features.", "budget.", "run.")
+
+
+def floats(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for key, field in model.model_fields.items():
+        form = field.annotation
+        if isinstance(form, type) and issubclass(form, BaseModel):
+            yield from floats(form, f"{prefix}{key}.")
+        elif "float" in str(form) and key != "delta":
+            yield prefix + key
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    for key in floats(Plan):
+        if not key.startswith(ELSEWHERE):
+            yield "fedavg", key
+    for name in algorithms.names():
+        for key in floats(algorithms.load(name).Settings, "settings."):
+            yield name, key
+
+
+def configured(algorithm: str, key: str, value: float) -> dict[str, Any]:
+    raw: dict[str, Any] = {"rounds": 2, "sites": 2, "algorithm": algorithm}
+    beside = {"fairness.weight": 0.5} if key.startswith("fairness.") else TABLES.get(key, {})
+    if algorithms.load(algorithm).Settings().plain_only:
+        beside = {**beside, "privacy.mode": "none"}
+    for name, each in {"partition.kind": "iid", **beside, key: value}.items():
+        configuration.put(raw, name, each, "test")
+    return raw
+
+
+def begun(folder: Path) -> bool:
+    return any(folder.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(("algorithm", "key"), list(cases()))
+def test_a_number_is_refused_by_the_plan_or_the_run_ends(tmp_path, algorithm, key):
+    name, told = key.rsplit(".", 1)[-1], list[str]()
+    for value in (2.0**-100, 2.0**100):
+        try:
+            plan = Plan(**configured(algorithm, key, value))
+        except PlanError as error:
+            told.append(str(error))
+            continue
+        folder = tmp_path / f"{value:g}"
+        try:
+            fedpact.run(plan, data=RECORDS, out=folder)
+        except FedpactError:
+            # What no budget allows is told; a site that has been charged gets its report.
+            assert not begun(folder)
+        else:
+            assert (folder / "report.html").exists()
+    assert all(name in each for each in told)
+    for value in (1e-300, 1e300):
+        with pytest.raises(PlanError, match=name):
+            Plan(**configured(algorithm, key, value))
+
+
+def test_a_list_of_numbers_and_those_of_single_sites_are_held_to_it():
+    for raw in (
+        {"local": {"schedule": [1.0, 1e-31]}},
+        {"privacy": {"per_site": {"a": {"epsilon": 1e31}}}},
+    ):
+        with pytest.raises(PlanError, match="2\\^100"):
+            Plan(settings={"local_steps": 2}, **raw)
+    assert Plan(privacy={"delta": 1e-200}).privacy.delta == 1e-200
+    assert Plan(privacy={"epsilon": 1}).privacy.epsilon == 1
