@@ -97,6 +97,15 @@ def test_the_event_that_opens_a_round_is_stated():
     assert described(next(iter(Plan.parse({}).terms({"a": 9.0}).values())))["opening"] is None
 
 
+@pytest.mark.parametrize(("rate", "alone"), [(1e-6, True), (5.1e-6, False)])
+def test_it_says_where_delta_covers_a_record_without_noise(rate, alone):
+    told = statement(rounds=2, sampling_rate=rate, settings={"local_steps": 1})
+    lines = [line for line in told["does_not_cover"] if "without any noise" in line]
+    # Twice 1e-6 is below δ = 1e-5, twice 5.1e-6 is not.
+    assert len(lines) == alone
+    assert all("probability 2e-06 at most" in line for line in lines)
+
+
 def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
     plan = Plan.parse({"rounds": 2, "sites": 2, "privacy": {"person_records": 7}})
     result = simulate(plan, tmp_path / "run")

@@ -14,6 +14,7 @@ from fedpact.own.named import is_own
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
+from fedpact.privacy.unread import by_delta_alone
 from fedpact.text import upper
 from fedpact.theory.accounting import bound_by, epsilon
 from fedpact.theory.neighbours import neighbourhoods
@@ -116,7 +117,12 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
             *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
             *_secure_lines(plan, sites),
         ],
-        "does_not_cover": [*side.does_not_cover, *of_person, *_unprotected_weights(plan)],
+        "does_not_cover": [
+            *side.does_not_cover,
+            *of_person,
+            *_unprotected_weights(plan),
+            *by_delta_alone(terms),
+        ],
         "secure_aggregation": secure_terms(plan, sites),
         "evaluation": of_held,
         "sites": each,
