@@ -70,6 +70,26 @@ def test_a_key_in_quotes_is_the_same_key():
             Plan.read(None, ["algorithm=fedfair", asked])
 
 
+@pytest.mark.parametrize("value", [0.5, "faster", True])
+def test_what_may_be_a_word_or_a_list_is_told_as_both(value):
+    with pytest.raises(PlanError, match="'inverse' or 'cosine', or a valid list; set"):
+        Plan(local={"schedule": value})
+
+
+@pytest.mark.parametrize("value", [-1, [-1]])
+def test_a_number_that_is_none_of_a_keys_is_told_as_a_number(value):
+    with pytest.raises(PlanError) as told:
+        Plan(privacy={"epsilon": value})
+    assert "greater than 0" in str(told.value)
+    assert "list" not in str(told.value)
+
+
+def test_a_clip_that_its_schedule_makes_too_small_is_told_with_the_round_and_the_schedule():
+    inverse = {"clip": 1e-30, "clip_schedule": "inverse", "clip_halved_after": 2.5}
+    with pytest.raises(PlanError, match=r"clip of round 2, by privacy\.clip_schedule, is 7\.14"):
+        Plan(rounds=3, privacy=inverse)
+
+
 def test_both_ways_to_set_the_batch_are_one_too_many():
     with pytest.raises(PlanError, match="leave one out"):
         Plan.parse({"sampling_rate": 0.1, "batch_size": 10})

@@ -167,11 +167,15 @@ def override(raw: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise PlanError(f"--set {setting!r}: expected key=value, as in privacy.epsilon=1")
+    put(raw, key.strip(), value_of(text), f"--set {setting!r}")
+
+
+def value_of(text: str) -> Any:
+    """Return what a text is in TOML, and the text itself where that is nothing."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
-    put(raw, key.strip(), value, f"--set {setting!r}")
+        return text
 
 
 def key_of(setting: str) -> str:
@@ -224,11 +228,16 @@ def plan_error(
 
 
 def _is_other_branch(entry: Any) -> bool:
-    """Whether it only says that a value is not of the other form: a list, or none."""
-    a_list = isinstance(entry["input"], list)
-    if entry["type"] == "list_type":
-        return len(entry["loc"]) > 1 and not a_list
+    """Whether it only says of a list that it is not of the other form, which is none."""
+    a_list = isinstance(entry["input"], list) and entry["type"] != "list_type"
     return a_list and any(_FORM.match(str(part)) for part in entry["loc"][-1:])
+
+
+def _fitting(entries: Sequence[Any]) -> Sequence[Any]:
+    """Return what is wrong with a value of a form that it may have; all, where it has none."""
+    found = [each for each in entries if each["type"] != "list_type"]
+    fits = any(not each["type"].endswith(("_type", "literal_error")) for each in found)
+    return found if fits else entries
 
 
 def _dotted(
@@ -272,13 +281,13 @@ def _explain(
     first, place = entries[0], _place(entries[0])
     if first["type"] == "extra_forbidden":
         return unknown_key(key, _table_at(model, place[:-1]).model_fields, everywhere)
-    messages = [entry["msg"].removeprefix("Value error, ") for entry in entries]
+    messages = [entry["msg"].removeprefix("Value error, ") for entry in _fitting(entries)]
     if first["type"] == "value_error":
         told = "; ".join(dict.fromkeys(messages))
         return f"{key}: {told}" if place else told
     begin = "Input should be "
-    others = [message.removeprefix(begin) for message in messages[1:]]
-    told = ", or ".join(dict.fromkeys([messages[0], *others]))
+    others = [message.removeprefix(begin) for message in messages if message != messages[0]]
+    told = ", or ".join([messages[0], *dict.fromkeys(others)])
     return f"{key} is {first['input']!r}: {told[0].lower()}{told[1:]}; set {key} to such a value"
 
 

@@ -22,12 +22,13 @@ PLAN = Plan.parse({"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}}
         ("privacy.sigma=[1.0,2.0],[3.0,4.0]", [[1.0, 2.0], [3.0, 4.0]]),
         ("logistic.bias=true,false", [True, False]),
         ("rounds = 5", [5]),
+        ("local.schedule=[1.0, 0.5],cosine", [[1.0, 0.5], "cosine"]),
+        ("x={a = 1, b = 2},'y, z',word", [{"a": 1, "b": 2}, "y, z", "word"]),
+        ("x=word,,2", ["word", "", 2]),
     ],
 )
 def test_values_are_read_as_set_reads_them(text, values):
     assert list(read_sweeps([text]).values()) == [values]
-    for value in values:
-        assert type(value) is type(values[0]) or isinstance(value, int | float)
 
 
 def test_several_keys_make_all_combinations():

@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from fedpact import algorithms
-from fedpact.configuration import give_way, given, key_of, leaves, put
+from fedpact.configuration import give_way, given, key_of, leaves, put, value_of
 from fedpact.errors import PlanError
 from fedpact.own.named import name_of, name_of_function
 from fedpact.plan import Plan
@@ -19,6 +19,9 @@ _ELSEWHERE = {
     "seed": "every entry runs with the same seeds: give their number with --seeds",
     "algorithm": "each algorithm has settings of its own: name them with --algorithms",
 }
+
+
+_COMMA = re.compile(r""",(?=(?:[^][{}"']|"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\})*$)""")
 
 
 def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -106,7 +109,8 @@ def _values(text: str) -> list[Any]:
     try:
         return tomllib.loads(f"values = [{text}]")["values"]
     except tomllib.TOMLDecodeError:
-        return [value.strip() for value in text.split(",")]
+        # Words without quotes, maybe beside lists and tables, whose commas are their own.
+        return [value_of(part.strip()) for part in _COMMA.split(text)]
 
 
 def _knows(plan: Plan, key: str) -> bool:

@@ -46,13 +46,13 @@ class ViewSettings(BaseModel):
 
         plain: the task is of classes with their cross entropy. stacked: sites together.
         """
-        if self.used and (not plain or features or stacked > 1):
-            raise ValueError(
-                "[views] with a [task] other than classes and their cross entropy, with [features] "
-                "or run.stacked > 1: views are of images, whose label stays what it is; features "
-                "are none (features.mirror is the mean of both images'); stacked sites have chains "
-                "of dense layers alone; leave one out"
-            )
+        for beside, found, why in (
+            ("a [task]", not plain, "views are averaged for classes and their cross entropy alone"),
+            ("[features]", features, "features are no images; features.mirror averages both's"),
+            (f"run.stacked = {stacked}", stacked > 1, "stacked sites have dense layers alone"),
+        ):
+            if self.used and found:
+                raise ValueError(f"[views] with {beside}: {why}; leave one out")
 
     def told(self) -> str:
         """Return in a sentence what a record's gradient is; "" where it is that of the image."""

@@ -177,7 +177,8 @@ class Privacy(BaseModel):
         if self.mode == "none":
             return
         for number, clip in enumerate((self.clip, *self.clips(rounds))):
-            name = f"privacy.clip{f' of round {number}' if number else ''}"
+            by = f" of round {number}, by privacy.clip_schedule," if number else ""
+            name = f"privacy.clip{by}"
             check_clip(name, check.positive(**{name: clip}))
 
     def check_means(self, *, exact: bool, released: bool) -> None:
