@@ -177,7 +177,9 @@ def test_a_run_whose_iterations_are_used_up_has_its_last_look(tmp_path):
 
 def test_a_run_that_diverges_says_after_which_round(tmp_path):
     run = _small()
-    wild = replace(run, settings=(*run.settings, "settings.learning_rate=3e38", "privacy.clip=1e4"))
+    wild = replace(
+        run, settings=(*run.settings, "settings.learning_rate=1e30", "privacy.clip=1e10")
+    )
     *_, outcome = measure.carry_out(wild, 0, tmp_path / "run")
     stored = Stored(tmp_path / "results")
     stored.add(wild, 0, outcome)

@@ -41,20 +41,16 @@ def _table(data: str, model: str, rate: float) -> Iterator[Run]:
     yield from (ali.adaptive(data, model, rate, column) for column in reversed(ali.COLUMNS))
 
 
-def _all() -> Iterator[Run]:
-    """Every run that a table has a place for."""
+def _tables() -> Iterator[Run]:
+    """Every run of the papers' tables, and what is best beside them."""
     for data in ali.DATA:
         for epsilon in sorted({column.epsilon for column in ali.COLUMNS}):
             if epsilon != 2.0:  # experiments/features has it
                 yield from (best.on_test(data, epsilon, trust) for trust in ("own", "sum"))
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
             yield from _table(data, "logistic", rate)
-        yield from (ali.choice(data, "cnn", rate) for rate in ali.RATES)
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
             yield from _table(data, "cnn", rate)
-        yield ali.released(data)
-        yield ali.noiseless(data)
-        yield from (ali.plain(data, rate) for rate in ali.PLAIN)
     for data in fedfdp.DATA:
         yield from (best.inside(data, 3.52, trust) for trust in ("own", "sum"))
     for epsilon in (1.0, 2.0, 3.0, 4.0):
@@ -75,16 +71,29 @@ def _of_fedfdp() -> Iterator[Run]:
     for data, sites, beta, _ in fedfdp.SPREADS:
         for method in fedfdp.SPREAD_METHODS:
             yield fedfdp.spread(data, sites, beta, method)
+
+
+def _sweeps() -> Iterator[Run]:
+    """What is told of one seed: what step size, noise, λ and C do."""
+    for data in ali.DATA:
+        yield from (ali.choice(data, "cnn", rate) for rate in ali.RATES)
+        yield ali.released(data)
+        yield ali.noiseless(data)
+        yield from (ali.plain(data, rate) for rate in ali.PLAIN)
     yield from (fedfdp.private("fashion_mnist", "fedfdp", 16.0, w) for w in fedfdp.SWEPT)
     yield from map(fedfdp.clipped, fedfdp.CLIPS)
+    for data in fedfdp.DATA:
+        yield from (fedfdp.plain(data, *careful) for careful in fedfdp.CAREFUL)
 
 
 def _order() -> Iterator[tuple[Run, int]]:
     yield from _first()
     for seed in range(3):
-        yield from ((run, seed) for run in _all() if run.kind != "cnn")
-    for seed in range(3):
-        yield from ((run, seed) for run in _all())
+        yield from ((run, seed) for run in _tables() if run.kind != "cnn")
+    yield from ((run, 0) for run in _tables())
+    yield from ((run, 0) for run in _sweeps())
+    for seed in (1, 2):
+        yield from ((run, seed) for run in _tables())
 
 
 ORDER: Final[tuple[tuple[Run, int], ...]] = tuple(dict.fromkeys(_order()))

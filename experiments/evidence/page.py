@@ -14,13 +14,13 @@ PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 HEAD: Final = """# The papers' tables, measured
 
 `make evidence` writes this page from what is stored in `experiments/evidence/results` and beside \
-it; nothing here is written by hand. Printed numbers are the papers'. *Faithful*: what they print, \
-σ, q, C and η. *Explained*: the step size that comes nearest to their numbers. *Best*: what \
-is known here at the same (ε, δ), in at most as many rounds. Mean ± standard deviation over \
-three seeds, or the number of seeds. Every ε called proven is an upper bound: per record and site, \
-add/remove one record, the smaller of PLD and RDP. A cell that was not run says so, and the number \
-in brackets is its command's in the list at the end. In the sentences that judge, seeds are few: \
-differences below a point mean nothing."""
+it; nothing here is written by hand. Printed numbers are the papers'. *Faithful*: what they \
+print, σ, q, C and η. *Explained*: the step size that comes nearest to their numbers. *Best*: \
+what is known here at the same (ε, δ), in at most as many rounds. Mean ± standard deviation over \
+three seeds, or the number of seeds: sweeps are of one. Every ε called proven is an upper bound: \
+per record and site, add/remove one record, the smaller of PLD and RDP. A cell that was not run \
+says so, and the number in brackets is its command's in the list at the end. In the sentences \
+that judge, seeds are few: differences below a point mean nothing."""
 
 
 def whole(stored: Stored | None = None) -> str:
@@ -45,7 +45,7 @@ def whole(stored: Stored | None = None) -> str:
 
 def _coverage(stored: Stored) -> tuple[str, str]:
     """How much of what the tables have places for is measured, by group of runs and model."""
-    lines = ["| runs of | model | with three seeds | with fewer | not run | hours of a core left |"]
+    lines = ["| runs of | model | whole | with fewer seeds | not run | hours of a core left |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     groups: dict[tuple[str, str], dict[Run, list[int]]] = {}
     for run, seed in ORDER:

@@ -332,7 +332,7 @@ def test_the_servers_arithmetic_has_one_thread_and_what_is_done_with_its_outcome
 
 
 def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
-    wild = plan(settings={"learning_rate": 1e38}, privacy={"mode": "none"}, rounds=50)
+    wild = plan(model="mlp", settings={"learning_rate": 1e30}, privacy={"mode": "none"}, rounds=50)
     result = simulate(wild, tmp_path / "run")
     assert result.summary["status"] == "diverged"
     assert result.summary["rounds"] < 50
