@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.beyond import table as beyond
-from experiments.evidence import ali, fedfdp, measure, page
+from experiments.evidence import ali, drawing, fedfdp, measure, page, page_ali
 from experiments.evidence.__main__ import missing
 from experiments.evidence.cells import Book
 from experiments.evidence.order import ORDER
@@ -25,6 +25,19 @@ RUNS = tuple(dict.fromkeys(run for run, _ in ORDER))
 
 def test_the_page_is_what_the_stored_results_make():
     assert page.PAGE.read_text(encoding="utf-8") == page.whole(), "run `make evidence`"
+
+
+def test_the_figure_is_of_the_stored_results_and_shows_every_line():
+    found = drawing.lines(Book(Stored()))
+    text = drawing.FIGURE.read_text(encoding="utf-8")
+    assert f"of {drawing.digest(found)}" in text, "run `make evidence`"
+    means = _means()
+    for data, by_label in found.items():
+        assert (page_ali.NAMES[data] in text, len(by_label)) == (True, 6)
+        for label, points in by_label.items():
+            assert label in text
+            assert [epsilon for epsilon, _ in points] == sorted({c.epsilon for c in ali.COLUMNS})
+            assert label == "printed" or {f"{value:.2f}" for _, value in points} <= means
 
 
 def test_so_is_that_of_what_is_beyond_the_papers():

@@ -50,6 +50,14 @@ def cell(book: Book, data: str, epsilon: float, trust: str) -> str:
     return told(found, 2) if found else book.not_run(f"features {name}", command)
 
 
+def accuracies(book: Book, data: str, epsilon: float, trust: str) -> list[float]:
+    """Return what that cell is of: accuracies in per cent, one a seed."""
+    if epsilon == 2.0:
+        return of_features(data if trust == "own" else f"{data}-sum")
+    run = on_test(data, epsilon, trust)
+    return [100 * value for value in book.values(run, run.looks[-1], "accuracy")]
+
+
 def of_features(name: str) -> list[float]:
     """Return the accuracies in per cent that experiments/features has stored, one a seed."""
     path = _FEATURES / f"{name}.json"
