@@ -45,7 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # one shows a run while it goes on.
     ("report", "audit", "deploy", "watch"),
     ("api",),
-    ("comparison",),  # many runs side by side, each in a process of its own
+    # Many runs side by side, each in a process of its own; what to choose for a budget.
+    ("comparison", "recommend"),
     ("cli",),
     ("__init__", "__main__"),  # the public names; the command line by the package
 )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import fedpact
-from fedpact.cli.recommend import Circumstances, Recommendation, declared
+from fedpact.recommend.circumstances import Circumstances, told_of_columns
+from fedpact.recommend.recommendation import Recommendation
 
 HERE = Path(__file__).parent
 STORED = HERE / "check.json"
@@ -36,9 +37,9 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
 def configuration(row: str, trust: str) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
-    asked = Circumstances(
-        data, epsilon, delta, 100, sites, trust, 0, mirror, **declared(None, data)
-    )
+    known = told_of_columns(None, data)
+    where = {} if partition is HOSPITALS else {"partition": partition}
+    asked = Circumstances(data, epsilon, delta, 100, sites, trust, 0, mirror, **known, **where)
     own = {"partition": partition, "run": {"evaluate_every": 1000}}
     return Recommendation.of(asked).raw | own
 

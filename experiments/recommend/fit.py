@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 import fedpact
-from fedpact.cli.recommend import Circumstances, Recommendation
+from fedpact.recommend.circumstances import Circumstances
+from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory import full_batch
 
 STORED = Path(__file__).parent / "results.json"

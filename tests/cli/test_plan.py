@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from fedpact.cli.plan import forecast, optimised
+from fedpact.cli.plan import forecast
 from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.scene import Scene
 from fedpact.errors import FedpactError, PlanError
 from fedpact.plan import Plan
+from fedpact.recommend.optimise import optimised
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +186,8 @@ def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
         assert snr == pytest.approx(told["snr"], rel=1e-9)
     assert case["gain"] == pytest.approx(told["snr"] / case["configured"]["snr"])
     reached = case["configured"]["passes"] <= (passes or math.inf)
-    assert case["gain"] >= 1 or case["useful_rounds"] < 10 or not reached
+    # Fewer rounds cost no signal to noise at q = 1, but for what each finds of σ.
+    assert case["gain"] >= 1 - 1e-3 or not reached
     assert told["passes"] <= (passes or case["configured"]["passes"]) * (1 + 1e-9)
 
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.engines.scene import Scene
 from fedpact.plan import Plan
+from fedpact.theory.accounting import Budget
+from fedpact.theory.full_batch import NOISE, full_batch, signal_to_noise
 
 
 def cli(*arguments):
@@ -236,7 +238,7 @@ def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
     """As if it had been handed over by --columns; which of others is given is that."""
     digits = tmp_path / "digits.toml"
     digits.write_text('[records]\nscale = "range"\nlow = 0.0\nhigh = 1.0\n')
-    monkeypatch.setattr("fedpact.cli.recommend.known", {"digits": digits}.get)
+    monkeypatch.setattr("fedpact.recommend.circumstances.known", {"digits": digits}.get)
     asked = ("recommend", "digits", "--epsilon", "1")
     found = document(*asked)["configuration"]
     assert found == document(*asked, "--columns", str(digits))["configuration"]
@@ -272,8 +274,8 @@ def test_where_noise_goes_as_far_as_the_signal_columns_that_say_little_are_left_
         '[records.columns.age]\nrange = [0, 120]\nscale = "range"\n'
         '[records.columns.shoe]\nrange = [0, 9]\nscale = "range"\n'
     )
-    monkeypatch.setattr("fedpact.cli.recommend.known", {str(file): columns}.get)
-    monkeypatch.setattr("fedpact.cli.recommend.KNOWN", {str(file): ("shoe",)})
+    monkeypatch.setattr("fedpact.recommend.circumstances.known", {str(file): columns}.get)
+    monkeypatch.setattr("fedpact.recommend.circumstances.KNOWN", {str(file): ("shoe",)})
     asked = ("recommend", str(file), "--epsilon", str(epsilon), "--label", "sick", "--sites", "2")
     found = document(*asked, "--out", str(out))
     assert little or found["alternatives"][0]["snr"] > 5
@@ -283,3 +285,71 @@ def test_where_noise_goes_as_far_as_the_signal_columns_that_say_little_are_left_
     # Who names a file says by it what is used.
     named = document(*asked, "--columns", str(columns))["configuration"]
     assert "drop" not in named["records"]
+
+
+def table(tmp_path, columns):
+    """A table of 400 records with a person's number, and what is declared of it: both files."""
+    file, declared = tmp_path / "t.csv", tmp_path / "declared.toml"
+    draws = np.random.default_rng(0)
+    rows = [
+        f"{draws.integers(0, 100)},{draws.integers(0, 50)},{i // 2},{i % 2}" for i in range(400)
+    ]
+    file.write_text("\n".join(["age,bmi,who,ill", *rows]))
+    declared.write_text(columns)
+    return str(file), "--label", "ill", "--columns", str(declared), "--sites", "4"
+
+
+AGE = '[records.columns.age]\nrange = [0, 120]\nscale = "range"\n'
+
+
+@pytest.mark.parametrize(
+    ("beside", "share"),
+    [("", 0.8), ("[evaluation]\nshare = 0.3\nepsilon = 1.0\n", 0.7)],
+    ids=["held out", "evaluated"],
+)
+def test_records_that_do_not_train_do_not_count(tmp_path, beside, share):
+    asked = table(tmp_path, f'person = "who"\n{AGE}{beside}')
+    found = document("recommend", *asked, "--epsilon", "2")
+    chosen = found["alternatives"][0]
+    expected = signal_to_noise(1.0, chosen["sigma"], chosen["rounds"], 400 * share, 4, 6)
+    assert chosen["snr"] == pytest.approx(expected, rel=1e-9)
+    plan = Plan.parse(found["configuration"])
+    # Whose a record is says nothing of it; what is held out stays so.
+    assert plan.person == "who"
+    assert Scene.of(plan).raw.features == ("age", "bmi")
+    assert plan.evaluation.share == (0.3 if beside else 0.0)
+
+
+def test_a_promise_to_persons_is_refused_and_not_passed_over(tmp_path):
+    asked = table(tmp_path, f'person = "who"\n{AGE}[privacy]\nunit = "person"\n')
+    done = cli("recommend", *asked, "--epsilon", "2")
+    assert 'has privacy.unit = "person": what is recommended is for records' in str(done.exception)
+
+
+def test_what_scales_columns_is_taken_off_the_budget_as_the_run_does(tmp_path):
+    both = "".join(
+        f'[records.columns.{name}]\nrange = [0, 120]\nscale = "released"\n'
+        for name in ("age", "bmi")
+    )
+    out = tmp_path / "study.toml"
+    asked = (*table(tmp_path, f'person = "who"\n{both}'), "--epsilon", "1", "--out", str(out))
+    found = document("recommend", *asked)
+    assert "goes to what scales 2 columns" in found["reasons"]["privacy.epsilon"]
+    site = next(iter(document("plan", str(out))["sites"].values()))
+    assert found["alternatives"][0]["sigma"] == pytest.approx(site["sigma_joint"], rel=1e-6)
+
+
+def test_images_of_another_kind_may_do_without_features():
+    found = document("recommend", "digits", "--epsilon", "8", "--no-features")
+    assert "features" not in found["configuration"]
+    assert found["alternatives"][0]["weights"] == 10 * 65
+
+
+def test_fewer_rounds_than_pay_have_no_longer_way():
+    """The way is sqrt(R / R*) of that of the R* rounds that pay, so that a step grows less."""
+    budget, sites = Budget(10.0, 1e-5), 4
+    whole = full_batch(budget, 20_000, sites, 100)
+    assert (whole.rounds, whole.noise) == (100, NOISE)
+    for rounds in (1, 4, 25):
+        few = full_batch(budget, 20_000, sites, rounds)
+        assert few.noise == pytest.approx(NOISE * (rounds / 100) ** 0.5)

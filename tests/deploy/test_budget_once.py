@@ -244,8 +244,8 @@ def test_a_question_says_what_its_signature_covers(deployment):
     node = Node(10, deployment / "sites" / "site-00")
     server = seal.read_private_key(deployment / "server" / "server.key")
     block = to_bytes(task_of(node.site))
-    seen = node.site.ledger.length + 1, "a" * 64
-    signature = seal.sign(server, seal.task_for("site-00", seen), block)
+    seen, agreed = (node.site.ledger.length + 1, "a" * 64), node.site.agreed
+    signature = seal.sign(server, seal.task_for("site-00", seen, agreed), block)
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 10
 
     def given(record):
@@ -256,8 +256,9 @@ def test_a_question_says_what_its_signature_covers(deployment):
 
     try:
         for other in ((0, ""), (1, "a" * 64), (seen[0], "b" * 64), (seen[0], ""), ("1", 2), (1, 1)):
-            assert given(codec.pack(block, signature, other)) == "unsigned"
-        assert given(codec.pack(block, signature, seen)) == "ledger"
+            assert given(codec.pack(block, signature, other, agreed)) == "unsigned"
+        assert given(codec.pack(block, signature, seen)) == "unsigned"
+        assert given(codec.pack(block, signature, seen, agreed)) == "ledger"
     finally:
         node.site.ledger.close()
     assert charged(node.directory) == 0

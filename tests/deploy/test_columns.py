@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 import torch
 from safetensors.torch import load_file
-from tests.deploy.grid import NAMES, Run
+from tests.deploy.grid import NAMES, Node, Run, charged
 
 from fedpact.api import load
 from fedpact.engines.flower import codec
@@ -289,6 +289,44 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
     assert isinstance(refusal, Refusal)
     assert refusal.code == "task"
     assert node.site.ledger.spent(node.site.run) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("federation.toml", "high = 90.0", "high = 99.0"),
+        ("federation.toml", "fill = 25.0", "fill = 26.0"),
+        ("plan.json", '"learning_rate": 0.5', '"learning_rate": 0.25'),
+    ],
+)
+def test_a_site_with_other_terms_takes_no_part_and_pays_nothing(begin, file, before, after):
+    run, _ = begin()
+    node = run.nodes[1]
+    node.site.ledger.close()
+    path = node.directory / file
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    run.nodes[1] = Node(node.number, node.directory)
+    records = run()
+    assert [record.refused for record in records] == [{"site-01": "terms"}] * len(records)
+    assert [charged(node) > 0 for node in run.nodes] == [True, False, True]
+
+
+def test_addresses_keys_and_patience_are_of_each_party(begin):
+    run, _ = begin()
+    site = run.nodes[1].site
+    member = site.federation.sites["site-00"]
+    other = site.federation.model_copy(
+        update={
+            "address": "other.example.org:1",
+            "patience": site.federation.patience.model_copy(update={"retries": 9}),
+            "sites": {**site.federation.sites, "site-00": member.model_copy(update={"key": "x"})},
+        }
+    )
+    assert other.agreed(site.plan) == site.agreed
+    larger = {**site.federation.sites, "site-00": member.model_copy(update={"size": 1e6})}
+    assert other.model_copy(update={"sites": larger}).agreed(site.plan) != site.agreed
 
 
 def test_parties_that_declare_otherwise_do_not_open(begin):

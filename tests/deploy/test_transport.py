@@ -433,19 +433,22 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
     block = to_bytes(task)
     server = seal.read_private_key(run.directory / "server" / "server.key")
     stranger = seal.ec.generate_private_key(seal.ec.SECP384R1())
+    agreed = nodes[0].site.agreed
+    own, other = (seal.task_for(name, (0, ""), agreed) for name in ("site-00", "site-01"))
     for signature in (
-        seal.sign(stranger, "task for site-00", block),
-        seal.sign(server, "task for site-01", block),
+        seal.sign(stranger, own, block),
+        seal.sign(server, other, block),
         seal.sign(server, "reply of site-00", block),
-        seal.sign(server, "task for site-00", block + b" "),
+        seal.sign(server, own, block + b" "),
         b"",
     ):
-        message = Message(codec.pack(block, signature), 10, "train")
+        message = Message(codec.pack(block, signature, agreed=agreed), 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
         answer = from_bytes(codec.unpack(respond(nodes[0].site, nodes[0].key, message).content)[0])
         assert answer == Refusal("", 0, "site-00", "unsigned")
     assert charged(nodes[0]) == 0
-    good = Message(codec.pack(block, seal.sign(server, "task for site-00", block)), 10, "train")
+    signature = seal.sign(server, own, block)
+    good = Message(codec.pack(block, signature, agreed=agreed), 10, "train")
     good.metadata.__dict__["_message_id"] = "y"
     answer = codec.unpack(respond(nodes[0].site, nodes[0].key, good).content)[0]
     assert isinstance(from_bytes(answer), Reply)

@@ -20,7 +20,7 @@ import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import fedavg
 from fedpact.api import extend
-from fedpact.cli.plan import forecast, optimised
+from fedpact.cli.plan import forecast
 from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.flower import require_ray
 from fedpact.engines.scene import Scene
@@ -31,6 +31,7 @@ from fedpact.messages import Reply, State, from_bytes
 from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.recommend.optimise import optimised
 from fedpact.records.rounds import RoundRecord
 from fedpact.report.equality import differences
 from fedpact.report.exports.facts import Facts

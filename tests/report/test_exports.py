@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.engines.statement import _secure_lines
+from fedpact.engines.secure.told import secure_lines
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.report.exports import model_card, registry, summary
@@ -212,7 +212,7 @@ def test_no_form_gives_the_number_of_sites(build: Build) -> None:
     changes = {"sites": 12, "secure_aggregation": table, "robust": {"rule": "trimmed", "liars": 2}}
     for privacy in ({}, {"trust": "sum", "honest": 7}):
         plan = Plan.model_validate({"privacy": privacy, "secure_aggregation": table, "sites": 12})
-        of = facts(build(NAMES), {"covers": ["A line.", *_secure_lines(plan, 12)]}, **ABOUT)
+        of = facts(build(NAMES), {"covers": ["A line.", *secure_lines(plan, 12)]}, **ABOUT)
         of.run.plan.update(changes, privacy={**privacy, "epsilon": [2.0] * 12})
         del of.run.plan["settings"]
         found = texts(of) | {"summary": ""}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,17 @@ from torch import Tensor
 from fedpact.cli.console import show
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
-from fedpact.engines.statement import per_person, released_of_held, secure_terms, site_terms
-from fedpact.errors import PlanError
+from fedpact.engines.secure.told import secure_terms
+from fedpact.engines.statement import per_person, released_of_held, site_terms
 from fedpact.evaluation import told
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.terms import Terms, channels
+from fedpact.privacy.terms import channels
+from fedpact.recommend.optimise import optimised, own_rounds
 from fedpact.text import size, upper
-from fedpact.theory.accounting import Budget
-from fedpact.theory.full_batch import signal_to_noise, useful_rounds
-from fedpact.theory.planner import MOST_STEPS, Choice, best
 from fedpact.theory.shares import UNITS
 
 
@@ -48,76 +45,9 @@ def plan(
     show(document, as_json, lambda: _print(scene, document))
 
 
-def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
-    """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
-
-    Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
-    """
-    plan, rounds = scene.plan, _own_rounds(scene.plan)
-    for name, why, found in (
-        (plan.why_unprotected, "it chooses how to spend ε, and there is none", not plan.private),
-        (
-            f"sites_per_round = {plan.sites_per_round}",
-            "it chooses for sites that take part in every round; leave one of them out",
-            scene.participants.partial,
-        ),
-        ("a τ that follows the budgets", "τ is chosen on the way", plan.method.controlled),
-    ):
-        if found:
-            raise PlanError(f"--optimise with {name}: {why}")
-    cases = dict[tuple[Budget, float, float], dict[str, Any]]()
-    for terms in scene.terms.values():
-        key = (terms.budget, terms.rate, terms.event.sigma)
-        if key not in cases:
-            # A σ that was given may end the run before its rounds are over, in its first one too.
-            tau = min(plan.method.steps(), terms.steps)
-            now = Choice(terms.rate, terms.event.sigma, min(rounds, terms.steps // tau), tau)
-            most = now.passes if passes is None else passes
-            best_one = _best(scene, terms, rounds, most)
-            if (useful := _useful(scene, terms, best_one)) is not None and useful < rounds:
-                best_one = _best(scene, terms, useful, most)
-            elif now.snr > best_one.snr and now.passes <= most:
-                best_one = now
-            cases[key] = {
-                "epsilon": terms.budget.epsilon,
-                "delta": terms.budget.delta,
-                "configured": now.told(),
-                "chosen": best_one.told(),
-                "gain": best_one.snr / now.snr,
-                "useful_rounds": useful,
-            }
-    return {"cases": list(cases.values())}
-
-
-def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
-    """Return the best choice, with the σ that a plan of it has: calibrated as the plan's own is."""
-    plan, own = scene.plan, scene.plan.algorithm_settings
-    # What is not a batch is paid for first: a noisy size, the openings of the rounds.
-    fixed = terms.history(0, min(terms.openings, rounds))
-    alone = plan.privacy.honest or "local_steps" not in type(own).model_fields
-    one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
-    asked = plan.request(terms.site, terms.size, tuple(scene.terms), rounds)
-    steps = asked.steps // plan.method.steps() * one.local_steps
-    planned = replace(asked, rate=one.rate, steps=steps).calibrated()
-    return replace(one, sigma=planned.event.sigma)
-
-
-def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
-    """Return how many rounds pay at a choice's signal to noise; None where no rule says so.
-
-    That ratio is nearly the same for one round and for 200, and the accuracy is not.
-    """
-    if scene.plan.model != "logistic":
-        return None
-    records, shares = sum(scene.sizes.values()), len(scene.sites) / (terms.honest or 1)
-    weights = FlatModel(scene.module()).size
-    snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
-    return useful_rounds(snr)
-
-
 def forecast(scene: Scene) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
-    plan, rounds = scene.plan, _own_rounds(scene.plan)
+    plan, rounds = scene.plan, own_rounds(scene.plan)
     total = _iterations(scene)
     size_of_message, size_of_all = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
@@ -155,11 +85,6 @@ def forecast(scene: Scene) -> dict[str, Any]:
     }
 
 
-def _own_rounds(plan: Plan) -> int:
-    """Return how many rounds the plan's own reservation is for: of an extended run, the last."""
-    return plan.rounds - plan.after
-
-
 def _iterations(scene: Scene) -> int:
     """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
     plan = scene.plan
@@ -176,7 +101,7 @@ def _by_round(scene: Scene, site: str, total: int, *, alone: bool = False) -> li
 
     Where τ is chosen on the way, as if the rounds shared the iterations evenly.
     """
-    plan, terms, rounds = scene.plan, scene.terms[site], _own_rounds(scene.plan)
+    plan, terms, rounds = scene.plan, scene.terms[site], own_rounds(scene.plan)
     after = terms.epsilon_alone_after if alone else terms.epsilon_after
     own = (site in scene.participants.of(t) for t in range(plan.after + 1, plan.rounds + 1))
     return [
@@ -205,7 +130,7 @@ def _message_bytes(scene: Scene) -> tuple[int, int]:
     task = Task("run", 1, plan.algorithm, down, told.numbers)
     full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
     reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
-    rounds = _own_rounds(plan)
+    rounds = own_rounds(plan)
     whole = (task.wire_bytes + encoded_length(reply)) * rounds * len(who.of(1))
     if who.partial:
         newcomers = who.newcomers(plan.after, plan.rounds)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.engines.scene import Scene
-from fedpact.engines.secure.circle import colluding
+from fedpact.engines.secure.told import secure_lines, secure_terms
 from fedpact.evaluation import told as evaluations
 from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.reservations import FIXED, WHY
@@ -14,10 +14,8 @@ from fedpact.own.named import is_own
 from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
-from fedpact.privacy.unread import by_delta_alone
 from fedpact.text import upper
 from fedpact.theory.accounting import bound_by, epsilon
-from fedpact.theory.neighbours import neighbourhoods
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -115,13 +113,13 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
             *_own_models(plan),
             *filter(None, [plan.participants(terms).told() if plan.private else ""]),
             *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
-            *_secure_lines(plan, sites),
+            *secure_lines(plan, sites),
         ],
         "does_not_cover": [
             *side.does_not_cover,
             *of_person,
             *_unprotected_weights(plan),
-            *by_delta_alone(terms),
+            *_by_delta_alone(terms),
         ],
         "secure_aggregation": secure_terms(plan, sites),
         "evaluation": of_held,
@@ -174,36 +172,6 @@ def _of_person(plan: Plan, persons: bool) -> list[str]:
     return [_UNCOUNTED if most is None or not persons else _COUNTED.format(k=most)]
 
 
-def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
-    """Return what a run's secure aggregation is, None where it has none.
-
-    neighbours: with how many others each site shares masks. against: how many may work for the
-    server, whoever they are, and whomever it leaves out.
-    """
-    threshold = plan.secure_aggregation.threshold
-    if not threshold:
-        return None
-    against = colluding(plan, sites)
-    neighbours = neighbourhoods(sites, threshold, against).neighbours
-    told = {"threshold": threshold, "sites": sites}
-    return told | {"neighbours": neighbours, "against": against}
-
-
-def _secure_lines(plan: Plan, sites: int) -> list[str]:
-    """Return what secure aggregation adds to a private run's guarantee; nothing without either."""
-    threshold = plan.secure_aggregation.threshold
-    if not (threshold and plan.private):
-        return []
-    if plan.privacy.honest:
-        return [_shared_line(plan, sites)]
-    return [
-        f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
-        f"protocol sees weighted means over at least {threshold} sites and no single site's "
-        "vector. It needs others that keep their part secret, and adds nothing to (ε, δ): the ε "
-        "stated here does not use it, and holds against a server that sees everything."
-    ]
-
-
 def _unprotected_weights(plan: Plan) -> list[str]:
     """Return what is not covered where somebody's weights are begun or computed with."""
     code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
@@ -215,16 +183,25 @@ def _unprotected_weights(plan: Plan) -> list[str]:
     return [line for line in told if line and plan.private]
 
 
-def _shared_line(plan: Plan, sites: int) -> str:
-    """Return what ε needs where sites share noise out."""
-    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
-    return (
-        f"Noise for the sum: ε holds against the server and up to {threshold - honest} of the "
-        f"sites together, whoever looks at an opened sum among them, if in each sum {honest} other "
-        f"sites add their share of noise and tell nobody (threshold {threshold} of {sites} sites), "
-        "and as far as the cryptography of secure aggregation holds. Against everybody together, "
-        "and without any assumption, the larger ε holds that is stated beside it (alone)."
-    )
+def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
+    """Return a line where (ε, δ) holds of whatever noise; nothing where noise has to make it hold.
+
+    terms: of each site. Of a record that is in no batch nothing tells, and one is in a batch with
+    probability Σ q_t at most, over all releases.
+    """
+    found = list[tuple[float, float]]()
+    for one in terms.values():
+        read = sum(event.q * count for event, count in one.history(one.steps).items())
+        if read <= one.delta:
+            found.append((read, one.delta))
+    if not found:
+        return []
+    read, delta = max(found)
+    return [
+        f"Whoever is in a batch: at {len(found)} of {len(terms)} sites that is so of each with "
+        f"probability {upper(read)} at most, no more than δ = {upper(delta)}, so that this (ε, δ) "
+        "would hold without any noise. For a guarantee by noise, choose δ far below it."
+    ]
 
 
 def _scope(plan: Plan) -> tuple[list[str], list[str]]:

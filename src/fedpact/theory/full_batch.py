@@ -20,7 +20,7 @@ from typing import Final
 
 from fedpact import check
 from fedpact.errors import InputError
-from fedpact.theory.accounting import Accountant, Budget
+from fedpact.theory.accounting import Accountant, Budget, History
 from fedpact.theory.calibration import smallest_sigma
 
 NOISE: Final = 1.0
@@ -69,13 +69,15 @@ def full_batch(
     clip: float = 0.2,
     length: float = 1.0,
     accountant: Accountant = "best",
+    spent: History | None = None,
 ) -> FullBatch:
     """Return the rounds, at most `rounds`, with σ, β and η that suit them.
 
     records: N > 0, of all sites together. weights: d >= 1, of the model, over which noise is
     spread. honest: h, how many sites' noise protects a sum; 1 where each site's own does. clip: C >
-    0. length: of a record's row, > 0; where it is not 1, NOISE is what an answer has of it. Raises
-    InputError for values out of range and BudgetExhausted where no noise would do.
+    0. length: of a record's row, > 0; where it is not 1, NOISE is what an answer has of it. spent:
+    what the budget bears beside the batches. Raises InputError for values out of range and
+    BudgetExhausted where no noise would do.
     """
     for name, value in (("records", records), ("clip", clip), ("length", length)):
         check.positive(**{name: value})
@@ -86,11 +88,14 @@ def full_batch(
         check.count(**{name: value})
     if honest > sites:
         raise InputError(f"honest is {honest}: expected at most the {sites} sites")
-    once = smallest_sigma(budget, 1.0, 1, accountant)
+    once = smallest_sigma(budget, 1.0, 1, accountant, spent=spent)
     snr = signal_to_noise(1.0, once, 1, records, sites / honest, weights)
-    noise, chosen = NOISE / length, min(rounds, useful_rounds(snr))
+    useful = useful_rounds(snr)
+    chosen = min(rounds, useful)
+    # With fewer rounds than pay a step of the whole way would overshoot.
+    noise = NOISE / length * math.sqrt(chosen / useful)
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
-    sigma = smallest_sigma(budget, 1.0, chosen, accountant)
+    sigma = smallest_sigma(budget, 1.0, chosen, accountant, spent=spent)
     share = sigma * clip / records * math.sqrt(sites / honest)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
     return FullBatch(chosen, sigma, momentum, rate, noise)

@@ -29,13 +29,17 @@ def recommend(
         bool | None,
         typer.Option(help="Images mean the same mirrored; default: those in colour do."),
     ] = None,
+    features: Annotated[
+        bool, typer.Option(help="Images are seen by fixed features, or as they are.")
+    ] = True,
     label: Annotated[str | None, typer.Option(help="A table's column of labels.")] = None,
     site: Annotated[str | None, typer.Option(help="A table's column of site names.")] = None,
     columns: Annotated[
         Path | None,
         typer.Option(
-            help="A configuration whose \\[records] says what columns may hold; default: what is "
-            "known of them, of adult and the hospitals' data."
+            help="A configuration whose \\[records] says what columns may hold; its \\[task], "
+            "\\[evaluation] and person count, too. Default: what is known of adult's and the "
+            "hospitals' columns."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
@@ -45,11 +49,12 @@ def recommend(
 
     Of the data only shape, number of classes, records and own sites are read: they are public.
     """
-    from fedpact.cli import recommend as command
+    from fedpact.cli.recommend import recommend as carry_out
+    from fedpact.recommend.circumstances import Circumstances, told_of_columns
 
-    of_columns = command.declared(columns, data)
-    asked = command.Circumstances(
+    asked = Circumstances(
         *(data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site),
-        **of_columns,
+        **told_of_columns(columns, data),
+        features=features,
     )
-    command.recommend(asked, out, as_json=as_json)
+    carry_out(asked, out, as_json=as_json)

@@ -5,13 +5,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedpact.errors import InputError
 
 
-def pack(block: bytes, signature: bytes, seen: tuple[int, str] = (0, "")) -> RecordDict:
+def pack(
+    block: bytes, signature: bytes, seen: tuple[int, str] = (0, ""), agreed: str = ""
+) -> RecordDict:
     """Return the record that carries a block: the bytes of messages.to_bytes, unchanged.
 
-    seen: of a question, length and head of the site's ledger as the server has seen it last.
+    Of a question, seen: length and head of the site's ledger as the server has seen it last;
+    agreed: on what, by the server's files (Federation.agreed).
     """
     array = Array(dtype="uint8", shape=(len(block),), stype="bytes", data=block)
-    seal = ConfigRecord({"signature": signature, "length": seen[0], "head": seen[1]})
+    told = {"signature": signature, "length": seen[0], "head": seen[1], "agreed": agreed}
+    seal = ConfigRecord(told)
     return RecordDict({"fedpact": ArrayRecord({"message": array}), "seal": seal})
 
 
@@ -35,6 +39,15 @@ def seen(record: RecordDict) -> tuple[int, str]:
         length, head = seal.get("length"), seal.get("head")
         if isinstance(length, int) and isinstance(head, str):
             return length, head
+    raise _unreadable(record)
+
+
+def agreed(record: RecordDict) -> str:
+    """Return on what a question says that the parties agree. Raises InputError: as `unpack`."""
+    seal = record.get("seal")
+    found = seal.get("agreed") if isinstance(seal, ConfigRecord) else None
+    if isinstance(found, str):
+        return found
     raise _unreadable(record)
 
 

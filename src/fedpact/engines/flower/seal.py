@@ -63,10 +63,14 @@ def is_signed(key: ec.EllipticCurvePublicKey, purpose: str, block: bytes, signat
     return True
 
 
-def task_for(site: str, seen: tuple[int, str]) -> str:
-    """Return what a question to a site is signed for. seen: of its ledger, (0, "") for nothing."""
+def task_for(site: str, seen: tuple[int, str], agreed: str) -> str:
+    """Return what a question to a site is signed for.
+
+    seen: of its ledger, (0, "") for nothing. agreed: on what, see Federation.agreed.
+    """
     length, head = seen
-    return f"task for {site}" + (f" with {length} ledger entries up to {head}" if length else "")
+    entries = f" with {length} ledger entries up to {head}" if length else ""
+    return f"task for {site}{entries} as agreed {agreed}"
 
 
 def _signed(purpose: str, block: bytes) -> bytes:

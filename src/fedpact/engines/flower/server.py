@@ -33,8 +33,9 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     admission, remember = coordinator.admission()
     form = partial(expected_form, coordinator.workshop(), sums=coordinator.sums)
     federation, plan = coordinator.federation, coordinator.plan
+    agreed = federation.agreed(plan)
     transport = FlowerTransport(
-        grid, federation, key, admission, form, remember, coordinator.folder.waits
+        grid, federation, key, agreed, admission, form, remember, coordinator.folder.waits
     )
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round)

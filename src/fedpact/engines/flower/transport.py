@@ -55,9 +55,9 @@ class TooFewReplies(FedpactError):
 class FlowerTransport:
     """See round.Transport.
 
-    key: the server's private key. form: the form of replies to a task. on_seen: called when
-    sites' answers were taken, before anything is made of them. on_wait: told, while a round is
-    under way, its number and how long each site took, or is being waited for.
+    key: the server's private key. agreed: see Federation.agreed. form: the form of replies to a
+    task. on_seen: called when sites' answers were taken, before anything is made of them. on_wait:
+    told, while a round is under way, its number and how long each site took, or is waited for.
     """
 
     traffic = None
@@ -67,12 +67,14 @@ class FlowerTransport:
         grid: Grid,
         federation: Federation,
         key: ec.EllipticCurvePrivateKey,
+        agreed: str,
         admission: Admission,
         form: Callable[[Task], Form],
         on_seen: Callable[[], None] = lambda: None,
         on_wait: OnWait = lambda *_: None,
     ) -> None:
         self._grid, self._federation, self._key = grid, federation, key
+        self._agreed = agreed
         self._admission, self._form, self._on_seen = admission, form, on_seen
         self._on_wait = on_wait
         self._keys = {n: seal.public_key(m.key) for n, m in federation.sites.items()}
@@ -251,8 +253,8 @@ class FlowerTransport:
             question = this.tasks[site]
             block = to_bytes(shortest(question) if isinstance(question, Task) else question)
             seen = self._admission.standing.seen(site)
-            signature = seal.sign(self._key, seal.task_for(site, seen), block)
-            record = codec.pack(block, signature, seen)
+            purpose = seal.task_for(site, seen, self._agreed)
+            record = codec.pack(block, seal.sign(self._key, purpose, block), seen, self._agreed)
             # A site that comes back later is not to spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
             with self._waiting:

@@ -191,6 +191,12 @@ def advice(this: UnderWay) -> str:
     if "rejected: ledger" in said:
         who = ", ".join(said["rejected: ledger"])
         told.append(f"{who} showed a ledger that is not the one seen, and is barred: {_LEDGER}")
+    if "terms" in said:
+        told.append(
+            f"By the word of {', '.join(said['terms'])} their plan.json or federation.toml says "
+            "something else than this server's: compare both files, hand the same out to every "
+            "party, and start it again"
+        )
     told.append(
         "What was sent is not lost: sites keep their replies; resume the run when they can be "
         "reached"

@@ -17,7 +17,7 @@ from fedpact.engines.flower import codec, seal
 from fedpact.engines.flower.runtime import Desk
 from fedpact.engines.parties.site import Site, answer
 from fedpact.errors import FedpactError, InputError
-from fedpact.messages import Refusal, to_bytes
+from fedpact.messages import Refusal, Step, Task, from_bytes, to_bytes
 
 _log = logging.getLogger("fedpact.site")
 _POLL_SECONDS = 0.1
@@ -36,19 +36,35 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
         # A message may carry one of Flower's errors in place of a record.
         record = message.content if message.has_content() else RecordDict()
         block, signature = codec.unpack(record)
-        seen = codec.seen(record)
-        signed = seal.is_signed(server, seal.task_for(site.name, seen), block, signature)
+        seen, agreed = codec.seen(record), codec.agreed(record)
+        signed = seal.is_signed(server, seal.task_for(site.name, seen, agreed), block, signature)
     except InputError:
-        block, seen, signed = b"", (0, ""), False
-    if signed:
-        reply, told = answer(site, block, seen)
-    else:
+        block, seen, agreed, signed = b"", (0, ""), "", False
+    if not signed:
         reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
+    elif agreed != site.agreed:
+        reply, told = _disagreed(site, block)
+    else:
+        reply, told = answer(site, block, seen)
     record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
     seconds = time.perf_counter() - began
     site.note(reply, seconds)
     _log.info("%s, in %.3f s", told, seconds)
     return Message(record, reply_to=message)
+
+
+def _disagreed(site: Site, block: bytes) -> tuple[bytes, str]:
+    """Return the refusal of a question under other terms, and what to write into the site's log."""
+    try:
+        question = from_bytes(block, site.most_vectors)
+    except InputError:
+        question = None
+    about = (question.run, question.round) if isinstance(question, Task | Step) else ("", 0)
+    told = (
+        "refused: terms; the server has another plan.json or federation.toml than this site "
+        "(columns, sizes, labels, any setting), or another version of fedpact: compare both files"
+    )
+    return to_bytes(Refusal(*about, site.name, "terms")), f"round {about[1]}: {told}"
 
 
 def work(

@@ -48,6 +48,7 @@ _OF_A_QUESTION = (
     "attempt",
     "model",
     "unsigned",
+    "terms",
 )
 _OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
 REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})

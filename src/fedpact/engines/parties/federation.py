@@ -4,7 +4,9 @@ It lies beside plan.json at the server and at every site. The server cannot chan
 each reads its own copy, and takes part in the run that it names and in no other.
 """
 
+import hashlib
 import ipaddress
+import json
 import tomllib
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from fedpact.configuration import DEFAULTS
 from fedpact.data.form import RecordForm
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
@@ -26,6 +29,11 @@ from fedpact.privacy.terms import Terms
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+_AGREED = {"run", "classes", "shape", "values", "seeds"}
+_AGREED |= {"records", "person", "groups", "features"}
+_OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS)  # of plan.json
 
 
 class Patience(BaseModel):
@@ -193,6 +201,18 @@ class Federation(BaseModel):
                 "column of the sites' files that says whose a record is, as person = ..."
             )
         return plan.terms({name: member.size for name, member in self.sites.items()})
+
+    def agreed(self, plan: Plan) -> str:
+        """Return a digest of all that has to be the same at every party, for them to compare.
+
+        Of the plan, and of this but for what each may have for itself or proves by using it: by
+        which address it reaches the server, how the server waits and checks, and keys.
+        """
+        own = self.model_dump(mode="json", include=_AGREED)
+        sites = {name: member.size for name, member in sorted(self.sites.items())}
+        of_plan = {k: v for k, v in plan.document().items() if k not in _OF_ONE_PARTY}
+        whole = json.dumps([own, sites, of_plan], sort_keys=True)
+        return hashlib.sha256(whole.encode()).hexdigest()
 
     def labelled(self, plan: Plan) -> RecordForm:
         """Return what a record and its label may be: of a number its range, by the plan."""

@@ -69,7 +69,7 @@ class Site:
     """An open site; one process at a time holds it, by its ledger's lock.
 
     Opening reserves the run's events in the ledger, if the policy allows them. stopped: why it
-    answers nothing more, "" where it does.
+    answers nothing more, "" where it does. agreed: see Federation.agreed.
     Raises FedpactError of some kind for whatever does not fit; then nothing is promised.
     """
 
@@ -79,6 +79,7 @@ class Site:
         self.federation = Federation.read(directory / "federation.toml")
         self.plan = read_plan(directory / "plan.json")
         self.name, self.run = self.settings.name, self.federation.run
+        self.agreed = self.federation.agreed(self.plan)
         if self.name not in self.federation.sites:
             raise PlanError(
                 f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"

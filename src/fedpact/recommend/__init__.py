@@ -1,0 +1,1 @@
+"""What to choose for a budget, from public numbers alone."""

@@ -1,0 +1,116 @@
+"""What is known before anybody trains: the data's form, the budget, the sites, what is declared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from fedpact.configuration import read_configuration
+from fedpact.data.columns.known import KNOWN, known
+from fedpact.data.dataset import Dataset
+from fedpact.data.form import PlanRecords
+from fedpact.errors import InputError, PlanError
+from fedpact.plan import Plan
+
+_NOTHING: Final = PlanRecords()
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What is known before anybody trains; see cli.commands.recommend. sites: 0 for the default."""
+
+    data: str
+    epsilon: float
+    delta: float
+    rounds: int
+    sites: int
+    trust: str
+    honest: int
+    mirror: bool | None = None
+    label: str | None = None
+    site: str | None = None
+    records: PlanRecords = _NOTHING
+    little: tuple[str, ...] = ()  # columns that say little beside the others
+    partition: Mapping[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict[str, Any])
+    person: str | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+    features: bool = True  # of images
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What of them stands in a plan as it is."""
+        found = {
+            "data": self.data,
+            "label": self.label,
+            "site": self.site,
+            "person": self.person,
+            "partition": self.partition,
+            "task": self.task,
+            "evaluation": self.evaluation,
+            # Last, as it may be long.
+            "records": self.declared,
+        }
+        return {key: value for key, value in found.items() if value not in (None, {})}
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The [records] table, as far as anything is declared."""
+        return self.records.model_dump(mode="json", exclude_defaults=True)
+
+    def without_little(self) -> "Circumstances":
+        """Return them without the columns that say little."""
+        kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
+        changed = {"columns": kept, "drop": [*self.records.drop, *self.little]}
+        return replace(self, records=self.records.model_copy(update=changed), little=())
+
+
+def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
+    """Return what a file says of them: `records`, `little`, `task`, `person` and `evaluation`.
+
+    Raises PlanError: nothing is declared, or ε is to be of persons.
+    """
+    given = columns or known(data)
+    if given is None:
+        return {}
+    raw = read_configuration(given)
+    if not raw.get("records"):
+        raise PlanError(
+            f"--columns {columns} has no table [records]: expected a configuration that declares "
+            "what columns may hold, as [records.columns.age] with range = [0, 120]"
+        )
+    if raw.get("privacy", {}).get("unit", "record") != "record":
+        raise PlanError(
+            f'--columns {columns} has privacy.unit = "{raw["privacy"]["unit"]}": what is '
+            "recommended is for records, whose number it goes by; leave it out, and set it in what "
+            "is written, with steps of your own"
+        )
+    taken = {key: raw[key] for key in ("task", "person", "evaluation") if key in raw}
+    found = {**taken, "records": Plan.parse({**taken, "records": raw["records"]}).records}
+    return found if columns else {**found, "little": KNOWN.get(data, ())}
+
+
+def check_kind(data: Dataset) -> None:
+    """Raise InputError: records or labels that no model recommended here learns."""
+    begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
+    if not data.x.is_floating_point():
+        words = 'whole numbers, as words are: see model = "lstm" or "transformer"'
+        raise InputError(f"records of {data.name} are {words}; {begin}")
+    if data.kind != "class":
+        raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
+
+
+def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
+    """Return the circumstances with a number of sites and a [partition] table.
+
+    Data with sites of their own keep them. Raises InputError: another number of sites is asked for.
+    """
+    own = len(set(data.site or ()))
+    if not own:
+        return replace(asked, sites=asked.sites or 10)
+    if asked.sites not in (0, own):
+        raise InputError(
+            f"--sites is {asked.sites} and {data.name} has {own} sites of its own: leave it out"
+        )
+    held = {} if data.held is None else {"held_out": "own"}
+    return replace(asked, sites=own, partition={"kind": "natural", **held})

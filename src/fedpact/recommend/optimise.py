@@ -1,0 +1,91 @@
+"""How else a plan's budget could be spent: q, σ, rounds and τ, by signal to noise."""
+
+from dataclasses import replace
+from typing import Any
+
+from fedpact.engines.scene import Scene
+from fedpact.errors import PlanError
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import Budget
+from fedpact.theory.full_batch import signal_to_noise, useful_rounds
+from fedpact.theory.planner import MOST_STEPS, Choice, best
+
+
+def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
+    """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
+
+    Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
+    """
+    plan, rounds = scene.plan, own_rounds(scene.plan)
+    for name, why, found in (
+        (plan.why_unprotected, "it chooses how to spend ε, and there is none", not plan.private),
+        (
+            f"sites_per_round = {plan.sites_per_round}",
+            "it chooses for sites that take part in every round; leave one of them out",
+            scene.participants.partial,
+        ),
+        ("a τ that follows the budgets", "τ is chosen on the way", plan.method.controlled),
+    ):
+        if found:
+            raise PlanError(f"--optimise with {name}: {why}")
+    cases = dict[tuple[Budget, float, float], dict[str, Any]]()
+    for terms in scene.terms.values():
+        key = (terms.budget, terms.rate, terms.event.sigma)
+        if key not in cases:
+            # A σ that was given may end the run before its rounds are over, in its first one too.
+            tau = min(plan.method.steps(), terms.steps)
+            now = Choice(terms.rate, terms.event.sigma, min(rounds, terms.steps // tau), tau)
+            most = now.passes if passes is None else passes
+            best_one = _best(scene, terms, rounds, most)
+            kept = now
+            if (useful := _useful(scene, terms, best_one)) is not None and useful < rounds:
+                best_one = _best(scene, terms, useful, most)
+                kept = _calibrated(scene, terms, replace(now, rounds=useful), useful)
+            if kept.snr > best_one.snr and kept.passes <= most:
+                best_one = kept
+            cases[key] = {
+                "epsilon": terms.budget.epsilon,
+                "delta": terms.budget.delta,
+                "configured": now.told(),
+                "chosen": best_one.told(),
+                "gain": best_one.snr / now.snr,
+                "useful_rounds": useful,
+            }
+    return {"cases": list(cases.values())}
+
+
+def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
+    """Return the best choice, with the σ that a plan of it has: calibrated as the plan's own is."""
+    plan, own = scene.plan, scene.plan.algorithm_settings
+    # What is not a batch is paid for first: a noisy size, the openings of the rounds.
+    fixed = terms.history(0, min(terms.openings, rounds))
+    alone = plan.privacy.honest or "local_steps" not in type(own).model_fields
+    one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
+    return _calibrated(scene, terms, one, rounds)
+
+
+def _calibrated(scene: Scene, terms: Terms, one: Choice, rounds: int) -> Choice:
+    asked = scene.plan.request(terms.site, terms.size, tuple(scene.terms), rounds)
+    steps = asked.steps // scene.plan.method.steps() * one.local_steps
+    planned = replace(asked, rate=one.rate, steps=steps).calibrated()
+    return replace(one, sigma=planned.event.sigma)
+
+
+def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
+    """Return how many rounds pay at a choice's signal to noise; None where no rule says so.
+
+    That ratio is nearly the same for one round and for 200, and the accuracy is not.
+    """
+    if scene.plan.model != "logistic":
+        return None
+    records, shares = sum(scene.sizes.values()), len(scene.sites) / (terms.honest or 1)
+    weights = FlatModel(scene.module()).size
+    snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
+    return useful_rounds(snr)
+
+
+def own_rounds(plan: Plan) -> int:
+    """Return how many rounds the plan's own reservation is for: of an extended run, the last."""
+    return plan.rounds - plan.after

@@ -1,0 +1,275 @@
+"""A configuration for a budget, why each of its values, and what others would give."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import Tensor
+
+from fedpact.data.columns.advice import advise, square, undeclared
+from fedpact.data.dataset import Dataset
+from fedpact.data.partition import make_partition
+from fedpact.engines.scene import is_table, loaded
+from fedpact.errors import InputError
+from fedpact.features.settings import FeatureSettings, suited
+from fedpact.features.stage import FeatureStage
+from fedpact.models.build import build
+from fedpact.models.papers import LogisticSettings
+from fedpact.params import FlatModel
+from fedpact.plan import Plan
+from fedpact.privacy.columns import deviation
+from fedpact.privacy.once import Once
+from fedpact.privacy.settings import Privacy
+from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
+from fedpact.reference.starting import configuration
+from fedpact.theory.accounting import ADJACENCY, Budget, History
+from fedpact.theory.calibration import smallest_sigma
+from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
+
+FITTED_ON: Final = (
+    "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32; beside it, figures of records set "
+    "aside of three image sets had been seen, and the bias and the columns of tables are those of "
+    "the hospitals' heart disease"
+)
+# A share of the gradient's length at the zero model, which is about that of the row.
+_CLIP: Final = 0.2
+_MANY_COLUMNS: Final = 4
+# Of signal to noise: below it a column that says little costs more than it brings.
+_NOISY: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to spend the budget; snr: see theory.full_batch.signal_to_noise."""
+
+    what: str
+    weights: int
+    rate: float
+    sigma: float
+    rounds: int
+    snr: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A configuration, why each of its values, and what others would give."""
+
+    raw: dict[str, Any]
+    reasons: dict[str, str]
+    rows: list[Alternative]
+
+    @classmethod
+    def of(cls, asked: Circumstances) -> "Recommendation":
+        """Return what suits. Raises InputError of some kind for what does not fit together."""
+        data, form = loaded(Plan.parse(asked.document)), asked.records.shared()
+        check_kind(data)
+        asked = with_sites(asked, data)
+        read = Plan.parse({**asked.document, "sites": asked.sites})
+        example = read.stage().example(data.x[0])
+        names = data.features or tuple(map(str, range(data.x[0].numel())))
+        public = _Public.of(
+            asked, example, square(form, names), _training(data, read), data.classes
+        )
+        bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
+        if not public.features:
+            advise(data.name, form, data.x.shape[1:], data.features, None)
+        rows = public.rows(chosen := public.chosen())
+        if asked.little and rows[0].snr < _NOISY:
+            found = cls.of(asked.without_little())
+            why = "they say little beside the others, and noise goes nearly as far as the signal"
+            return replace(found, reasons={**found.reasons, "records.drop": why})
+        raw, reasons = public.configuration(chosen), public.reasons(chosen)
+        plan = Plan.parse(raw)
+        if bare:
+            whose = bare if example.ndim == 1 else "its numbers"
+            reasons["privacy.clip"] += f"; of {whose} no range is declared: taken to lie in -1 .. 1"
+        make_partition(data, plan.partition, plan.sites, plan.seed)
+        return cls(raw, reasons, rows)
+
+    def toml(self) -> str:
+        """Return the configuration as a file, a reason beside each table."""
+        return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
+
+
+def _training(data: Dataset, plan: Plan) -> int:
+    """Return how many records train: those that a data set or the plan holds out do not."""
+    if plan.evaluation.used:
+        share = plan.evaluation.share
+    elif plan.partition.held_out == "own":
+        return len(data.y) - (0 if data.held is None else int(data.held.sum()))
+    else:
+        share = plan.partition.held_out
+    return max(1, round((1 - share) * len(data.y)))
+
+
+@dataclass(frozen=True)
+class _Public:
+    """The numbers that are public before anybody trains, and what follows from them."""
+
+    asked: Circumstances
+    budget: Budget
+    honest: int
+    records: int
+    classes: int
+    example: Tensor
+    features: dict[str, Any]
+    square: float
+    columns: Once | None  # what scales them, where it is released
+
+    @classmethod
+    def of(
+        cls,
+        asked: Circumstances,
+        example: Tensor,
+        square: float,
+        records: int,
+        classes: Sequence[str],
+    ) -> "_Public":
+        if asked.trust not in ("own", "sum"):
+            raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
+        if asked.honest and asked.trust == "own":
+            raise InputError(f"--honest is {asked.honest} with --trust own: it goes with sum")
+        honest = (asked.honest or asked.sites - 1) if asked.trust == "sum" else 1
+        if not 1 <= honest <= max(asked.sites - 1, 1):
+            raise InputError(
+                f"--honest is {honest} with --sites {asked.sites}: expected at least 2 sites and "
+                "fewer honest than all, as a site that looks at a sum knows its own share"
+            )
+        budget = Budget(asked.epsilon, asked.delta)
+        features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
+        square = 1.0 if features else square
+        granted = Privacy(epsilon=asked.epsilon, delta=asked.delta)
+        columns = granted.release_of(asked.records.released, "", ("",), 1)
+        of = (len(classes), example, features, square, columns)
+        return cls(asked, budget, honest, records, *of)
+
+    @property
+    def shares(self) -> float:
+        """K / h: how often the noise that protects is in a sum."""
+        return self.asked.sites / self.honest
+
+    @property
+    def spent(self) -> History:
+        """What the budget bears beside the batches."""
+        return self.columns.history if self.columns else {}
+
+    @property
+    def length(self) -> float:
+        """About the length of a record's row."""
+        return math.sqrt(self.square)
+
+    @property
+    def clip(self) -> float:
+        return float(f"{_CLIP * self.length:.1g}")
+
+    def chosen(self) -> FullBatch:
+        return full_batch(
+            self.budget,
+            self.records,
+            self.asked.sites,
+            self.asked.rounds,
+            weights=self._weights("logistic", self.features),
+            honest=self.honest,
+            clip=self.clip,
+            length=self.length,
+            spent=self.spent,
+        )
+
+    def configuration(self, chosen: FullBatch) -> dict[str, Any]:
+        """Return what Plan.parse takes."""
+        asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
+        shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
+        server = {"optimiser": "momentum", "momentum": chosen.momentum}
+        given = asked.document
+        records = {"records": given.pop("records")} if "records" in given else {}
+        return {
+            **given,
+            "model": "logistic",
+            "algorithm": "fedavg",
+            "rounds": chosen.rounds,
+            "sites": asked.sites,
+            "sampling_rate": 1.0,
+            **({"features": self.features} if self.features else {}),
+            "logistic": self._logistic(self.features),
+            "settings": {"learning_rate": float(f"{chosen.learning_rate:.3g}"), "local_steps": 1},
+            **({"server": server} if chosen.momentum else {}),
+            "privacy": {
+                "epsilon": asked.epsilon,
+                "delta": asked.delta,
+                "clip": self.clip,
+                **shared,
+            },
+            # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
+            **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
+            **records,
+        }
+
+    def reasons(self, chosen: FullBatch) -> dict[str, str]:
+        """Return a sentence for each choice, by its key."""
+        asked = self.asked
+        whose = (
+            f"if at least {self.honest} of the {asked.sites} sites are honest"
+            if asked.trust == "sum"
+            else "each site's own noise"
+        )
+        way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
+        return {
+            "guarantee": f"({asked.epsilon:g}, {asked.delta:g}) per record, {ADJACENCY}, {whose}",
+            "model": "signal does not grow with the number of weights, noise does",
+            "rounds": f"as many as pay at this signal to noise; {way} in the end",
+            "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
+            "features.kind": (
+                "made from no record: of images of things and digits what pays most, whatever the "
+                "table's ratios; --no-features where images are of another kind"
+            ),
+            "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
+            "logistic.start": "all classes alike: nearer to the end than any draw",
+            "logistic.bias": "" if not self.features else "it would take its part of every clip",
+            "settings.learning_rate": f"η, so that {way}",
+            "server.momentum": "the same way in fewer rounds",
+            "privacy.epsilon": self._columns_told(),
+            "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
+            "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
+            "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
+        }
+
+    def _columns_told(self) -> str:
+        """Return what released columns take of ε, and how far noise moves them; "" for none."""
+        if self.columns is None:
+            return ""
+        share, names = Privacy().column_share, len(self.asked.records.released)
+        noise = deviation(self.columns) * math.sqrt(self.asked.sites) / self.records
+        told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
+        return f"{told}: noise moves a mean by {noise:.2g} of half its range"
+
+    def rows(self, chosen: FullBatch) -> list[Alternative]:
+        """Return the chosen row, and others at the same budget."""
+        d = self._weights("logistic", self.features)
+        others = [("chosen", d, 1.0, chosen.rounds)]
+        others += [(f"q = {q:g}", d, q, chosen.rounds) for q in (0.2, 0.05)]
+        others += [(f"T = {t}", d, 1.0, t) for t in sorted({1, 4 * chosen.rounds})]
+        if self.features:
+            plain = self._weights("logistic", {})
+            others.append(("logistic on the records", plain, 1.0, chosen.rounds))
+        if not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
+            half = replace(self, example=self.example[: len(self.example) // 2])
+            fewer = half._weights("logistic", {})
+            others.append(("half of the columns", fewer, 1.0, chosen.rounds))
+        if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
+            others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
+        return [self._row(*other) for other in others]
+
+    def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
+        sigma = smallest_sigma(self.budget, rate, rounds, spent=self.spent)
+        snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
+        return Alternative(what, weights, rate, sigma, rounds, snr)
+
+    def _weights(self, model: str, features: dict[str, Any]) -> int:
+        example = FeatureStage(FeatureSettings(**features), 0).example(self.example)
+        settings = LogisticSettings(**self._logistic(features))
+        return FlatModel(build(model, example, self.classes, 0, settings)).size
+
+    def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
+        # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one.
+        return {"start": "zero", "bias": False if features else 0.3}
