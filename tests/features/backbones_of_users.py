@@ -1,6 +1,8 @@
 """Features as a user would name them: package.module:factory."""
 
 import math
+import warnings
+from collections import Counter
 from threading import Lock
 
 import torch
@@ -86,6 +88,7 @@ class _Changing(nn.Module):
         super().__init__()
         self.part, self.how = _Part(shape), how
         self.kept, self.count = [{"sum": 0.0}], 0
+        self.often = Counter(seen=3)
 
     def forward(self, x):
         x = x.flatten(1)
@@ -93,6 +96,8 @@ class _Changing(nn.Module):
             self.how(self)
         x = nn.functional.dropout(x, 0.5, self.part.training) * self.part.p.double()
         told = self.part.b.sum() + self.part.odd.sum() + self.count + self.kept[0]["sum"]
+        told += self.often["seen"] + getattr(self.part.p, "told", 0.0)
+        told += 0.0 if self.part.p.grad is None else self.part.p.grad.sum()
         return x + told + getattr(self, "told", 0.0)
 
 
@@ -142,6 +147,28 @@ def _inner_attributes(it):
     it.kept[0]["sum"] += 2.0
 
 
+def _a_gradient(it):
+    it.part.p.grad = torch.ones_like(it.part.p)
+
+
+class _Otherwise(_Changing):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def _another_class(it):
+    it.__class__ = _Otherwise
+
+
+def _attribute_of_a_weight(it):
+    it.part.p.told = 5.0
+
+
+def _counter(it):
+    it.often["seen"] += 1
+    it.often["more"] += 1
+
+
 def _a_hook(it):
     it.part.p.data *= 1
     it.register_forward_hook(lambda m, x, y: y + 1)
@@ -159,9 +186,14 @@ CHANGES = {
         _one_byte,
         _trains,
         _another_part,
+        _a_gradient,
+        _another_class,
     )
 }
-HARMLESS = {how.__name__.strip("_"): how for how in (_attributes, _inner_attributes, _a_hook)}
+HARMLESS = {
+    how.__name__.strip("_"): how
+    for how in (_attributes, _inner_attributes, _a_hook, _counter, _attribute_of_a_weight)
+}
 
 
 def _factory(how):
@@ -281,3 +313,28 @@ GIVEN = nn.Identity()
 
 def given(shape):
     return nn.Sequential(nn.Flatten(), GIVEN)
+
+
+WEIGHT = 1.0
+
+
+class _Threads(nn.Module):
+    def forward(self, x):
+        return torch.tensor([[float(torch.get_num_threads()), 1.0]])
+
+
+def threads(shape):
+    return _Threads()
+
+
+def weighted(shape):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 6))
+    with torch.no_grad():
+        module[1].weight.mul_(WEIGHT)
+    return module
+
+
+def scripted(shape):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 6)))

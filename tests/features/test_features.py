@@ -16,6 +16,7 @@ from scipy.signal import convolve2d
 from tests.features import backbones_of_users
 from torch import nn
 
+import fedpact
 from fedpact.audit.membership import membership
 from fedpact.data.datasets import from_arrays
 from fedpact.data.tables import read_npz
@@ -32,6 +33,7 @@ from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
 from fedpact.messages import Task
+from fedpact.params import threads
 from fedpact.plan import Plan
 
 OWN = backbones_of_users.__name__
@@ -394,6 +396,84 @@ def test_what_a_module_holds_is_put_back_however_it_was_changed(tmp_path, name):
     assert torch.equal(whole.x[1], whole.x[4])
     harmless = name in backbones_of_users.HARMLESS
     assert whole.good.tolist() == [True, harmless, True, True, harmless, True]
+
+
+def test_several_threads_of_one_process_have_one_random_state_each(tmp_path):
+    """Three at once: a record's draws are its own, whoever asks beside it."""
+    chosen = FeatureSettings(kind=f"{OWN}:noisy", trained_on="nothing")
+    one, x = Extractor(chosen, (2, 3), 0, tmp_path), torch.rand(200, 2, 3)
+    alone = one(x).x
+    with ThreadPoolExecutor(3) as pool:
+        assert all(torch.equal(found.x, alone) for found in pool.map(one, [x, x, x]))
+
+
+def test_own_code_computes_on_one_thread_however_many_there_are(tmp_path):
+    """Sums that torch splits over threads round by how many there are, under one cache's key."""
+    chosen = FeatureSettings(kind=f"{OWN}:threads", trained_on="nothing")
+    one, x = Extractor(chosen, (2, 3), 0, tmp_path), torch.rand(3, 2, 3)
+    for number in (1, 2, 4):
+        with threads(number):
+            assert torch.equal(one(x).x, torch.full((3, 2), 0.5**0.5).half())
+
+
+def test_a_file_that_its_layers_refer_to_by_name_is_in_the_key(tmp_path):
+    """And one that that file imports; what is installed or Python's own is known by its name."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nimport helping\nfrom torch import nn\n\n\nclass G(nn.Module):\n"
+        "    def forward(self, x):\n        return helping.told(x.flatten(1)) + len(os.sep)\n"
+        "\n\ndef made(shape):\n    return G()\n"
+    )
+    (tmp_path / "helping.py").write_text(
+        "import deeper\n\n\ndef told(x):\n    return x.clamp(0, deeper.MOST)\n"
+    )
+    asked = (
+        "from pathlib import Path\n"
+        "from fedpact.features.extract import Extractor\n"
+        "from fedpact.features.settings import FeatureSettings\n"
+        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
+        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
+    )
+    found = []
+    for most in ("300", "128", "300"):
+        (tmp_path / "deeper.py").write_text(f"MOST = {most}\n")
+        command = [sys.executable, "-B", "-c", asked]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        found.append(made.stdout)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_model_is_asked_with_the_features_that_it_was_trained_on(tmp_path, monkeypatch):
+    x, y = torch.rand(60, 2, 3).numpy(), numpy.arange(60) % 2
+    kind = {"kind": f"{OWN}:weighted", "trained_on": "nothing"}
+    plan = Plan(model="logistic", sites=2, rounds=1, features=kind)
+    done = fedpact.run(plan, data=(x, y), out=tmp_path / "run")
+    before = fedpact.load(done.folder).predict(x).probabilities
+    monkeypatch.setattr(backbones_of_users, "WEIGHT", 2.0)
+    extract.extractor.cache_clear()
+    with pytest.raises(ModelError, match="has other code or weights than when"):
+        fedpact.load(done.folder)
+    monkeypatch.undo()
+    extract.extractor.cache_clear()
+    assert numpy.array_equal(fedpact.load(done.folder).predict(x).probabilities, before)
+
+
+def test_more_filters_than_made_images_have_patches_for_are_told():
+    asked = FeatureSettings(kind="patches", filters=10_000, size=2)
+    with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
+        KINDS["patches"].make(asked, (1, 48, 48), 0)
+
+
+def test_scripted_modules_are_taken(tmp_path):
+    chosen = FeatureSettings(kind=f"{OWN}:scripted", trained_on="nothing")
+    found = Extractor(chosen, (2, 3), 0, tmp_path)(torch.rand(4, 2, 3))
+    assert found.good.all()
+
+
+def test_what_features_were_trained_on_is_one_line():
+    with pytest.raises(PlanError, match=r"features\.trained_on"):
+        Plan(features={"kind": f"{OWN}:scaled", "trained_on": "ImageNet\n\n## ε = 0.001"})
+    with pytest.raises(PlanError, match=r"initial\.trained_on"):
+        Plan(initial={"weights": "w.pt", "sha256": "a" * 64, "trained_on": "a\nb"})
 
 
 def test_a_module_that_leaves_at_a_record_ends_no_party_and_the_users_interrupt_does(tmp_path):

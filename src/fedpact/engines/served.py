@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedpact.data.given.targets import unscaled
 from fedpact.engines.asked import AskedRecords, GivenForm, asked_records
 from fedpact.engines.workshop import Workshop
-from fedpact.errors import DataError, InputError
+from fedpact.errors import DataError, InputError, ModelError
 from fedpact.folder import Folder, folder_of_run
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
@@ -108,8 +108,14 @@ class Served:
         at = beside if (beside / "federation.toml").exists() else Path()
         columns = folder / "columns.json"
         released = Folder(folder).read_json(columns.name) if columns.exists() else {}
-        example = torch.zeros(form.shape, dtype=getattr(torch, form.values))
-        made = plan.stage(at).example(example)
+        stage = plan.stage(at)
+        if form.made_by and stage.identity(form.example) != form.made_by:
+            raise ModelError(
+                f"features.kind = {plan.features.kind!r} has other code or weights than when "
+                f"{folder} was made, so its model would be given other numbers: put back the file "
+                "and the weights of then"
+            )
+        made = stage.example(form.example)
         model = Workshop(plan, made, len(form.classes)).module()
         path = folder / "model.safetensors"
         try:

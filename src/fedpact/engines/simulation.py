@@ -328,7 +328,8 @@ def _finish(
     folder.rewrite(records)
     raw = scene.raw
     values = str(raw.x.dtype).removeprefix("torch.")
-    GivenForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features).write(folder)
+    given = GivenForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
+    given.by(scene.plan.stage()).write(folder)
     module = scene.module()
     summary = finish(
         folder, scene.plan, scene.terms, scene.sizes, module, scene.form, at, records, status

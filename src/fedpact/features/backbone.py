@@ -9,7 +9,9 @@ factory leaves, or those of a file of safetensors or of torch, whose SHA-256 the
 
 import hashlib
 import inspect
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +23,11 @@ from fedpact.features.settings import FeatureSettings
 from fedpact.models.weights import checked, tensors_of
 from fedpact.own.digests import digest_of_what_lasts
 from fedpact.own.named import own_factory
+from fedpact.params import one_thread
 
 _FORM = "factory(shape) -> nn.Module"
+# The random state is the process's: two threads of one would draw from each other's.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Backbone:
@@ -58,7 +63,8 @@ class Backbone:
                 f"{self._name} holds {error}: expected dense tensors with values in the CPU's "
                 "memory; of lazy layers, have the factory call the module once"
             ) from None
-        module.requires_grad_(False)
+        for weight in module.parameters():  # of TorchScript too, which has no requires_grad_
+            weight.requires_grad_(False)
         self._try(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -67,6 +73,24 @@ class Backbone:
         The largest is in [0.5, 1) then, unless all are 0, so that no length is beyond float32.
         Raises ModelError: another form, or a module that changes itself; and whatever it raises.
         """
+        with _ONE_AT_A_TIME, one_thread():
+            found = self._asked(x)
+        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
+            what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ModelError(
+                f"{self._name} answers a batch of one record with {what}: expected [1, ...]"
+            )
+        if found.is_complex() or not found.numel():
+            raise ModelError(
+                f"{self._name} answers a record with {found.numel()} numbers of {found.dtype}: "
+                "expected at least one, and real numbers, as torch.view_as_real makes of others"
+            )
+        values = found.detach().reshape(-1).double().numpy()
+        exponent = np.frexp(np.abs(values).max())[1]
+        return torch.from_numpy(np.ldexp(values, -exponent)).float()
+
+    def _asked(self, x: Tensor) -> Any:
+        """Return what the module answers, with all that it holds put back."""
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
@@ -83,19 +107,7 @@ class Backbone:
                 "next one would tell of: expected a module that leaves them as they are; what it "
                 "fills at its first call, have the factory fill by a call of its own"
             )
-        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
-            what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ModelError(
-                f"{self._name} answers a batch of one record with {what}: expected [1, ...]"
-            )
-        if found.is_complex() or not found.numel():
-            raise ModelError(
-                f"{self._name} answers a record with {found.numel()} numbers of {found.dtype}: "
-                "expected at least one, and real numbers, as torch.view_as_real makes of others"
-            )
-        values = found.detach().reshape(-1).double().numpy()
-        exponent = np.frexp(np.abs(values).max())[1]
-        return torch.from_numpy(np.ldexp(values, -exponent)).float()
+        return found
 
     def _try(self, shape: tuple[int, ...]) -> None:
         """Raise ModelError where made-up records are answered otherwise in another order."""
@@ -108,6 +120,7 @@ class Backbone:
             again = [self._answer(x) for x in reversed(made)][::-1]
         of = (*self._module.parameters(), *self._module.buffers())
         state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
+        self.weights = hashlib.sha256(b"".join(state)).hexdigest()
         # Of code in other files than the factory's: what it refers to, and what it answers.
         code = digest_of_what_lasts(self._module).encode()
         self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()

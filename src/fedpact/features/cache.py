@@ -52,12 +52,12 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
 def _stored(cache: Path, key: bytes, count: int, width: int) -> Found | None:
     try:
         block = cache.read_bytes()
+        if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
+            return None
         # As of a copy: what others may read is made private, or made anew where it cannot be.
         if cache.stat().st_mode & ~PRIVATE & 0o777:
             cache.chmod(PRIVATE)
     except OSError:
-        return None
-    if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
         return None
     held = load(block[_DIGEST:])
     found = Found(held["x"], held["good"])

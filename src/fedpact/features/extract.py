@@ -104,6 +104,14 @@ class Extractor:
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    @property
+    def identity(self) -> str:
+        """What code and weights of one's own made them, the same on every machine; "" of none."""
+        if not self._settings.factory:
+            return ""
+        both = source_of(self._settings.kind) + self._backbone.weights
+        return hashlib.sha256(both.encode()).hexdigest()
+
     def __call__(self, x: Tensor) -> Found:
         """Return the features of records x [n, *shape], float32 on the CPU."""
         found = torch.zeros(len(x), self.width, dtype=torch.float16)

@@ -1,7 +1,8 @@
 """What a module holds: found once, compared after each record, and put back.
 
-Held are its parameters and buffers, its submodules, whether each trains, its attributes, and what
-of all this lies in lists, dicts, sets and tuples of theirs. Tensors are compared by the bytes of
+Held are its parameters and buffers with their gradients, its submodules, of which class each is and
+whether it trains, attributes of all these, and what lies in lists, dicts, sets and tuples of
+theirs. Tensors are compared by the bytes of
 their memory, so that no way to write to them is passed over (`p.data`, `b.numpy()`). What else
 there is, other objects, variables of files, closures, is not held.
 """
@@ -21,7 +22,8 @@ class Held:
     def __init__(self, module: nn.Module) -> None:
         # Kept for good, so that an id is one thing's alone.
         self._seen = dict[int, Any]()
-        self._tensors = list[tuple[Tensor, Tensor]]()
+        self._tensors = list[tuple[Tensor, Tensor, Tensor | None]]()
+        self._classes = list[tuple[nn.Module, type]]()
         self._memory = dict[int, list[tuple[Tensor, Tensor]]]()
         self._places = list[tuple[Any, list[Any]]]()
         waiting: list[Any] = [module, *module.parameters(), *module.buffers()]
@@ -45,18 +47,27 @@ class Held:
             if not torch.equal(memory, kept):
                 changed = True
                 memory.copy_(kept)
-        for t, own in self._tensors:
+        for t, own, gradient in self._tensors:
             if _form(t) != _form(own):
                 changed = True
                 t.data = own
+            if _gradient(t) is not gradient:
+                changed = True
+                t.grad = gradient
+        for part, kind in self._classes:
+            if type(part) is not kind:
+                changed = True
+                part.__class__ = kind
         return changed
 
     def _found_in(self, thing: Any) -> list[Any]:
         """Note a thing; return what lies in it."""
         if isinstance(thing, Tensor):
             self._note(thing)
-            return []
+            gradient = _gradient(thing)
+            return [vars(thing)] if gradient is None else [vars(thing), gradient]
         if isinstance(thing, nn.Module):
+            self._classes.append((thing, type(thing)))
             return [vars(thing)]
         if isinstance(thing, dict | list | set | deque):
             listed = _listed(thing)
@@ -67,7 +78,7 @@ class Held:
     def _note(self, t: Tensor) -> None:
         if t.device.type != "cpu" or t.layout is not torch.strided or is_lazy(t):
             raise TypeError(f"a tensor of {type(t).__name__}, {t.device}, {t.layout}")
-        self._tensors.append((t, t.detach()))
+        self._tensors.append((t, t.detach(), _gradient(t)))
         storage = t.untyped_storage()
         if storage.data_ptr() not in self._memory:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -80,6 +91,10 @@ class Held:
 def _registered(module: nn.Module) -> list[int]:
     things = (module.modules(), module.parameters(), module.buffers())
     return [*(m.training for m in module.modules()), *(id(thing) for t in things for thing in t)]
+
+
+def _gradient(t: Tensor) -> Tensor | None:
+    return t.grad if t.is_leaf else None
 
 
 def _form(t: Tensor) -> tuple[Any, ...]:
@@ -97,7 +112,9 @@ def _same(now: list[Any], kept: list[Any]) -> bool:
 def _fill(place: Any, kept: list[Any]) -> None:
     place.clear()
     if isinstance(place, dict):
-        place.update(zip(kept[::2], kept[1::2], strict=True))
+        # One by one: what `update` does to a Counter is to count.
+        for key, value in zip(kept[::2], kept[1::2], strict=True):
+            place[key] = value
     elif isinstance(place, set):
         place.update(kept)
     else:

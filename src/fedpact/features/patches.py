@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.draws.seeded import stream
+from fedpact.errors import ModelError
 from fedpact.features.made import made_images
 
 _IMAGES: Final = 1000
@@ -40,6 +41,12 @@ class Patches:
         place = torch.randint(places, (_IMAGES, 20), generator=draws)
         some = _at(shape, seed, size, place)
         some = some[some.std(1, correction=0) > _FLAT]
+        if len(some) < (filters + 1) // 2:
+            raise ModelError(
+                f"features.filters is {filters} of size {size} with records of shape {shape}: made "
+                f"images have {len(some)} patches that are not flat, so expected at most "
+                f"{2 * len(some)}; lower filters, or raise size"
+            )
         some = _contrast(some).double()
         covariance = some.T @ some / len(some)
         # Mirrored, made images are as likely: then whitening a mirrored patch mirrors it, and of

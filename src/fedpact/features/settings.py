@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedpact.errors import FedpactError, InputError
 from fedpact.features.kinds import KINDS
+from fedpact.ledger.about import Words
 from fedpact.models.weights import lowered
 
 _OWN: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -65,7 +66,7 @@ class FeatureSettings(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     weights: str | None = None
     sha256: Annotated[str | None, AfterValidator(lowered)] = None
-    trained_on: str | None = Field(default=None, pattern=r"\S")
+    trained_on: Words | None = None
 
     @property
     def used(self) -> bool:

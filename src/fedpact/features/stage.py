@@ -64,6 +64,12 @@ class FeatureStage:
         """Return what features follow from besides the records, as a public digest."""
         return self._extractor(self._scaling(record).example(record)).key
 
+    def identity(self, record: Tensor) -> str:
+        """Return what tells features of one's own from others, "" where there are none."""
+        if not self.settings.factory:
+            return ""
+        return self._extractor(self._scaling(record).example(record)).identity
+
     def __call__(
         self,
         x: Tensor,

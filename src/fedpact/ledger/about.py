@@ -5,8 +5,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f\u0085\u2028\u2029]*$", max_length=2000)]
+_ANY = r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*"
+
+Line = Annotated[str, Field(pattern=f"^{_ANY}$", max_length=2000)]
 """A text on one line: it stands in receipts, tables and files of other forms."""
+Words = Annotated[str, Field(pattern=rf"^{_ANY}[^\s\x00-\x1f\x7f]{_ANY}$", max_length=2000)]
+"""The same, of something to read."""
 
 
 def _written(day: object) -> object:

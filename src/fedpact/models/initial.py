@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError, PlanError
+from fedpact.ledger.about import Words
 from fedpact.models.held import alike, all_held
 from fedpact.models.weights import block_of, checked, lowered, tensors_of
 from fedpact.own.named import brings_weights, is_own
@@ -56,7 +57,7 @@ class InitialSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     weights: str | None = Field(default=None, min_length=1)
     sha256: Annotated[str | None, AfterValidator(lowered)] = None
-    trained_on: str | None = Field(default=None, pattern=r"\S")
+    trained_on: Words | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ import dis
 import hashlib
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, cast
 
@@ -82,7 +83,7 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
     if type(thing) in _PLAIN or isinstance(thing, _PLAIN_OF_TORCH):
         return [repr(thing)]
     if isinstance(thing, ModuleType):
-        return [thing.__name__]
+        return _file(thing, seen)
     if type(thing) is tuple:
         # Which of them Python keeps once, it decides anew in each process.
         return ["tuple", *_each(cast(tuple[Any, ...], thing), seen)]
@@ -105,6 +106,17 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
     if isinstance(thing, type):
         return _class(thing, seen)
     return _function(thing, seen) or _object(thing, seen)
+
+
+def _file(thing: ModuleType, seen: _Seen) -> _Parts:
+    """Return the text of a module of one's own, and of those that it refers to as such."""
+    path = Path(getattr(thing, "__file__", None) or "")
+    installed = bool({"site-packages", "dist-packages"} & set(path.parts))
+    if id(thing) in seen or installed or _is_of_known(thing.__name__) or not path.is_file():
+        return [thing.__name__]
+    seen[id(thing)] = len(seen), thing
+    inside = [each for _, each in sorted(vars(thing).items()) if isinstance(each, ModuleType)]
+    return [thing.__name__, path.read_bytes(), *_each(inside, seen)]
 
 
 def _class(thing: type, seen: _Seen) -> _Parts:
@@ -184,7 +196,11 @@ def _bytes(code: CodeType) -> _Parts:
 
 def _is_known(thing: Any) -> bool:
     """Whether a class or function is Python's own, numpy's or torch's: then its name says which."""
-    package = str(thing.__module__).partition(".")[0]
+    return _is_of_known(str(thing.__module__))
+
+
+def _is_of_known(module: str) -> bool:
+    package = module.partition(".")[0]
     return package in ("torch", "numpy") or (
         package in sys.stdlib_module_names and package != "__main__"
     )

@@ -168,7 +168,8 @@ class Coordinator:
         self.folder.rewrite(records)
         ended = at, records, rounds.status
         of = self.federation
-        GivenForm(of.shape, of.values, of.classes, of.columns(plan)).write(self.folder)
+        given = GivenForm(of.shape, of.values, of.classes, of.columns(plan))
+        given.by(of.stage(plan, self.directory)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)

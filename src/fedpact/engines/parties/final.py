@@ -120,7 +120,8 @@ class FinalModel:
         folder.path.mkdir(exist_ok=True)
         # The model comes last: whoever finds it finds the rest.
         folder.write_json("plan.json", self.plan.document())
-        GivenForm(of.shape, of.values, of.classes, of.columns(self.plan)).write(folder)
+        given = GivenForm(of.shape, of.values, of.classes, of.columns(self.plan))
+        given.by(of.stage(self.plan, self.directory)).write(folder)
         if columns is not None:
             folder.write_json(_COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
