@@ -9,9 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fedpact.data.columns.advice import advise
 from fedpact.data.columns.scaling import Scaling
 from fedpact.data.datasets import from_arrays, from_frame, load
-from fedpact.data.form import PlanRecords, RecordForm
+from fedpact.data.form import Column, PlanRecords, RecordForm
 from fedpact.data.sites import load_site
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.parties.federation import Federation, read_plan
@@ -292,3 +293,27 @@ def test_a_deployment_of_sites_own_tables_leaves_declared_columns_out(tmp_path):
     plan, federation = read_plan(own / "plan.json"), Federation.read(own / "federation.toml")
     record = federation.stage(plan, own).example(federation.example())
     assert record.shape == Scene.of(plan).dataset.x.shape[1:] == (7,)
+
+
+def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
+    """As a rate of 0 .. 0.001 beside 0 and 1: without a scale no step would see it."""
+    form, names = RecordForm(), ("rate", "sex")
+    x = torch.stack([torch.linspace(0, 0.001, 50), torch.arange(50.0) % 2], 1)
+    advise("t.csv", form, (2,), names, x)
+    assert "stay near 0: rate (0.001)" in caplog.text
+    assert 'scale = "range"' in caplog.text
+    caplog.clear()
+    scaled = RecordForm.model_validate(
+        {"columns": {"rate": {"range": [0, 0.001], "scale": "range"}}}
+    )
+    for of, some in ((scaled, x), (form, x * torch.tensor([20.0, 1.0]))):
+        advise("t.csv", of, (2,), names, some)
+    # Pixels have no names, and many of them are dark.
+    advise("t.npz", form, (2,), (), x)
+    assert not caplog.text
+
+
+def test_a_range_that_single_precision_does_not_resolve_is_refused():
+    with pytest.raises(ValidationError, match="take an offset off in the file"):
+        Column.model_validate({"range": [1.7e9, 1.7e9 + 60], "scale": "range"})
+    assert Column.model_validate({"range": [1.7e9, 1.7e9 + 3e4], "scale": "range"}).low == 1.7e9

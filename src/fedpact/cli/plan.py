@@ -22,6 +22,7 @@ from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.columns import deviation
 from fedpact.privacy.terms import channels
 from fedpact.recommend.optimise import optimised, own_rounds
 from fedpact.text import size, upper
@@ -201,7 +202,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             out.print(
                 f"{name} releases what scales {len(plan.records.released)} columns before "
                 f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
-                f"{plan.privacy.column_share:.3g} of the budget"
+                f"{plan.privacy.column_share:.3g} of the budget{_moved(scene)}"
             )
     if (of := document["evaluation"]) is not None:
         out.print(
@@ -216,6 +217,14 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
+
+
+def _moved(scene: Scene) -> str:
+    """Say how far noise moves the released mean of a column: of all sites', as they are weighed."""
+    each = [one.columns for one in scene.terms.values() if one.columns is not None]
+    noise = math.sqrt(sum(deviation(one) ** 2 for one in each)) / sum(scene.sizes.values())
+    remedy = "; that is more than columns differ: declare mean and deviation" * (noise > 0.3)
+    return f"; noise moves the mean of all sites by {noise:.2g} of half a range{remedy}"
 
 
 def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:

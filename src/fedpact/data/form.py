@@ -69,6 +69,12 @@ class ValueRange(BaseModel):
                 f'scale = "{self.scale}" with low = {self.low} and high = {self.high}: expected '
                 "both, with low < high: the least and the most that such a value can be"
             )
+        if self.scale in _BY_RANGE and not _told_apart(self.low or 0.0, self.high or 0.0):
+            raise ValueError(
+                f"low = {self.low!r} and high = {self.high!r}: single precision, in which numbers "
+                "are read, has fewer than 128 between them; take an offset off in the file "
+                "(seconds since the first, say), and declare the range of what is left"
+            )
         if isinstance(self.fill, float) and not _lies(self.fill, self.low, self.high):
             raise ValueError(
                 f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
@@ -88,6 +94,10 @@ class ValueRange(BaseModel):
 
 def _wide(low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and 0 < high - low < math.inf
+
+
+def _told_apart(low: float, high: float) -> bool:
+    return high - low >= 2.0**-16 * max(abs(low), abs(high))
 
 
 def _lies(value: float, low: float | None, high: float | None) -> bool:

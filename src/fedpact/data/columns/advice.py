@@ -15,7 +15,12 @@ from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.text import toml, toml_key
 
 _WIDE: Final = 10.0
+_NARROWER: Final = 100.0
 _SHOWN: Final = 5
+_REMEDY: Final = (
+    "Declare what the values can be, by public knowledge and not by what is in the file, and have "
+    "them scaled, in the plan, and of a deployment in federation.toml as well:"
+)
 
 _logger = logging.getLogger("fedpact")
 
@@ -29,11 +34,10 @@ def advise(
     where they may be looked at: in a simulation, on their owner's machine. Else, and wherever a
     range is declared, that counts.
     """
-    looked = x is not None
     if len(shape) > 1:
         far = _furthest(form, x)
         if far >= _WIDE:
-            _logger.warning(_told_of_all(origin, form, far, looked=looked))
+            _logger.warning(_told_of_all(origin, form, far))
         return
     names = features or tuple(map(str, range(shape[0])))
     wide = list[tuple[str, ValueRange, float]]()
@@ -45,11 +49,36 @@ def advise(
     if len(wide) > _SHOWN and not features and not form.columns:
         # Without names, as pixels in a row are: what is declared is declared of all.
         most = max(far for *_, far in wide)
-        _logger.warning(_told_of_all(origin, form, most, looked=looked))
+        _logger.warning(_told_of_all(origin, form, most))
     elif wide:
-        _logger.warning(_told(origin, wide, looked=looked))
+        _logger.warning(_told(origin, wide))
     if x is not None:
+        if features and not wide:
+            _advise_of_narrow(origin, form, names, x)
         _advise_of_standards(origin, form, names, x)
+
+
+def _advise_of_narrow(origin: str, form: RecordForm, names: Sequence[str], x: Tensor) -> None:
+    """Warn of columns that are not scaled and stay so near to 0 that others drown them."""
+    plain = [form.of(name).scale == "none" for name in names]
+    reach = [_found(x[:, k]) if own else 1.0 for k, own in enumerate(plain)]
+    most = max(reach)
+    near = [(n, far) for n, far in zip(names, reach, strict=True) if 0 < far < most / _NARROWER]
+    if near:
+        shown = ", ".join(f"{name} ({far:.3g})" for name, far in near[:_SHOWN])
+        more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
+        _logger.warning(
+            f"{origin}: numbers of these columns stay near 0: {shown}{more}, as found in the "
+            f"records; others reach {most:.3g}, and a model hardly sees these beside them. Declare "
+            "what they can be, and have it scaled: [records.columns.NAME] with range = [LEAST, "
+            'MOST] and scale = "range"'
+        )
+
+
+def _found(x: Tensor) -> float:
+    """Return how far from 0 finite numbers get."""
+    good = x[x.isfinite()]
+    return float(good.abs().max()) if good.numel() else 0.0
 
 
 def _advise_of_standards(origin: str, form: RecordForm, features: Sequence[str], x: Tensor) -> None:
@@ -119,7 +148,7 @@ def _furthest(own: ValueRange, x: Tensor | None) -> float:
     return max(-float(low), float(high))
 
 
-def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]], *, looked: bool) -> str:
+def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]]) -> str:
     shown = wide[:_SHOWN]
     named = ", ".join(f"{name} ({far:g})" for name, _, far in shown)
     more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
@@ -128,29 +157,21 @@ def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]], *, looked:
     return (
         f"{origin}: numbers of these columns get far from 0: {named}{more}{_how(found)}. A "
         "gradient is as long as its record's numbers, so narrow columns are lost beside wide ones, "
-        f"and a model may do no better than chance. {_remedy(looked)}\n\n{lines}"
+        f"and a model may do no better than chance. {_REMEDY}\n\n{lines}"
     )
 
 
-def _told_of_all(origin: str, form: RecordForm, far: float, *, looked: bool) -> str:
+def _told_of_all(origin: str, form: RecordForm, far: float) -> str:
     return (
         f"{origin}: numbers get as far as {far:g} from 0{_how(_extent(form) is None)}. A gradient "
         "is as long as its record's numbers, so a step that suits numbers of about 1 is far too "
-        f"long for these, and a model may do no better than chance. {_remedy(looked)}\n\n"
+        f"long for these, and a model may do no better than chance. {_REMEDY}\n\n"
         f'[records]\nlow = {_end(form.low)}\nhigh = {_end(form.high)}\nscale = "range"'
     )
 
 
 def _how(found: bool) -> str:
     return " (found by looking at the records, as this machine's owner may)" if found else ""
-
-
-def _remedy(looked: bool) -> str:
-    where = "the plan" if looked else "the plan and federation.toml"
-    return (
-        "Declare what the values can be, by public knowledge and not by what is in the file, and "
-        f"have them scaled, in {where}:"
-    )
 
 
 def _lines(name: str, own: ValueRange) -> str:

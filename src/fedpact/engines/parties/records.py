@@ -71,7 +71,8 @@ def own_records(
     form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
     if not (plan.features.used and len(of.shape) > 1):
-        advise(str(path), of.records, of.shape, found.features, None)
+        # Into the owner's own log, as what is left out.
+        advise(str(path), of.records, of.shape, found.features, found.x)
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
