@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from experiments.beyond import table as beyond
 from experiments.evidence import ali, drawing, fedfdp, measure, page, page_ali
-from experiments.evidence.__main__ import missing
+from experiments.evidence.__main__ import main, missing
 from experiments.evidence.cells import Book
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
@@ -204,6 +205,41 @@ def test_a_run_that_diverges_says_after_which_round(tmp_path):
         assert told.endswith(
             f"(1 seed), diverged after round {ended}" * (look > ended) or "(1 seed)"
         )
+
+
+def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypatch):
+    stored, run = Stored(tmp_path), _small()
+    stored.add(run, 0, {"looks": {"4": {"accuracy": 0.5}}})
+    assert stored.whole(run, 0)
+    monkeypatch.setattr("experiments.evidence.stored._digest", lambda base: "another")
+    assert not stored.whole(run, 0)
+    # Of what is stored here none is left out for that.
+    monkeypatch.undo()
+    known = Stored()
+    for path in (HERE / "results").glob("fedproxvr.json"):
+        for name, kept in _read(path).items():
+            (run,) = (run for run in RUNS if (run.group, run.name) == (path.stem, name))
+            assert known.seeds(run) == kept["seeds"]
+
+
+def test_results_that_are_stored_at_once_are_all_kept(tmp_path):
+    run = _small()
+    with ThreadPoolExecutor(8) as pool:
+        kept = pool.map(lambda seed: Stored(tmp_path).add(run, seed, {"looks": {}}), range(40))
+        assert list(kept) == [None] * 40
+    assert len(Stored(tmp_path).seeds(run)) == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["nosuch"], "no run's name holds all of nosuch"), (["--page", "ali"], "leave out words")],
+)
+def test_a_word_that_no_run_has_is_an_error(words, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["evidence", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):

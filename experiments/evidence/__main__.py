@@ -1,6 +1,7 @@
 """The command: see the package."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from experiments import evidence
@@ -9,6 +10,8 @@ from experiments.evidence.measure import carry_out
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import Stored
+
+from fedpact.errors import FedpactError
 
 
 def missing(stored: Stored, words: list[str]) -> list[tuple[Run, int]]:
@@ -28,8 +31,18 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--left", action="store_true", help="list what is missing, with its cost")
     parser.add_argument("--page", action="store_true", help="write docs/evidence.md")
-    parser.add_argument("--out", type=Path, default=Path("runs/evidence"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/evidence"), help="where runs on their way are kept"
+    )
     asked, stored = parser.parse_args(), Stored()
+    titles = [f"{run.title} seed={seed}" for run, seed in ORDER]
+    if asked.page and (asked.words or asked.left):
+        parser.error("--page writes the whole page: leave out words and --left")
+    if not any(all(word in title for word in asked.words) for title in titles):
+        parser.error(
+            f"no run's name holds all of {', '.join(asked.words)}: names are as in {titles[-1]!r}; "
+            "--left lists those that are missing"
+        )
     if asked.page:
         page.write()
         return
@@ -41,8 +54,11 @@ def main() -> None:
         return
     for run, seed in left:
         place = asked.out / f"{run.title} {seed}".replace(" ", "-")
-        for outcome in carry_out(run, seed, place):
-            stored.add(run, seed, outcome)
+        try:
+            for outcome in carry_out(run, seed, place):
+                stored.add(run, seed, outcome)
+        except FedpactError as error:
+            sys.exit(f"{run.title} seed={seed}: {error}")
         *_, (rounds, last) = outcome["looks"].items()
         print(run.title, f"seed={seed}", rounds, last, outcome["cpu_seconds"], flush=True)
 

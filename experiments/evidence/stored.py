@@ -1,10 +1,15 @@
 """What runs left: results/GROUP.json, name -> settings, and by seed what each look showed."""
 
+import hashlib
 import json
+import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from experiments.evidence.runs import Run
+
+from fedpact.files import only_one
 
 HERE = Path(__file__).parent
 
@@ -22,8 +27,9 @@ class Stored:
 
     def seeds(self, run: Run) -> dict[str, Any]:
         """Return what is stored of a run with these settings: seed -> outcome."""
-        kept = self.group(run.group).get(run.name)
-        return kept["seeds"] if kept and kept["settings"] == list(run.settings) else {}
+        kept = self.group(run.group).get(run.name, {})
+        same = [kept.get("settings"), kept.get("base_sha256")] == [list(run.settings), _of(run)]
+        return kept["seeds"] if same else {}
 
     def whole(self, run: Run, seed: int) -> bool:
         """Whether a run has been looked at for the last time."""
@@ -31,11 +37,27 @@ class Stored:
 
     def add(self, run: Run, seed: int, outcome: dict[str, Any]) -> None:
         """Store an outcome; those of other settings under the same name go."""
-        seeds = dict(sorted({**self.seeds(run), str(seed): outcome}.items()))
-        kept = {"base": run.base, "settings": list(run.settings), "seeds": seeds}
-        whole = dict(sorted({**self.group(run.group), run.name: kept}.items()))
         self.folder.mkdir(exist_ok=True)
+        with only_one(self.folder / ".lock", "another process stores a result", wait=True):
+            self._add(run, seed, outcome)
+
+    def _add(self, run: Run, seed: int, outcome: dict[str, Any]) -> None:
+        seeds = dict(sorted({**self.seeds(run), str(seed): outcome}.items()))
+        kept = {"base": run.base, "base_sha256": _of(run), "settings": list(run.settings)}
+        kept |= {"seeds": seeds}
+        whole = dict(sorted({**self.group(run.group), run.name: kept}.items()))
         path = self.folder / f"{run.group}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
+
+
+def _of(run: Run) -> str:
+    return _digest(HERE.parent / run.base)
+
+
+@cache
+def _digest(base: Path) -> str:
+    """Return the digest of what a plan's file says, whatever its comments."""
+    raw = tomllib.loads(base.read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
