@@ -56,8 +56,8 @@ def _at(book: Book, data: str, label: str, epsilon: float) -> float | None:
 
 def _largest(book: Book, data: str, setting: Setting, here: list[ali.Column]) -> float | None:
     runs = [pair for column in here for pair in setting.runs(data, column)]
-    found = [100 * mean for pair in runs if (mean := book.mean(*pair)) is not None]
-    return max(found, default=None)
+    each = [[100 * value for value in book.values(*pair, "accuracy")] for pair in runs]
+    return max((statistics.fmean(values) for values in each if values), default=None)
 
 
 def digest(found: Lines) -> str:
