@@ -1,12 +1,14 @@
 """Features are a pure function of one record and of public numbers, or they are refused."""
 
 import hashlib
+import importlib
 import logging
 import math
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy
 import pytest
@@ -32,6 +34,7 @@ from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
+from fedpact.features.stage import FeatureStage
 from fedpact.messages import Task
 from fedpact.params import threads
 from fedpact.plan import Plan
@@ -457,6 +460,40 @@ def test_a_model_is_asked_with_the_features_that_it_was_trained_on(tmp_path, mon
     assert numpy.array_equal(fedpact.load(done.folder).predict(x).probabilities, before)
 
 
+def test_a_module_that_is_loaded_anew_has_features_of_its_own(tmp_path, monkeypatch):
+    """As in a notebook: the plan is the same, the code is not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_again.py").write_text(MINE.format(by=1.0))
+    module, x = importlib.import_module("mine_again"), torch.rand(3, 2, 3)
+    stage = FeatureStage(FeatureSettings(kind="mine_again:made", trained_on="nothing"), 0)
+    before = stage(x, x[0], "x", None).x
+    (tmp_path / "mine_again.py").write_text(MINE.format(by=-1.0) + "\n\n")
+    importlib.reload(module)
+    assert torch.allclose(stage(x, x[0], "x", None).x, -before)
+
+
+MINE = """from torch import nn
+
+
+class G(nn.Module):
+    def forward(self, x):
+        return {by} * x.flatten(1)
+
+
+def made(shape):
+    return G()
+"""
+
+
+def test_another_default_type_is_told():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ModelError, match=r"features are of float32"):
+            Extractor(FeatureSettings(kind="scattering"), (8, 8), 0, Path())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_more_filters_than_made_images_have_patches_for_are_told():
     asked = FeatureSettings(kind="patches", filters=10_000, size=2)
     with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
@@ -748,8 +785,9 @@ def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
 
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     module = backbones_of_users.linear((1, 8, 8))
-    path = tmp_path / "w.safetensors"
-    save_file(module.state_dict(), path)
+    # What it is called takes the place of no file of a party's.
+    path = tmp_path / "site.key"
+    torch.save(module.state_dict(), path)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     chosen = {"kind": f"{OWN}:linear", "weights": str(path), "sha256": sha256, "trained_on": "x"}
     plan = Plan.parse({"features": chosen, "sites": 3, "privacy": {"accountant": "rdp"}})

@@ -108,10 +108,11 @@ def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
     files, changed = dict[str, Path](), dict[str, object]()
     weights, initial = plan.features.weights, plan.initial
     if weights is not None:
-        files[Path(weights).name] = Path(weights)
-        changed["features"] = plan.features.model_copy(update={"weights": Path(weights).name})
+        # A name of its own: no party's file has it, whatever theirs is called.
+        name = f"features-{Path(weights).name}"
+        files[name] = Path(weights)
+        changed["features"] = plan.features.model_copy(update={"weights": name})
     if initial.weights is not None:
-        # The backbone's file may have any name but this one's.
         source = initial.file()
         name = f"initial-{(initial.sha256 or '')[:8]}{source.suffix}"
         files[name] = source

@@ -10,6 +10,7 @@ factory leaves, or those of a file of safetensors or of torch, whose SHA-256 the
 import hashlib
 import inspect
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Backbone:
         self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
     ) -> None:
         self._name = f"features.kind = {settings.kind!r}"
-        factory = own_factory(settings.kind, "features.kind", (), _FORM)
+        factory = factory_of(settings.kind)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
@@ -162,8 +163,13 @@ class Backbone:
             ) from error
 
 
+def factory_of(kind: str) -> Callable[..., Any]:
+    """Return what a 'package.module:factory' names at this moment. Raises ModelError."""
+    return own_factory(kind, "features.kind", (), _FORM)
+
+
 def source_of(kind: str) -> str:
     """Return the SHA-256 of the file that a 'package.module:factory' is in, "" where it is none."""
-    module = inspect.getmodule(own_factory(kind, "features.kind", (), _FORM))
+    module = inspect.getmodule(factory_of(kind))
     path = getattr(module, "__file__", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

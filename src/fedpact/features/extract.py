@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,11 @@ class Extractor:
     def __init__(
         self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
     ) -> None:
+        if torch.get_default_dtype() != torch.float32:
+            raise ModelError(
+                f"torch's default type is {torch.get_default_dtype()}: features are of float32; "
+                "call torch.set_default_dtype(torch.float32) before"
+            )
         self._settings, self._shape = settings, shape
         self._seed = seed if settings.seed is None else settings.seed
         if settings.factory:
@@ -204,11 +209,15 @@ class Extractor:
 
 
 @lru_cache(maxsize=2)
-def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path) -> Extractor:
+def extractor(
+    settings: str, shape: tuple[int, ...], seed: int, at: Path, own: Any = None
+) -> Extractor:
     """Return the extractor of a plan's features; filters and whitening are made once a process.
 
-    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's.
+    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's. own: the
+    factory that its kind names at this moment, None where it names none.
     """
+    del own  # another one, another extractor
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
 
 

@@ -17,6 +17,7 @@ from fedpact.data.columns.scaling import Scaling
 from fedpact.data.form import RecordForm
 from fedpact.errors import ModelError
 from fedpact.features import cache
+from fedpact.features.backbone import factory_of
 from fedpact.features.extract import Extractor, extractor
 from fedpact.features.settings import FeatureSettings
 
@@ -106,9 +107,10 @@ class FeatureStage:
                 f"features.kind = {self.settings.kind!r} with records of {record.dtype}: expected "
                 "measurements; store them as float32, or leave [features] out for words"
             )
-        return extractor(
-            self.settings.model_dump_json(), tuple(record.shape), self.seed, self.at.absolute()
-        )
+        # As it is by now: a notebook reloads the module that it is changing.
+        own = factory_of(self.settings.kind) if self.settings.factory else None
+        told, shape = self.settings.model_dump_json(), tuple(record.shape)
+        return extractor(told, shape, self.seed, self.at.absolute(), own)
 
 
 def _warn(origin: str, good: Tensor, what: str) -> None:

@@ -94,7 +94,10 @@ def check_kind(data: Dataset) -> None:
     """Raise InputError: records or labels that no model recommended here learns."""
     begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
     if not data.x.is_floating_point():
-        words = 'whole numbers, as words are: see model = "lstm" or "transformer"'
+        words = (
+            'whole numbers, as words are: see model = "lstm" or "transformer", or store '
+            "measurements as float32"
+        )
         raise InputError(f"records of {data.name} are {words}; {begin}")
     if data.kind != "class":
         raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
