@@ -1,5 +1,6 @@
 """`fedpact plan --optimise`: its choice keeps the budget with everything else that is released."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -8,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fedpact.cli.main import app
 from fedpact.cli.plan import forecast
 from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.scene import Scene
 from fedpact.errors import FedpactError, PlanError
 from fedpact.plan import Plan
+from fedpact.privacy.columns import most_moved
 from fedpact.recommend.optimise import optimised
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
@@ -206,3 +210,22 @@ def test_where_nothing_can_be_proposed_it_says_why(
 ) -> None:
     with pytest.raises(FedpactError, match=why):
         optimised(Scene.of(Plan.parse(tables)), passes)
+
+
+def test_it_says_how_far_noise_moves_a_released_mean(tmp_path):
+    """Of K sites' sums, each with noise of its own, over all records: σ Δ sqrt(K) / Σ N."""
+    file = tmp_path / "t.csv"
+    file.write_text("\n".join(["age,ill", *(f"{i % 90},{i % 2}" for i in range(1500))]))
+    columns = {"age": {"range": [0, 90], "scale": "released"}}
+    for sites, granted, remedy in ((4, 2.0, False), (60, 0.1, True)):
+        plan = {"data": str(file), "label": "ill", "sites": sites, "rounds": 2}
+        plan |= {"records": {"columns": columns}, "partition": {"kind": "iid"}}
+        plan |= {"privacy": {"epsilon": granted}}
+        told = tmp_path / f"{sites}.json"
+        told.write_text(json.dumps(plan))
+        scene = Scene.of(Plan.parse(plan))
+        sigma = next(iter(scene.terms.values())).columns.sigma
+        noise = sigma * most_moved(1) * math.sqrt(sites) / sum(scene.sizes.values())
+        shown = CliRunner().invoke(app, ["plan", str(told)]).stdout
+        assert f"noise moves the mean of all sites by {noise:.2g} of half a range" in shown
+        assert ("declare mean and deviation" in shown) == remedy

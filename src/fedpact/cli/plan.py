@@ -197,12 +197,13 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
             "shares and tell nobody; ε alone holds against everybody together."
         )
+    moved = _moved(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
             out.print(
                 f"{name} releases what scales {len(plan.records.released)} columns before "
                 f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
-                f"{plan.privacy.column_share:.3g} of the budget{_moved(scene)}"
+                f"{plan.privacy.column_share:.3g} of the budget{moved}"
             )
     if (of := document["evaluation"]) is not None:
         out.print(
