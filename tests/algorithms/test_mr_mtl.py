@@ -301,7 +301,7 @@ def test_nothing_of_an_own_model_is_in_a_reply():
 def test_a_run_without_compression_is_fedavgs_bit_for_bit(tmp_path):
     """With the grid it is not: w_i asks for a finer one than one release a round does."""
     common = {"rounds": 2, "sites": 2, "compression": {"kind": "none"}}
-    ends = {"fedavg": {}, "mr_mtl": {"settings": {"proximal": 1e300}}}
+    ends = {"fedavg": {}, "mr_mtl": {"settings": {"proximal": 1e30}}}
     first, second = (
         simulate(Plan.parse({**common, "algorithm": name, **more}), tmp_path / name).model
         for name, more in ends.items()

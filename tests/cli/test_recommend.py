@@ -345,6 +345,17 @@ def test_images_of_another_kind_may_do_without_features():
     assert found["alternatives"][0]["weights"] == 10 * 65
 
 
+def test_the_reason_for_few_rounds_is_that_no_more_were_allowed():
+    few, many = (
+        document("recommend", "digits", "--epsilon", "8", "--rounds", str(rounds))
+        for rounds in (3, 200)
+    )
+    pay = many["configuration"]["rounds"]
+    assert few["configuration"]["rounds"] == 3
+    assert many["reasons"]["rounds"].startswith("as many as pay at")
+    assert few["reasons"]["rounds"].startswith(f"as many as were allowed; {pay} would pay")
+
+
 def test_fewer_rounds_than_pay_have_no_longer_way():
     """The way is sqrt(R / R*) of that of the R* rounds that pay, so that a step grows less."""
     budget, sites = Budget(10.0, 1e-5), 4

@@ -316,4 +316,6 @@ def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
 def test_a_range_that_single_precision_does_not_resolve_is_refused():
     with pytest.raises(ValidationError, match="take an offset off in the file"):
         Column.model_validate({"range": [1.7e9, 1.7e9 + 60], "scale": "range"})
-    assert Column.model_validate({"range": [1.7e9, 1.7e9 + 3e4], "scale": "range"}).low == 1.7e9
+    # 128 numbers between them, or all whole numbers that there are.
+    for ends in ([1.7e9, 1.7e9 + 3e4], [1e5, 100_001], [1900, 2030], [-122.5, -122.4], [0, 1e-9]):
+        assert Column.model_validate({"range": ends, "scale": "range"}).high == ends[1]

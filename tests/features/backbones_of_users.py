@@ -3,10 +3,14 @@
 import math
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from threading import Lock
 
 import torch
 from torch import nn
+
+from fedpact.features.settings import FeatureSettings
+from fedpact.features.stage import FeatureStage
 
 
 def mixing(shape):
@@ -338,3 +342,30 @@ def scripted(shape):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 6)))
+
+
+def orthogonal(shape):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 512))
+    nn.init.orthogonal_(module[1].weight)
+    return module
+
+
+@dataclass
+class _Callable:
+    width: int
+
+    def __call__(self, shape):
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), self.width))
+
+
+callable_without_hash = _Callable(4)
+
+
+class _Nested(nn.Module):
+    def forward(self, x):
+        inner = FeatureStage(FeatureSettings(kind=f"{__name__}:linear", trained_on="nothing"), 0)
+        return inner(x, x[0], "x", None).x
+
+
+def nested(shape):
+    return _Nested()

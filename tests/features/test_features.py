@@ -28,7 +28,7 @@ from fedpact.engines.simulation import simulate
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.features import cache, extract, settings
 from fedpact.features.cache import beside, features
-from fedpact.features.extract import Extractor
+from fedpact.features.extract import Extractor, MadeBy
 from fedpact.features.kinds import KINDS, FeatureKind
 from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.patches import Patches
@@ -36,6 +36,7 @@ from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.messages import Task
+from fedpact.own.digests import digest_of_code, digest_of_what_lasts
 from fedpact.params import threads
 from fedpact.plan import Plan
 
@@ -494,6 +495,61 @@ def test_another_default_type_is_told():
         torch.set_default_dtype(torch.float32)
 
 
+def test_what_made_features_is_the_same_on_any_number_of_threads(tmp_path):
+    """An orthogonal start rounds by how many there are; and no other machine rounds the same."""
+    chosen = FeatureSettings(kind=f"{OWN}:orthogonal", trained_on="nothing")
+    found = []
+    for number in (1, 4):
+        with threads(number):
+            found.append(Extractor(chosen, (2, 3), 0, tmp_path).made_by)
+    assert found[0] == found[1]
+    source, answer = found[0].source, found[0].answer
+    assert found[0].is_as(MadeBy(source, tuple(x + 1e-5 for x in answer)))
+    for other in (MadeBy("", answer), MadeBy(source, answer[:-1]), MadeBy(source, answer[::-1])):
+        assert not found[0].is_as(other)
+
+
+def test_what_made_features_is_what_was_loaded_and_not_what_its_file_says_now(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "mine_edited.py"
+    file.write_text(MINE.format(by=1.0))
+    importlib.import_module("mine_edited")
+    stage = FeatureStage(FeatureSettings(kind="mine_edited:made", trained_on="nothing"), 0)
+    before = stage.made_by(torch.zeros(2, 3))
+    assert before.source == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.unlink()
+    assert stage.made_by(torch.zeros(2, 3)) == before
+
+
+@pytest.mark.parametrize("name", ["callable_without_hash", "nested"])
+def test_any_callable_is_a_factory_and_may_itself_ask_for_features(tmp_path, name):
+    stage = FeatureStage(FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing"), 0, tmp_path)
+    x = torch.rand(4, 2, 3)
+    assert stage(x, x[0], "x", None).good.all()
+
+
+def test_code_that_names_a_package_is_told_by_its_files_whoever_has_imported_what(
+    tmp_path, monkeypatch
+):
+    package = tmp_path / "of_mine"
+    package.mkdir()
+    for name in ("__init__", "used", "other"):
+        (package / f"{name}.py").write_text("def f(x):\n    return x\n")
+    (tmp_path / "mine_named.py").write_text(
+        "import of_mine.used\nfrom torch import nn\n\n\nclass G(nn.Module):\n"
+        "    def forward(self, x):\n        return of_mine.used.f(x.flatten(1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("mine_named").G
+    before = digest_of_code(kind), digest_of_what_lasts(kind())
+    importlib.import_module("of_mine.other")
+    assert (digest_of_code(kind), digest_of_what_lasts(kind())) == before
+    (package / "used.py").write_text("def f(x):\n    return -x\n")
+    assert digest_of_what_lasts(kind()) != before[1]
+
+
 def test_more_filters_than_made_images_have_patches_for_are_told():
     asked = FeatureSettings(kind="patches", filters=10_000, size=2)
     with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
@@ -507,10 +563,13 @@ def test_scripted_modules_are_taken(tmp_path):
 
 
 def test_what_features_were_trained_on_is_one_line():
-    with pytest.raises(PlanError, match=r"features\.trained_on"):
-        Plan(features={"kind": f"{OWN}:scaled", "trained_on": "ImageNet\n\n## ε = 0.001"})
-    with pytest.raises(PlanError, match=r"initial\.trained_on"):
-        Plan(initial={"weights": "w.pt", "sha256": "a" * 64, "trained_on": "a\nb"})
+    told = {"kind": f"{OWN}:scaled", "trained_on": "ImageNet\n\n## ε = 0.001\n"}
+    assert Plan(features=told).features.trained_on == "ImageNet ## ε = 0.001"
+    told = {"weights": "w.pt", "sha256": "a" * 64, "trained_on": "scans\n" * 500}
+    assert Plan(initial=told).initial.trained_on == " ".join(["scans"] * 500)
+    for nothing in ("", " \n", "\x1b"):
+        with pytest.raises(PlanError, match=r"features\.trained_on: it says nothing"):
+            Plan(features={"kind": f"{OWN}:scaled", "trained_on": nothing})
 
 
 def test_a_module_that_leaves_at_a_record_ends_no_party_and_the_users_interrupt_does(tmp_path):

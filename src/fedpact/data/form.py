@@ -97,7 +97,10 @@ def _wide(low: float | None, high: float | None) -> bool:
 
 
 def _told_apart(low: float, high: float) -> bool:
-    return high - low >= 2.0**-16 * max(abs(low), abs(high))
+    """Whether there are 128 float32 numbers between them, or all whole numbers that there are."""
+    step = 2.0 ** (math.frexp(max(abs(low), abs(high)))[1] - 24)
+    whole = low.is_integer() and high.is_integer() and step <= 1
+    return whole or high - low >= 128 * step
 
 
 def _lies(value: float, low: float | None, high: float | None) -> bool:

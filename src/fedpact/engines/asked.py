@@ -27,6 +27,7 @@ from fedpact.data.own import ambiguous, numbers_of_array, numbers_of_table
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import Table, read_columns, read_npz
 from fedpact.errors import DataError
+from fedpact.features.extract import MadeBy
 from fedpact.features.stage import FeatureStage
 from fedpact.folder import Folder
 from fedpact.plan import Plan
@@ -40,14 +41,14 @@ class GivenForm:
     """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
 
     features: a table's columns in their order, () where nobody knows them or there are none.
-    made_by: FeatureStage.identity of what the model is given, "" of an earlier version's run.
+    made_by: what makes the features that the model is given; None of an earlier version's run.
     """
 
     shape: tuple[int, ...]
     values: str
     classes: tuple[str, ...]
     features: tuple[str, ...] = ()
-    made_by: str = ""
+    made_by: MadeBy | None = None
 
     @property
     def example(self) -> Tensor:
@@ -56,7 +57,7 @@ class GivenForm:
 
     def by(self, stage: FeatureStage) -> "GivenForm":
         """Return it with what makes the records' features."""
-        return replace(self, made_by=stage.identity(self.example))
+        return replace(self, made_by=stage.made_by(self.example))
 
     def write(self, folder: Folder) -> None:
         """Write it into a run's folder."""
@@ -72,7 +73,9 @@ class GivenForm:
             )
         raw = Folder(folder).read_json(FORM)
         shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
-        return GivenForm(shape, raw["values"], classes, features, raw.get("made_by", ""))
+        of = raw.get("made_by")
+        made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
+        return GivenForm(shape, raw["values"], classes, features, made_by)
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,7 +109,7 @@ class Served:
         columns = folder / "columns.json"
         released = Folder(folder).read_json(columns.name) if columns.exists() else {}
         stage = plan.stage(at)
-        if form.made_by and stage.identity(form.example) != form.made_by:
+        if form.made_by is not None and not stage.made_by(form.example).is_as(form.made_by):
             raise ModelError(
                 f"features.kind = {plan.features.kind!r} has other code or weights than when "
                 f"{folder} was made, so its model would be given other numbers: put back the file "

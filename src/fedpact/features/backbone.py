@@ -9,6 +9,7 @@ factory leaves, or those of a file of safetensors or of torch, whose SHA-256 the
 
 import hashlib
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
@@ -28,7 +30,17 @@ from fedpact.params import one_thread
 
 _FORM = "factory(shape) -> nn.Module"
 # The random state is the process's: two threads of one would draw from each other's.
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()
+_TOLD = 32  # numbers of an answer
+
+
+def _anew() -> None:
+    """In a fork, whose parent may have been within, nobody is."""
+    global _ONE_AT_A_TIME
+    _ONE_AT_A_TIME = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_anew)
 
 
 class Backbone:
@@ -42,11 +54,14 @@ class Backbone:
         self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
     ) -> None:
         self._name = f"features.kind = {settings.kind!r}"
-        factory = factory_of(settings.kind)
-        with torch.random.fork_rng(devices=[]):
+        # Kept, so that no other has its identity while this is known by it.
+        self._factory = factory_of(settings.kind)
+        # Of now: whoever edits the file while a run goes on has not changed what it computes.
+        self.source = _source_of(self._factory)
+        with _ONE_AT_A_TIME, one_thread(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                module = factory(shape)
+                module = self._factory(shape)
             except (Exception, SystemExit) as error:
                 raise ModelError(
                     f"{self._name}: calling it with shape {shape} failed with "
@@ -118,10 +133,10 @@ class Backbone:
         with torch.no_grad():
             self.width = self._width(made[0])
             once = [self._answer(x) for x in made]
+            self.answer = self._shown(drawn)
             again = [self._answer(x) for x in reversed(made)][::-1]
         of = (*self._module.parameters(), *self._module.buffers())
         state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
-        self.weights = hashlib.sha256(b"".join(state)).hexdigest()
         # Of code in other files than the factory's: what it refers to, and what it answers.
         code = digest_of_what_lasts(self._module).encode()
         self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()
@@ -141,6 +156,14 @@ class Backbone:
                 f"{self._name} failed at a record of zeros with {type(error).__name__}: {error}; "
                 "expected numbers, which say how many a record has"
             ) from error
+
+    def _shown(self, x: Tensor) -> tuple[float, ...]:
+        """Return how an answer begins, of unit length; () where it fails."""
+        try:
+            found = self(x)
+        except Exception:  # whatever a module raises at what is no record of its own
+            return ()
+        return tuple(F.normalize(found[None])[0, :_TOLD].tolist())
 
     def _answer(self, x: Tensor) -> bytes:
         try:
@@ -168,8 +191,7 @@ def factory_of(kind: str) -> Callable[..., Any]:
     return own_factory(kind, "features.kind", (), _FORM)
 
 
-def source_of(kind: str) -> str:
-    """Return the SHA-256 of the file that a 'package.module:factory' is in, "" where it is none."""
-    module = inspect.getmodule(factory_of(kind))
-    path = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+def _source_of(factory: Callable[..., Any]) -> str:
+    """Return the SHA-256 of the file that a factory is in, "" where there is none."""
+    path = Path(getattr(inspect.getmodule(factory), "__file__", None) or "")
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

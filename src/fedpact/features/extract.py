@@ -26,14 +26,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.errors import ModelError
-from fedpact.features.backbone import Backbone, source_of
+from fedpact.features.backbone import Backbone
 from fedpact.features.kinds import KINDS
 from fedpact.features.made import MADE, made_images
 from fedpact.features.settings import FeatureSettings
@@ -47,9 +47,29 @@ _BATCH: Final = 64
 _AT_ONCE: Final = 8
 """So many images have their maps at a time: those of more leave the processor's cache."""
 _SHRINKAGE: Final = 0.4
+_ROUNDED: Final = 1e-3
+"""Of rows of unit length: machines differ by less, weights that were drawn anew by more."""
 _MOST_WHITENED: Final = 8192
 TELL_EVERY: Final = 10.0
 """Seconds: so often this machine's owner is told how far it is."""
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """What tells features of somebody's own from others, on any machine.
+
+    source: the SHA-256 of the factory's file. answer: how what it makes of a made-up record begins.
+    """
+
+    source: str = ""
+    answer: tuple[float, ...] = ()
+
+    def is_as(self, other: "MadeBy") -> bool:
+        """Whether both are the same code with the same weights, but for how machines round."""
+        near = len(self.answer) == len(other.answer) and all(
+            abs(a - b) <= _ROUNDED for a, b in zip(self.answer, other.answer, strict=True)
+        )
+        return self.source == other.source and near
 
 
 @dataclass(frozen=True)
@@ -104,18 +124,16 @@ class Extractor:
             self._settings.model_dump(mode="json"),
             self._shape,
             self._seed,
-            source_of(self._settings.kind) if self._settings.factory else "",
+            self._backbone.source if self._settings.factory else "",
             self._backbone.fingerprint if self._settings.factory else "",
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
-    def identity(self) -> str:
-        """What code and weights of one's own made them, the same on every machine; "" of none."""
-        if not self._settings.factory:
-            return ""
-        both = source_of(self._settings.kind) + self._backbone.weights
-        return hashlib.sha256(both.encode()).hexdigest()
+    def made_by(self) -> MadeBy:
+        """What code of one's own made them; of the built-in kinds nothing."""
+        own = self._settings.factory
+        return MadeBy(self._backbone.source, self._backbone.answer) if own else MadeBy()
 
     def __call__(self, x: Tensor) -> Found:
         """Return the features of records x [n, *shape], float32 on the CPU."""
@@ -210,12 +228,12 @@ class Extractor:
 
 @lru_cache(maxsize=2)
 def extractor(
-    settings: str, shape: tuple[int, ...], seed: int, at: Path, own: Any = None
+    settings: str, shape: tuple[int, ...], seed: int, at: Path, own: int = 0
 ) -> Extractor:
     """Return the extractor of a plan's features; filters and whitening are made once a process.
 
-    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's. own: the
-    factory that its kind names at this moment, None where it names none.
+    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's. own: which
+    factory its kind names at this moment, 0 where it names none.
     """
     del own  # another one, another extractor
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)

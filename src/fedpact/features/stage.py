@@ -18,7 +18,7 @@ from fedpact.data.form import RecordForm
 from fedpact.errors import ModelError
 from fedpact.features import cache
 from fedpact.features.backbone import factory_of
-from fedpact.features.extract import Extractor, extractor
+from fedpact.features.extract import Extractor, MadeBy, extractor
 from fedpact.features.settings import FeatureSettings
 
 _logger = logging.getLogger("fedpact")
@@ -65,11 +65,11 @@ class FeatureStage:
         """Return what features follow from besides the records, as a public digest."""
         return self._extractor(self._scaling(record).example(record)).key
 
-    def identity(self, record: Tensor) -> str:
-        """Return what tells features of one's own from others, "" where there are none."""
+    def made_by(self, record: Tensor) -> MadeBy:
+        """Return what tells features of one's own from others."""
         if not self.settings.factory:
-            return ""
-        return self._extractor(self._scaling(record).example(record)).identity
+            return MadeBy()
+        return self._extractor(self._scaling(record).example(record)).made_by
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class FeatureStage:
                 "measurements; store them as float32, or leave [features] out for words"
             )
         # As it is by now: a notebook reloads the module that it is changing.
-        own = factory_of(self.settings.kind) if self.settings.factory else None
+        own = id(factory_of(self.settings.kind)) if self.settings.factory else 0
         told, shape = self.settings.model_dump_json(), tuple(record.shape)
         return extractor(told, shape, self.seed, self.at.absolute(), own)
 

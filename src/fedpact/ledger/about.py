@@ -1,16 +1,25 @@
 """What people say of a run: purpose, data, who publishes it. Nothing is computed from it."""
 
 import datetime
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-_ANY = r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*"
+_CONTROLS: Final = r"\x00-\x1f\x7f\u0085\u2028\u2029"
 
-Line = Annotated[str, Field(pattern=f"^{_ANY}$", max_length=2000)]
+
+def _in_a_line(text: str) -> str:
+    found = re.sub(f"[{_CONTROLS}]+", " ", text).strip()
+    if not found:
+        raise ValueError("it says nothing: expected words, on one line")
+    return found
+
+
+Line = Annotated[str, Field(pattern=f"^[^{_CONTROLS}]*$", max_length=2000)]
 """A text on one line: it stands in receipts, tables and files of other forms."""
-Words = Annotated[str, Field(pattern=rf"^{_ANY}[^\s\x00-\x1f\x7f]{_ANY}$", max_length=2000)]
-"""The same, of something to read."""
+Words = Annotated[str, AfterValidator(_in_a_line)]
+"""A text of any length, not empty, of which lines are joined to one."""
 
 
 def _written(day: object) -> object:

@@ -18,9 +18,21 @@ class _Identity(str):
 
 
 _Parts = list[str | bytes]
-_Seen = dict[int, tuple[int, Any]]
-"""What was read, by its identity: which it was, and it itself, so that no other comes to have that.
-"""
+
+
+class _Seen(dict[int, tuple[int, Any]]):
+    """What was read, by its identity: which it was, and it itself, so that no other comes to it.
+
+    files: whether of modules that code refers to the files count, and not their names alone.
+    """
+
+    files = False
+
+    def copied(self) -> "_Seen":
+        found = _Seen(self)
+        found.files = self.files
+        return found
+
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, range, type(None), type(...))
 _PLAIN_OF_TORCH: Final = (torch.dtype, torch.device, np.dtype)
@@ -29,7 +41,7 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 
 def digest_of_module(module: nn.Module) -> str:
     """Of its weights and other attributes, what it prints, and the code that is not torch's."""
-    return _digest(_module(module, {}))
+    return _digest(_module(module, _Seen()))
 
 
 def digest_of_what_lasts(module: nn.Module) -> str:
@@ -37,12 +49,14 @@ def digest_of_what_lasts(module: nn.Module) -> str:
 
     So it is the same in another process, and two that differ in nothing else have the same.
     """
-    return _digest(part for part in _module(module, {}) if not isinstance(part, _Identity))
+    seen = _Seen()
+    seen.files = True
+    return _digest(part for part in _module(module, seen) if not isinstance(part, _Identity))
 
 
 def digest_of_code(thing: Any) -> str:
     """Of what a class, function or object does, as far as that can be read."""
-    return _digest(_code(thing, {}))
+    return _digest(_code(thing, _Seen()))
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:
@@ -98,7 +112,7 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
         return [f"{thing.dtype.descr} {thing.shape}", thing.tobytes()]
     if isinstance(thing, set | frozenset):
         # A set has another order in each process.
-        return ["set", *sorted(_digest(_code(e, dict(seen))) for e in cast(set[Any], thing))]
+        return ["set", *sorted(_digest(_code(e, seen.copied())) for e in cast(set[Any], thing))]
     if isinstance(thing, list) and type(cast(Any, thing)) is list:
         return ["list", *_each(cast(list[Any], thing), seen)]
     if isinstance(thing, dict) and type(cast(Any, thing)) is dict:
@@ -109,14 +123,20 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
 
 
 def _file(thing: ModuleType, seen: _Seen) -> _Parts:
-    """Return the text of a module of one's own, and of those that it refers to as such."""
-    path = Path(getattr(thing, "__file__", None) or "")
+    """Return the text of a module of one's own and of those that it refers to; of a package all.
+
+    What is in a package's memory follows from who else has imported what of it: its files do not.
+    """
+    name, path = thing.__name__, Path(getattr(thing, "__file__", None) or "")
     installed = bool({"site-packages", "dist-packages"} & set(path.parts))
-    if id(thing) in seen or installed or _is_of_known(thing.__name__) or not path.is_file():
-        return [thing.__name__]
+    known = installed or _is_of_known(name) or name.partition(".")[0] == "fedpact"
+    if not seen.files or id(thing) in seen or known or not path.is_file():
+        return [name]
     seen[id(thing)] = len(seen), thing
+    if hasattr(thing, "__path__"):
+        return [name, *(each.read_bytes() for each in sorted(path.parent.rglob("*.py")))]
     inside = [each for _, each in sorted(vars(thing).items()) if isinstance(each, ModuleType)]
-    return [thing.__name__, path.read_bytes(), *_each(inside, seen)]
+    return [name, path.read_bytes(), *_each(inside, seen)]
 
 
 def _class(thing: type, seen: _Seen) -> _Parts:

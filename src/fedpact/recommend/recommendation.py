@@ -92,6 +92,12 @@ class Recommendation:
         return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
 
 
+def _pay(chosen: FullBatch) -> str:
+    if chosen.rounds < chosen.useful:
+        return f"were allowed; {chosen.useful} would pay at this signal to noise"
+    return "pay at this signal to noise"
+
+
 def _training(data: Dataset, plan: Plan) -> int:
     """Return how many records train: those that a data set or the plan holds out do not."""
     if plan.evaluation.used:
@@ -217,7 +223,7 @@ class _Public:
         return {
             "guarantee": f"({asked.epsilon:g}, {asked.delta:g}) per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
-            "rounds": f"as many as pay at this signal to noise; {way} in the end",
+            "rounds": f"as many as {_pay(chosen)}; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
             "features.kind": (
                 "made from no record: of images of things and digits what pays most, whatever the "

@@ -39,7 +39,8 @@ _MOMENTUM_FROM: Final = 20
 class FullBatch:
     """One way to spend a budget with q = 1 and τ = 1.
 
-    learning_rate: η > 0, of the mean gradient. noise: a, see the module.
+    learning_rate: η > 0, of the mean gradient. noise: a, see the module. useful: how many rounds
+    would pay.
     """
 
     rounds: int
@@ -47,6 +48,7 @@ class FullBatch:
     momentum: float
     learning_rate: float
     noise: float
+    useful: int
 
 
 def useful_rounds(snr: float) -> int:
@@ -98,7 +100,7 @@ def full_batch(
     sigma = smallest_sigma(budget, 1.0, chosen, accountant, spent=spent)
     share = sigma * clip / records * math.sqrt(sites / honest)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
-    return FullBatch(chosen, sigma, momentum, rate, noise)
+    return FullBatch(chosen, sigma, momentum, rate, noise, useful)
 
 
 def _gains(momentum: float, rounds: int) -> list[float]:

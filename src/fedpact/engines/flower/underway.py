@@ -195,7 +195,8 @@ def advice(this: UnderWay) -> str:
         told.append(
             f"By the word of {', '.join(said['terms'])} their plan.json or federation.toml says "
             "something else than this server's: compare both files, hand the same out to every "
-            "party, and start it again"
+            "party, and start it again; where a site has promised another ε under this run's name, "
+            "give the run a new one"
         )
     told.append(
         "What was sent is not lost: sites keep their replies; resume the run when they can be "

@@ -31,7 +31,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-_AGREED = {"run", "classes", "shape", "values", "seeds"}
+_AGREED = {"classes", "shape", "values", "seeds"}
 _AGREED |= {"records", "person", "groups", "features"}
 _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS)  # of plan.json
 

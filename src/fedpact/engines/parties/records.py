@@ -70,7 +70,7 @@ def own_records(
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
-    if not (plan.features.used and len(of.shape) > 1):
+    if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
         # Into the owner's own log, as what is left out.
         advise(str(path), of.records, of.shape, found.features, found.x)
     stage = of.stage(plan, directory)
