@@ -319,3 +319,10 @@ def test_a_range_that_single_precision_does_not_resolve_is_refused():
     # 128 numbers between them, or all whole numbers that there are.
     for ends in ([1.7e9, 1.7e9 + 3e4], [1e5, 100_001], [1900, 2030], [-122.5, -122.4], [0, 1e-9]):
         assert Column.model_validate({"range": ends, "scale": "range"}).high == ends[1]
+
+
+def test_categories_that_are_one_number_in_single_precision_are_refused():
+    for few in ([16777216.0, 16777217.0], [0.1, 0.1 + 1e-12]):
+        with pytest.raises(ValidationError, match="the same number in single precision"):
+            Column.model_validate({"categories": few, "scale": "one-hot"})
+    assert Column.model_validate({"categories": [16777214.0, 16777215.0]}).categories

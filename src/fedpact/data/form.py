@@ -28,6 +28,7 @@ In an array of records [n, d] the columns are called "0", "1", ...
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Self, cast
 
@@ -154,6 +155,12 @@ class Column(ValueRange):
             raise ValueError("a column has low and high, or categories: leave one out")
         if len(set(known)) < len(known):
             raise ValueError(f"categories = {known}: expected each once")
+        numbers = [each for each in known if isinstance(each, float)]
+        if len(set(array("f", numbers))) < len(numbers):
+            raise ValueError(
+                f"categories = {known}: some are the same number in single precision, in which "
+                "they are read; give them as text, or smaller codes"
+            )
         for name, value in (("fill", self.fill), ("other", self.other)):
             if value is not None and value not in known:
                 raise ValueError(f"{name} = {value!r}: expected one of the categories {known}")
