@@ -18,6 +18,7 @@ from fedpact.data.given.handed import refitted
 from fedpact.data.own import persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.sites import load_site
+from fedpact.data.tables import read_table
 from fedpact.errors import DataError
 
 FORM = RecordForm(
@@ -342,3 +343,21 @@ def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
         sieve = Sieve("r.npz", 2, 1)
         assert len(set(persons_of(exact, sieve))) == 2
         assert sieve.good.all()
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 1"])
+def test_a_column_without_a_name_is_left_out_where_it_numbers_rows_and_told_elsewhere(
+    tmp_path, name
+):
+    rows = [f"{i},{i % 7},{i % 2}" for i in range(40)]
+    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
+    first.write_text("\n".join([f"{name},a,y", *rows]))
+    second.write_text("\n".join([f"a,{name},y", *rows]))
+    assert read_table(first, "y", None).features == ("a",)
+    with pytest.raises(DataError, match=r"column 2 of 3 has no name .* records\.drop"):
+        read_table(second, "y", None)
+    if name:
+        dropped = RecordForm(drop=[name])
+        assert read_table(second, "y", None, form=dropped).features == ("a",)
+    chosen = RecordForm(features=["a"])
+    assert read_table(second, "y", None, form=chosen).features == ("a",)

@@ -96,6 +96,21 @@ def read_table(
     return table_of(f"data file {path}", columns, label, site, broken, person, form, index)
 
 
+def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
+    """Return the columns that number rows. Raises DataError: another one that has no name."""
+    known = [name for name in names if _INDEX.fullmatch(name)]
+    for name in known:
+        place = names.index(name)
+        chosen = form.features is not None or name in form.drop or name.startswith("__index")
+        if place and not chosen:
+            raise DataError(
+                f"{origin}: column {place + 1} of {len(names)} has no name ({name!r}): expected "
+                "one, by which it can be declared; give it one in the file, delete it, or leave it "
+                "out by records.drop"
+            )
+    return known
+
+
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     """Return a file's columns, and of its broken rows, from 0, what is wrong. Raises DataError."""
     if not path.is_file():
@@ -132,7 +147,7 @@ def table_of(
                 f"{', '.join(columns)}, and not those of label, site or person; correct the names"
             )
     wanted = None if form.features is None else tuple(form.features)
-    unused = {*form.drop, *index, *(name for name in columns if _INDEX.fullmatch(name))}
+    unused = {*form.drop, *index, *_numbering(origin, list(columns), form)}
     table = Table(columns, str(label), site, broken, person, wanted, frozenset(unused))
     given = [column for column in roles.values() if column is not None]
     if not table.features or len(set(given)) < len(given):
