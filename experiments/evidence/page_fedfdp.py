@@ -51,9 +51,8 @@ def part(book: Book) -> Iterator[str]:
     yield "### Table 2: without privacy, η = 0.1"
     yield (
         "The paper prints η and, of private runs, q; how many rounds these had it does not: here "
-        "30, of an epoch in 20 batches each. SCAFFOLD and FedDyn stand a second time with the step "
-        "at which they do not diverge: what corrects a site's path is worth it while τ η times the "
-        "curvature is small, and at 20 steps of 0.1 it is not."
+        "30, of an epoch in 20 batches each. SCAFFOLD and FedDyn stand a second time with a tenth "
+        "of the step."
     )
     yield _plain(book)
     yield "### Tables 4 and 5: other partitions and numbers of sites"

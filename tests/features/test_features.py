@@ -349,6 +349,19 @@ def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
     assert simulate(mine, tmp_path / "run").summary["status"] == "finished"
 
 
+def key_elsewhere(folder):
+    """The cache's key of the folder's mine:made, as another process there finds it."""
+    asked = (
+        "from pathlib import Path\n"
+        "from fedpact.features.extract import Extractor\n"
+        "from fedpact.features.settings import FeatureSettings\n"
+        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
+        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
+    )
+    command = [sys.executable, "-B", "-c", asked]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
 def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_path):
     """Of another file than the factory's, with a threshold beyond what is tried."""
     (tmp_path / "mine.py").write_text(
@@ -358,19 +371,10 @@ def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_pat
         "from torch import nn\n\n\nclass G(nn.Module):\n"
         "    def forward(self, x):\n        return (x.flatten(1) > LEAST).float()\n"
     )
-    asked = (
-        "from pathlib import Path\n"
-        "from fedpact.features.extract import Extractor\n"
-        "from fedpact.features.settings import FeatureSettings\n"
-        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
-        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
-    )
     found = []
     for least in ("300", "128", "300"):
         (tmp_path / "helping.py").write_text(helping.replace("LEAST", least))
-        command = [sys.executable, "-B", "-c", asked]
-        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        found.append(made.stdout)
+        found.append(key_elsewhere(tmp_path))
     assert found[0] == found[2] != found[1]
 
 
@@ -430,19 +434,10 @@ def test_a_file_that_its_layers_refer_to_by_name_is_in_the_key(tmp_path):
     (tmp_path / "helping.py").write_text(
         "import deeper\n\n\ndef told(x):\n    return x.clamp(0, deeper.MOST)\n"
     )
-    asked = (
-        "from pathlib import Path\n"
-        "from fedpact.features.extract import Extractor\n"
-        "from fedpact.features.settings import FeatureSettings\n"
-        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
-        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
-    )
     found = []
     for most in ("300", "128", "300"):
         (tmp_path / "deeper.py").write_text(f"MOST = {most}\n")
-        command = [sys.executable, "-B", "-c", asked]
-        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        found.append(made.stdout)
+        found.append(key_elsewhere(tmp_path))
     assert found[0] == found[2] != found[1]
 
 

@@ -158,15 +158,8 @@ def _print(comparison: Comparison) -> None:
     table.add_column("")
     table.add_column("seeds", justify="right")
     metrics = [shown(name).label for name in comparison.measured]
-    for heading in (
-        *comparison.headings,
-        *metrics,
-        "worst site",
-        "ε",
-        "rounds",
-        "bytes",
-        "seconds",
-    ):
+    last = ("worst site", "ε", "rounds", "bytes", "seconds")
+    for heading in (*comparison.headings, *metrics, *last):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in rows(comparison):

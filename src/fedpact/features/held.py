@@ -2,9 +2,9 @@
 
 Held are its parameters and buffers with their gradients, its submodules, of which class each is and
 whether it trains, attributes of all these, and what lies in lists, dicts, sets and tuples of
-theirs. Tensors are compared by the bytes of
-their memory, so that no way to write to them is passed over (`p.data`, `b.numpy()`). What else
-there is, other objects, variables of files, closures, is not held.
+theirs. Tensors are compared by the bytes of their memory, so that no way to write to them is passed
+over (`p.data`, `b.numpy()`). What else there is, other objects, variables of files, closures, is
+not held.
 """
 
 from collections import deque

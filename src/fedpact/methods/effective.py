@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from fedpact.algorithms import BaseSettings
 from fedpact.control import STEPS_A_ROUND, Ali
 from fedpact.fairness import FairRelease
-
-_MOST: Final = 2.0**100  # a clip's limit as well (persample.bounds)
+from fedpact.persample.bounds import SHORTEST
 
 _Settings = TypeVar("_Settings", bound=BaseModel)
 
@@ -155,7 +154,7 @@ def check_numbers(plan: Any) -> None:
     whole = plan.model_dump(exclude={"records", "settings"})
     for name, value in _numbers({**whole, "settings": plan.algorithm_settings.model_dump()}):
         # NaN is refused here, too.
-        good = value == 0 or math.isinf(value) or 1 / _MOST <= abs(value) <= _MOST
+        good = value == 0 or math.isinf(value) or SHORTEST <= abs(value) <= 1 / SHORTEST
         if not good and name.rsplit(".", 1)[-1] != "delta":
             raise ValueError(
                 f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others have "
