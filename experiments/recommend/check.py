@@ -18,6 +18,7 @@ from typing import Any
 import fedpact
 from fedpact.recommend.circumstances import Circumstances, told_of_columns
 from fedpact.recommend.recommendation import Recommendation
+from fedpact.theory.accounting import Budget
 
 HERE = Path(__file__).parent
 STORED = HERE / "check.json"
@@ -39,7 +40,9 @@ def configuration(row: str, trust: str) -> dict[str, Any]:
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
     known = told_of_columns(None, data)
     where = {} if partition is HOSPITALS else {"partition": partition}
-    asked = Circumstances(data, epsilon, delta, 100, sites, trust, 0, mirror, **known, **where)
+    asked = Circumstances(
+        data, (Budget(epsilon, delta),), 100, sites, trust, 0, mirror, **known, **where
+    )
     own = {"partition": partition, "run": {"evaluate_every": 1000}}
     return Recommendation.of(asked).raw | own
 

@@ -17,6 +17,7 @@ import fedpact
 from fedpact.recommend.circumstances import Circumstances
 from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory import full_batch
+from fedpact.theory.accounting import Budget
 
 STORED = Path(__file__).parent / "results.json"
 NOISES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -26,7 +27,7 @@ EPSILONS = (0.5, 2.0, 8.0, 32.0)
 
 def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
     """Return the share of the test images that is found."""
-    asked = Circumstances("digits", epsilon, 1e-5, rounds, 4, "own", 0)
+    asked = Circumstances("digits", (Budget(epsilon, 1e-5),), rounds, 4, "own", 0)
     raw = Recommendation.of(asked).raw
     rate = raw["settings"]["learning_rate"] * noise / full_batch.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}

@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fedpact.cli.main import app
 from fedpact.engines.scene import Scene
 from fedpact.plan import Plan
 from fedpact.theory.accounting import Budget
+from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import NOISE, full_batch, signal_to_noise
 
 
@@ -88,6 +90,11 @@ def test_only_shape_classes_and_number_of_records_count(tmp_path):
         (("--epsilon", "1", "--trust", "sum", "--honest", "10"), "honest"),
         (("--epsilon", "1", "--trust", "sum", "--sites", "1"), "at least 2 sites"),
         (("--epsilon", "1", "--rounds", "0"), "rounds"),
+        (("--epsilon", "1,"), "--epsilon is '1,': expected a number, or one for each site"),
+        (("--epsilon", "1,2", "--sites", "3"), "lists 2 values for 3 sites"),
+        (("--epsilon", "1,2", "--delta", "1e-5,1e-6,1e-7"), "as many of both as there are sites"),
+        (("--epsilon", "1,-2"), "epsilon"),
+        (("--epsilon", "1", "--records", "9"), "--records is 9 for 10 sites"),
     ],
 )
 def test_what_does_not_fit_is_named(wrong, named):
@@ -358,9 +365,55 @@ def test_the_reason_for_few_rounds_is_that_no_more_were_allowed():
 
 def test_fewer_rounds_than_pay_have_no_longer_way():
     """The way is sqrt(R / R*) of that of the R* rounds that pay, so that a step grows less."""
-    budget, sites = Budget(10.0, 1e-5), 4
-    whole = full_batch(budget, 20_000, sites, 100)
+    sigma, sites = partial(smallest_sigma, Budget(10.0, 1e-5), 1.0), 4
+    whole = full_batch(sigma, 20_000, sites, 100)
     assert (whole.rounds, whole.noise) == (100, NOISE)
     for rounds in (1, 4, 25):
-        few = full_batch(budget, 20_000, sites, rounds)
+        few = full_batch(sigma, 20_000, sites, rounds)
         assert few.noise == pytest.approx(NOISE * (rounds / 100) ** 0.5)
+
+
+def noise_of(found, tmp_path):
+    """Of the written plan, by the terms of each site: the σ of the mean over all records."""
+    sites = document("plan", str(tmp_path / "study.toml"))["sites"].values()
+    return [site["sigma_joint"] for site in sites]
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["declared", "released"])
+def test_sites_of_unlike_budgets_have_the_step_that_their_noise_together_allows(tmp_path, released):
+    scale = "released" if released else "range"
+    columns = f'[records.columns.age]\nrange = [0, 120]\nscale = "{scale}"\n'
+    asked = table(tmp_path, f'person = "who"\n{columns}')
+    asked = (*asked, "--epsilon", "0.5,1,2,8", "--delta", "1e-5,1e-5,1e-5,1e-6")
+    found = document("recommend", *asked, "--out", str(tmp_path / "study.toml"))
+    assert found["configuration"]["privacy"]["epsilon"] == [0.5, 1.0, 2.0, 8.0]
+    assert found["configuration"]["privacy"]["delta"] == [1e-5, 1e-5, 1e-5, 1e-6]
+    each = noise_of(found, tmp_path)
+    assert len({round(sigma, 6) for sigma in each}) == 4
+    together = math.sqrt(sum(sigma**2 for sigma in each) / 4)
+    assert found["alternatives"][0]["sigma"] == pytest.approx(together, rel=1e-6)
+
+
+def test_of_unlike_budgets_noise_for_the_sum_is_the_most_careful_sites(tmp_path):
+    asked = ("digits", "--trust", "sum", "--out", str(tmp_path / "study.toml"))
+    found = document("recommend", *asked, "--epsilon", "1,2,4")
+    assert found["configuration"]["sites"] == 3
+    loudest = {round(sigma, 6) for sigma in noise_of(found, tmp_path)}
+    assert loudest == {round(found["alternatives"][0]["sigma"], 6)}
+    alone = document("recommend", *asked, "--epsilon", "1", "--sites", "3")
+    assert alone["alternatives"][0] == found["alternatives"][0]
+
+
+def test_a_declared_number_of_records_stands_in_place_of_the_counted_one(tmp_path):
+    """One site's file, or one made up alike, is enough: no number of it is in what is said."""
+    found = []
+    for rows in (40, 52):
+        file = tmp_path / f"{rows}.npz"
+        np.savez(file, x=np.arange(rows * 5.0).reshape(rows, 5), y=np.arange(rows) % 3)
+        asked = (str(file), "--epsilon", "2", "--sites", "4", "--records", "20000")
+        said = document("recommend", *asked)
+        found.append({**said, "configuration": {**said["configuration"], "data": ""}})
+    assert found[0] == found[1]
+    row = found[0]["alternatives"][0]
+    expected = signal_to_noise(1.0, row["sigma"], row["rounds"], 20_000, 4, row["weights"])
+    assert row["snr"] == pytest.approx(expected, rel=1e-9)

@@ -1,6 +1,7 @@
 """The rule for full batches: its noise by the recursion itself, its σ by the accountant."""
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedpact.errors import InputError
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import (
     FullBatch,
     full_batch,
@@ -16,6 +18,7 @@ from fedpact.theory.full_batch import (
 )
 
 BUDGET = Budget(2.0, 1e-5)
+SIGMA = partial(smallest_sigma, BUDGET, 1.0)
 
 
 def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: float) -> float:
@@ -41,20 +44,20 @@ def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: f
 def test_the_noise_of_a_weight_is_what_was_asked_for(records, sites, rounds, clip, data):
     honest = data.draw(st.integers(1, sites))
     length = data.draw(st.floats(0.5, 4))
-    found = full_batch(BUDGET, records, sites, rounds, honest=honest, clip=clip, length=length)
+    found = full_batch(SIGMA, records, sites, rounds, honest=honest, clip=clip, length=length)
     assert found.rounds <= rounds
     assert math.isclose(deviation(found, records, sites, honest, clip), found.noise, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("rounds", [1, 7, 100])
 def test_the_budget_is_kept_and_used(rounds):
-    found = full_batch(BUDGET, 60_000, 10, rounds)
+    found = full_batch(SIGMA, 60_000, 10, rounds)
     spent = epsilon({SampledGaussian(1.0, found.sigma): found.rounds}, BUDGET.delta)
     assert 0.999 * BUDGET.epsilon < spent <= BUDGET.epsilon
 
 
 def test_with_all_records_the_signal_to_noise_is_that_of_one_release():
-    found = [full_batch(BUDGET, 60_000, 10, rounds) for rounds in (1, 10, 100)]
+    found = [full_batch(SIGMA, 60_000, 10, rounds) for rounds in (1, 10, 100)]
     ratios = [signal_to_noise(1.0, one.sigma, one.rounds, 60_000, 10, 7_850) for one in found]
     assert max(ratios) / min(ratios) < 1.001
 
@@ -65,16 +68,16 @@ def test_with_all_records_the_signal_to_noise_is_that_of_one_release():
 def test_what_is_out_of_range_is_named(wrong):
     asked = {"records": 1000.0, "sites": 10, "rounds": 10} | wrong
     with pytest.raises(InputError, match=next(iter(wrong))):
-        full_batch(BUDGET, **asked)
+        full_batch(SIGMA, **asked)
 
 
 def test_little_signal_has_few_rounds_and_much_has_all():
     """By the ratio itself, of one release: where it is below 1 noise is the longer vector."""
     found = {}
     for records in (300, 60_000):
-        one = full_batch(BUDGET, records, 10, 1000, weights=7_850)
+        one = full_batch(SIGMA, records, 10, 1000, weights=7_850)
         ratio = signal_to_noise(1.0, one.sigma, one.rounds, records, 10, 7_850)
         assert one.rounds == useful_rounds(ratio)
         found[records] = one.rounds
     assert found == {300: 3, 60_000: 100}
-    assert full_batch(BUDGET, 60_000, 10, 7, weights=7_850).rounds == 7
+    assert full_batch(SIGMA, 60_000, 10, 7, weights=7_850).rounds == 7

@@ -23,15 +23,16 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
         "alternatives": [asdict(row) for row in found.rows],
         "fitted_on": FITTED_ON,
     }
-    show(document, as_json, lambda: _print(found, out))
+    show(document, as_json, lambda: _print(asked, found, out))
 
 
-def _print(found: Recommendation, out: Path | None) -> None:
+def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if out is None:
         console.print(found.toml(), markup=False)
     else:
         console.print(f"Written: {out}; run it with `fedpact run {out}`.")
+    counted = "classes" if asked.size else "classes, number of records"
     table = Table("", "weights", "q", "T", "σ", "signal to noise")
     for row in found.rows:
         weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"
@@ -41,5 +42,5 @@ def _print(found: Recommendation, out: Path | None) -> None:
         "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
         "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "
         "every T; rounds and features are for what the model learns. Of the data only shape, "
-        f"classes, number of records and own sites are used. The rule was fitted on {FITTED_ON}."
+        f"{counted} and own sites are used. The rule was fitted on {FITTED_ON}."
     )

@@ -11,6 +11,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
 from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
+from fedpact.theory.accounting import Budget
 
 _NOTHING: Final = PlanRecords()
 
@@ -20,8 +21,7 @@ class Circumstances:
     """What is known before anybody trains; see cli.commands.recommend. sites: 0 for the default."""
 
     data: str
-    epsilon: float
-    delta: float
+    budgets: tuple[Budget, ...]  # one, or of each site in the order of their names
     rounds: int
     sites: int
     trust: str
@@ -36,6 +36,7 @@ class Circumstances:
     person: str | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
     features: bool = True  # of images
+    size: int | None = None  # how many records train, where that is declared; None: counted
 
     @property
     def document(self) -> dict[str, Any]:
@@ -63,6 +64,31 @@ class Circumstances:
         kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
         changed = {"columns": kept, "drop": [*self.records.drop, *self.little]}
         return replace(self, records=self.records.model_copy(update=changed), little=())
+
+
+def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
+    """Return (ε, δ) of all sites, or of each, from one number or several with commas between.
+
+    Raises InputError: one is no number, is out of range, or there are not as many of both.
+    """
+    epsilons, deltas = _numbers("--epsilon", epsilon), _numbers("--delta", delta)
+    most = max(len(epsilons), len(deltas))
+    if not {len(epsilons), len(deltas)} <= {1, most}:
+        raise InputError(
+            f"--epsilon is {epsilon} and --delta is {delta}: expected one number, or as many of "
+            "both as there are sites"
+        )
+    each = zip(epsilons * (most // len(epsilons)), deltas * (most // len(deltas)), strict=True)
+    return tuple(Budget(*one) for one in each)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{name} is {text!r}: expected a number, or one for each site, as 1,2,8"
+        ) from None
 
 
 def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
@@ -104,13 +130,33 @@ def check_kind(data: Dataset) -> None:
 
 
 def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
-    """Return the circumstances with a number of sites and a [partition] table.
+    """Return the circumstances with a number of sites, a [partition] table and a budget a site.
 
-    Data with sites of their own keep them. Raises InputError: another number of sites is asked for.
+    Data with sites of their own keep them. Raises InputError: another number of sites is asked for,
+    or budgets for another.
     """
+    return _with_budgets(_with_partition(asked, data))
+
+
+def _with_budgets(asked: Circumstances) -> Circumstances:
+    if len(asked.budgets) not in (1, asked.sites):
+        raise InputError(
+            f"--epsilon or --delta lists {len(asked.budgets)} values for {asked.sites} sites: "
+            "expected one for all of them, or one for each in the order of their names"
+        )
+    if asked.size is not None and asked.size < asked.sites:
+        raise InputError(
+            f"--records is {asked.size} for {asked.sites} sites: expected how many records train "
+            "at all of them together"
+        )
+    return replace(asked, budgets=asked.budgets * (asked.sites // len(asked.budgets)))
+
+
+def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
     own = len(set(data.site or ()))
     if not own:
-        return replace(asked, sites=asked.sites or 10)
+        dealt = len(asked.budgets) if len(asked.budgets) > 1 else 10
+        return replace(asked, sites=asked.sites or dealt)
     if asked.sites not in (0, own):
         raise InputError(
             f"--sites is {asked.sites} and {data.name} has {own} sites of its own: leave it out"

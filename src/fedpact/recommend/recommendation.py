@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor
@@ -23,7 +25,7 @@ from fedpact.privacy.once import Once
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
 from fedpact.reference.starting import configuration
-from fedpact.theory.accounting import ADJACENCY, Budget, History
+from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
 
@@ -69,7 +71,7 @@ class Recommendation:
         example = read.stage().example(data.x[0])
         names = data.features or tuple(map(str, range(data.x[0].numel())))
         public = _Public.of(
-            asked, example, square(form, names), _training(data, read), data.classes
+            asked, example, square(form, names), asked.size or _training(data, read), data.classes
         )
         bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
         if not public.features:
@@ -90,6 +92,18 @@ class Recommendation:
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
         return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
+
+
+def _granted(budgets: Sequence[Budget]) -> dict[str, Any]:
+    """Return `epsilon` and `delta` of [privacy]: a number of each, or one for each site."""
+    both = {"epsilon": [b.epsilon for b in budgets], "delta": [b.delta for b in budgets]}
+    return {key: each if len(set(each)) > 1 else each[0] for key, each in both.items()}
+
+
+def _told(budgets: Sequence[Budget]) -> str:
+    few = sorted(set(budgets), key=attrgetter("epsilon", "delta"))
+    told = [f"({one.epsilon:g}, {one.delta:g})" for one in few]
+    return told[0] if len(few) == 1 else f"a site's own, from {told[0]} to {told[-1]},"
 
 
 def _pay(chosen: FullBatch) -> str:
@@ -114,14 +128,13 @@ class _Public:
     """The numbers that are public before anybody trains, and what follows from them."""
 
     asked: Circumstances
-    budget: Budget
     honest: int
     records: int
     classes: int
     example: Tensor
     features: dict[str, Any]
     square: float
-    columns: Once | None  # what scales them, where it is released
+    columns: tuple[Once | None, ...]  # what scales them, where it is released: of each site
 
     @classmethod
     def of(
@@ -142,23 +155,32 @@ class _Public:
                 f"--honest is {honest} with --sites {asked.sites}: expected at least 2 sites and "
                 "fewer honest than all, as a site that looks at a sum knows its own share"
             )
-        budget = Budget(asked.epsilon, asked.delta)
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
         square = 1.0 if features else square
-        granted = Privacy(epsilon=asked.epsilon, delta=asked.delta)
-        columns = granted.release_of(asked.records.released, "", ("",), 1)
-        of = (len(classes), example, features, square, columns)
-        return cls(asked, budget, honest, records, *of)
+        granted = Privacy(**_granted(asked.budgets))
+        sites = tuple(map(str, range(asked.sites)))
+        released = asked.records.released
+        columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
+        return cls(asked, honest, records, len(classes), example, features, square, columns)
 
     @property
     def shares(self) -> float:
         """K / h: how often the noise that protects is in a sum."""
         return self.asked.sites / self.honest
 
-    @property
-    def spent(self) -> History:
-        """What the budget bears beside the batches."""
-        return self.columns.history if self.columns else {}
+    def sigma(self, rate: float, rounds: int) -> float:
+        """Return the σ that counts: of noise for the sum the loudest site's, else root mean square.
+
+        A mean over sites that weighs all records alike has noise of that square.
+        """
+        of = self.asked.budgets
+        each = {
+            budget: smallest_sigma(budget, rate, rounds, spent=once.history if once else None)
+            for budget, once in dict(zip(of, self.columns, strict=True)).items()
+        }
+        if len(each) == 1 or self.asked.trust == "sum":
+            return max(each.values())
+        return math.hypot(*(each[budget] for budget in of)) / math.sqrt(len(of))
 
     @property
     def length(self) -> float:
@@ -171,7 +193,7 @@ class _Public:
 
     def chosen(self) -> FullBatch:
         return full_batch(
-            self.budget,
+            partial(self.sigma, 1.0),
             self.records,
             self.asked.sites,
             self.asked.rounds,
@@ -179,7 +201,6 @@ class _Public:
             honest=self.honest,
             clip=self.clip,
             length=self.length,
-            spent=self.spent,
         )
 
     def configuration(self, chosen: FullBatch) -> dict[str, Any]:
@@ -201,8 +222,7 @@ class _Public:
             "settings": {"learning_rate": float(f"{chosen.learning_rate:.3g}"), "local_steps": 1},
             **({"server": server} if chosen.momentum else {}),
             "privacy": {
-                "epsilon": asked.epsilon,
-                "delta": asked.delta,
+                **_granted(asked.budgets),
                 "clip": self.clip,
                 **shared,
             },
@@ -221,7 +241,7 @@ class _Public:
         )
         way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
         return {
-            "guarantee": f"({asked.epsilon:g}, {asked.delta:g}) per record, {ADJACENCY}, {whose}",
+            "guarantee": f"{_told(asked.budgets)} per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
             "rounds": f"as many as {_pay(chosen)}; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
@@ -232,7 +252,7 @@ class _Public:
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
             "logistic.start": "all classes alike: nearer to the end than any draw",
             "logistic.bias": "" if not self.features else "it would take its part of every clip",
-            "settings.learning_rate": f"η, so that {way}",
+            "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": self._columns_told(),
             "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
@@ -241,11 +261,22 @@ class _Public:
         }
 
     def _columns_told(self) -> str:
-        """Return what released columns take of ε, and how far noise moves them; "" for none."""
-        if self.columns is None:
+        """Return whose noise counts, and what released columns take of ε; "" for neither."""
+        told = [self._budgets_told(), self._release_told()]
+        return "; ".join(one for one in told if one)
+
+    def _budgets_told(self) -> str:
+        if len(set(self.asked.budgets)) == 1:
+            return ""
+        if self.asked.trust == "sum":
+            return "all sites add the noise of the most careful one"
+        return "in order of names; a mean's noise is the root of the mean of the sites' squares"
+
+    def _release_told(self) -> str:
+        if not all(self.columns):
             return ""
         share, names = Privacy().column_share, len(self.asked.records.released)
-        noise = deviation(self.columns) * math.sqrt(self.asked.sites) / self.records
+        noise = math.hypot(*(deviation(one) for one in self.columns if one)) / self.records
         told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
         return f"{told}: noise moves a mean by {noise:.2g} of half its range"
 
@@ -267,7 +298,7 @@ class _Public:
         return [self._row(*other) for other in others]
 
     def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
-        sigma = smallest_sigma(self.budget, rate, rounds, spent=self.spent)
+        sigma = self.sigma(rate, rounds)
         snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
         return Alternative(what, weights, rate, sigma, rounds, snr)
 

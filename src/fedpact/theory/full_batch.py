@@ -5,23 +5,23 @@ with noise of deviation (N records at K sites, each with noise of deviation σ C
 
     a = η (σ C / N) sqrt(K / h) sqrt(Σ_t g_t²),    g_t = (1 + β + ... + β^(t-1))
 
-over t = 1 .. T, and clipped signals can have moved it by η C Σ_t g_t. On rows of unit length a is
-the noise of what the model answers, in the logarithm of odds, whatever the data. At a given (ε, δ)
-σ grows with sqrt(T), so that a moves with the length of the way alone, not with T: more rounds make
-smaller steps on the same way. So does the signal to noise of a run, and yet rounds matter: where
-noise goes as far as all records together, each further round trains on the noise of those before;
-where it does not, short steps end where long ones overshoot. Two numbers say how much, which
-experiments/recommend/fit.py fits on the digits (1,442 images): a, and rounds for their signal.
+over t = 1 .. T (where sites have noise of their own, σ² is the mean of theirs), and clipped signals
+can have moved it by η C Σ_t g_t. On rows of unit length a is the noise of what the model answers,
+in the logarithm of odds, whatever the data. At a given (ε, δ) σ grows with sqrt(T), so that a moves
+with the length of the way alone, not with T: more rounds make smaller steps on the same way. So
+does the signal to noise of a run, and yet rounds matter: where noise goes as far as all records
+together, each further round trains on the noise of those before; where it does not, short steps end
+where long ones overshoot. Two numbers say how much, which experiments/recommend/fit.py fits on the
+digits (1,442 images): a, and rounds for their signal.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from fedpact import check
 from fedpact.errors import InputError
-from fedpact.theory.accounting import Accountant, Budget, History
-from fedpact.theory.calibration import smallest_sigma
 
 NOISE: Final = 1.0
 """a, where the way is as long as noise allows."""
@@ -61,7 +61,7 @@ def useful_rounds(snr: float) -> int:
 
 
 def full_batch(
-    budget: Budget,
+    sigma: Callable[[int], float],
     records: float,
     sites: int,
     rounds: int,
@@ -70,16 +70,15 @@ def full_batch(
     honest: int = 1,
     clip: float = 0.2,
     length: float = 1.0,
-    accountant: Accountant = "best",
-    spent: History | None = None,
 ) -> FullBatch:
     """Return the rounds, at most `rounds`, with σ, β and η that suit them.
 
-    records: N > 0, of all sites together. weights: d >= 1, of the model, over which noise is
-    spread. honest: h, how many sites' noise protects a sum; 1 where each site's own does. clip: C >
-    0. length: of a record's row, > 0; where it is not 1, NOISE is what an answer has of it. spent:
-    what the budget bears beside the batches. Raises InputError for values out of range and
-    BudgetExhausted where no noise would do.
+    sigma: rounds -> the smallest σ with which a site's budget allows so many at q = 1; of sites
+    with unlike budgets the root of the mean of their squares. records: N > 0, of all sites
+    together. weights: d >= 1, of the model, over which noise is spread. honest: h, how many sites'
+    noise protects a sum; 1 where each site's own does. clip: C > 0. length: of a record's row, > 0;
+    where it is not 1, NOISE is what an answer has of it. Raises InputError for values out of range,
+    and what `sigma` raises.
     """
     for name, value in (("records", records), ("clip", clip), ("length", length)):
         check.positive(**{name: value})
@@ -90,17 +89,15 @@ def full_batch(
         check.count(**{name: value})
     if honest > sites:
         raise InputError(f"honest is {honest}: expected at most the {sites} sites")
-    once = smallest_sigma(budget, 1.0, 1, accountant, spent=spent)
-    snr = signal_to_noise(1.0, once, 1, records, sites / honest, weights)
+    snr = signal_to_noise(1.0, sigma(1), 1, records, sites / honest, weights)
     useful = useful_rounds(snr)
     chosen = min(rounds, useful)
     # With fewer rounds than pay a step of the whole way would overshoot.
     noise = NOISE / length * math.sqrt(chosen / useful)
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
-    sigma = smallest_sigma(budget, 1.0, chosen, accountant, spent=spent)
-    share = sigma * clip / records * math.sqrt(sites / honest)
+    share = (noisy := sigma(chosen)) * clip / records * math.sqrt(sites / honest)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
-    return FullBatch(chosen, sigma, momentum, rate, noise, useful)
+    return FullBatch(chosen, noisy, momentum, rate, noise, useful)
 
 
 def _gains(momentum: float, rounds: int) -> list[float]:

@@ -12,8 +12,16 @@ def recommend(
     data: Annotated[
         str, typer.Argument(help="A data set's name, or a .csv, .parquet or .npz file.")
     ],
-    epsilon: Annotated[float, typer.Option(help="ε per record and site, > 0.")],
-    delta: Annotated[float, typer.Option(help="δ per record and site, in (0, 1).")] = 1e-5,
+    epsilon: Annotated[
+        str,
+        typer.Option(
+            help="ε per record and site, > 0: one number, or one for each site, as 1,2,8, in the "
+            "order of their names."
+        ),
+    ],
+    delta: Annotated[
+        str, typer.Option(help="δ per record and site, in (0, 1): one number, or one for each.")
+    ] = "1e-5",
     rounds: Annotated[int, typer.Option(help="Most rounds, >= 1.")] = 100,
     sites: Annotated[
         int | None,
@@ -42,19 +50,30 @@ def recommend(
             "hospitals' columns."
         ),
     ] = None,
+    records: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many records train, at all sites together, where that is declared; default: "
+            "those of DATA that do, counted. Then DATA may be one site's own, or made up alike.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend a whole configuration for a budget, from public numbers alone, with reasons.
 
     Of the data only shape, number of classes, records and own sites are read: they are public.
+    With --records their number is not.
     """
     from fedpact.cli.recommend import recommend as carry_out
-    from fedpact.recommend.circumstances import Circumstances, told_of_columns
+    from fedpact.recommend.circumstances import Circumstances, budgets, told_of_columns
 
     asked = Circumstances(
-        *(data, epsilon, delta, rounds, sites or 0, trust, honest, mirror, label, site),
+        *(data, budgets(epsilon, delta), rounds, sites or 0),
+        *(trust, honest, mirror, label, site),
         **told_of_columns(columns, data),
         features=features,
+        size=records,
     )
     carry_out(asked, out, as_json=as_json)
