@@ -257,6 +257,12 @@ def test_large_images_are_made_in_parts_that_fit_into_memory():
         ({"kind": f"{OWN}:nothing", "trained_on": "x"}, SHAPE, "returned NoneType"),
         ({"kind": "patches", "filters": 6000, "size": 3}, SHAPE, "at most 8192"),
         ({"kind": "still"}, SHAPE, "the same in every made image"),
+        ({"kind": "still", "whiten": False}, SHAPE, "the same in every made image"),
+        (
+            {**SMALL["patches"], "threshold": 1000.0, "whiten": False},
+            (8, 8),
+            "a lower threshold than 1000",
+        ),
     ],
 )
 def test_records_and_settings_that_do_not_go_together_are_told(
@@ -792,10 +798,21 @@ def test_a_damaged_cache_is_made_anew(tmp_path, counted):
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-3] ^= 1
-    for damaged in (bytes(flipped), whole[:-1], whole[:40], b"", b"\0" * len(whole)):
+    for damaged in (bytes(flipped), whole[:-1], b""):
         path.write_bytes(damaged)
         assert torch.equal(features(x, counted, path).x, good.x)
         assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("theirs", [b"x,y\n1,2\n", b"\0" * 5000, bytes(range(256)) * 9])
+def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, theirs):
+    x, path = made(10), beside(tmp_path / "records.npz")
+    path.write_bytes(theirs)
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        found = features(x, counted, path)
+    assert torch.equal(found.x, counted(x).x)
+    assert path.read_bytes() == theirs
+    assert "records.npz.features is there and is no cache of features; move it" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog):

@@ -4,7 +4,7 @@
 
 The key is a digest of the records, of what else their features follow from, and of the version that
 computed them. What does not have it, other records', other settings', or a damaged file, is made
-anew and replaced.
+anew and replaced; a file that no cache begins like is somebody's, and stays as it is.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
     """Return the features of records x [n, ...], from the cache where they are there.
 
     cache: its file, or None for none. The numbers are the same, with and without it: all of them
-    are rounded to float16. A cache that cannot be written is told of in this machine's log.
+    are rounded to float16. A cache that cannot be written, or whose place another file has, is told
+    of in this machine's log.
     """
     if cache is None:
         return extractor(x)
@@ -43,6 +44,7 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
         found = extractor(x)
         block = save({"x": found.x, "good": found.good})
         try:
+            _check_ours(cache)
             write_whole(cache, _seal(key, block), block)
         except OSError as error:
             _logger.warning("features are not cached, and computed again next time: %s", error)
@@ -62,6 +64,19 @@ def _stored(cache: Path, key: bytes, count: int, width: int) -> Found | None:
     held = load(block[_DIGEST:])
     found = Found(held["x"], held["good"])
     return found if found.x.shape == (count, width) else None
+
+
+def _check_ours(cache: Path) -> None:
+    """Raise OSError: the file is none that this module has written."""
+    if not cache.exists():
+        return
+    with cache.open("rb") as file:
+        begins = file.read(_DIGEST + 256)
+    # Behind the digest and the length of safetensors' table, both tensors' names.
+    if begins and not all(name in begins[_DIGEST + 8 :] for name in (b'"x"', b'"good"')):
+        raise FileExistsError(
+            f"{cache} is there and is no cache of features; move it, so that they have their place"
+        )
 
 
 def _key(x: Tensor, extractor: Extractor) -> bytes:

@@ -35,7 +35,7 @@ from torch import Tensor
 from fedpact.errors import ModelError
 from fedpact.features.backbone import Backbone
 from fedpact.features.kinds import KINDS
-from fedpact.features.made import MADE, made_images
+from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.settings import FeatureSettings
 from fedpact.params import begin_alone
 from fedpact.persample.products import aligned, linear
@@ -156,6 +156,9 @@ class Extractor:
         else:
             if self._settings.whiten:
                 _ = self._whitening  # once, not by every thread
+            else:
+                some = dead_leaves(MADE, self._image, self._seed, 0, _BATCH)
+                self._check_tells((found := self._mapped_all(some)) - found[0])
             yield from _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
 
     @torch.no_grad()
@@ -209,21 +212,26 @@ class Extractor:
         mean = found.mean(0)
         found -= mean
         covariance = found.T @ found / len(found)
+        self._check_tells(found)
         ridge = _SHRINKAGE / p * covariance.trace()
-        if not ridge > 0:
-            of = self._settings
-            what = "larger images, or set whiten = false"
-            if of.kind == "patches":
-                what = f"a lower threshold than {of.threshold:g}, or larger images"
-            raise ModelError(
-                f"features.kind = {of.kind!r} finds the same in every made image of shape "
-                f"{self._image}: expected {what}"
-            )
         covariance.diagonal().add_(ridge)
         factor = torch.linalg.cholesky(covariance)
         eye = torch.eye(p, dtype=torch.float64)
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
         return mean.float(), inverse.float()
+
+    def _check_tells(self, differences: Tensor) -> None:
+        """Raise ModelError: made images' features [n, p], less one or their mean, are all 0."""
+        if differences.isfinite().all() and differences.any():
+            return
+        of = self._settings
+        what = "larger images"
+        if of.kind == "patches":
+            what = f"a lower threshold than {of.threshold:g}, or larger images"
+        raise ModelError(
+            f"features.kind = {of.kind!r} finds the same in every made image of shape "
+            f"{self._image}: expected {what}"
+        )
 
 
 @lru_cache(maxsize=2)
