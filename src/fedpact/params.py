@@ -39,6 +39,11 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def called(module: nn.Module) -> str:
+    """Return what messages call a model: its class, or what a module around one says it is."""
+    return str(getattr(module, "called", type(module).__name__))
+
+
 @contextmanager
 def threads(number: int) -> Iterator[None]:
     """Have torch compute on so many threads meanwhile, where this thread asks it to."""

@@ -9,12 +9,13 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import fedpact
 from fedpact.audit.one_run import _shares
 from fedpact.audit.target import Asked, Target
 from fedpact.engines.scene import Scene
-from fedpact.errors import FedpactError
+from fedpact.errors import FedpactError, ModelError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
 from fedpact.models.views import Views, ViewSettings, views
@@ -134,3 +135,22 @@ def test_an_audit_looks_at_the_sum_that_sites_make():
 def test_what_views_are_not_for_is_refused(overrides, named):
     with pytest.raises(FedpactError, match=named):
         Scene.of(digits(*overrides))
+
+
+class Centred(nn.Module):
+    """Takes the mean of a batch off."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.layer(x - x.mean(0))
+
+
+def test_a_refusal_names_the_model_that_views_are_of():
+    with pytest.raises(ModelError, match=r"model Centred with \[views\] mixes the records"):
+        kernel(Centred(), ViewSettings(mirror=True), (1, 8, 8)).verify(
+            torch.rand(4, 1, 8, 8), torch.arange(4)
+        )
