@@ -195,16 +195,17 @@ def test_a_run_that_diverges_says_after_which_round(tmp_path):
         run, settings=(*run.settings, "settings.learning_rate=1e30", "privacy.clip=1e10")
     )
     *_, outcome = measure.carry_out(wild, 0, tmp_path / "run")
+    for seen in outcome["looks"].values():
+        seen["psi"] = 0.5
     stored = Stored(tmp_path / "results")
     stored.add(wild, 0, outcome)
     ended = outcome["diverged"]
     assert ended < wild.looks[-1]
     for look in wild.looks:
         assert str(look) in outcome["looks"]
-        told = Book(stored).accuracy(wild, look)
-        assert told.endswith(
-            f"(1 seed), diverged after round {ended}" * (look > ended) or "(1 seed)"
-        )
+        said = f"(1 seed), diverged after round {ended}" * (look > ended) or "(1 seed)"
+        assert Book(stored).accuracy(wild, look).endswith(said)
+        assert Book(stored).psi(wild, look).endswith(said)
 
 
 def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ class Book:
     def psi(self, run: Run, look: int) -> str:
         """Return a cell of Ψ."""
         found = self.values(run, look, "psi")
-        return told(found, 5) if found else self.lacks(run)
+        return told(found, 5) + self._ended(run, look) if found else self.lacks(run)
 
     def _ended(self, run: Run, look: int) -> str:
         """Return what a cell says of seeds whose weights were no numbers any more at this look."""
