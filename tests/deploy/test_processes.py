@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from tests.waiting import wait_for
+from typer.testing import CliRunner
 
+from fedpact.cli.main import app
 from fedpact.deploy import local, processes, running
 from fedpact.deploy.running import Process
 from fedpact.engines.flower import program
@@ -167,6 +169,11 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     local.start(deployment, "site-00")
     wait_for(lambda: not local.look(deployment)["running"]["site-00"], deployment)
     assert "policy.toml" in local.last_words(deployment, "site-00")
+    # Who has only been told "started" learns of it, and nobody else has run.
+    told = CliRunner().invoke(app, ["deploy", "status", str(deployment)])
+    words = local.last_words(deployment, "site-00")
+    assert f"site-00 has ended: {words}" in told.stdout
+    assert told.stdout.count("has ended") == 1
     assert "Traceback" not in (site / "log.txt").read_text()
     home = processes._home(site)
     assert (site / "log.txt").stat().st_mode & 0o777 == 0o600

@@ -53,7 +53,9 @@ def up(directory: Path, wait: bool) -> None:
     require_flower()
     started = local.start(directory)
     _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
-    if wait:
+    if not wait:
+        _out().print(f"Who has ended, and why: `fedpact deploy status {directory}`.", markup=False)
+    else:
         try:
             _follow(directory)
         finally:
@@ -103,10 +105,10 @@ def _follow(directory: Path) -> None:
     seen, out, told = -1, _out(), set[str]()
     while True:
         found = local.look(directory)
-        for name, runs in found["running"].items():
-            if not runs and name not in told | {"server"}:
+        for name, words in found["ended"].items():
+            if name not in told | {"server"}:
                 told.add(name)
-                out.print(f"{name} has ended: {local.last_words(directory, name)}")
+                out.print(f"{name} has ended: {words}", markup=False)
         last = found["round"]
         if last is not None and last["round"] != seen:
             seen = last["round"]
@@ -147,6 +149,9 @@ def _print(found: dict[str, Any]) -> None:
             alone = last["epsilon_alone"].get(name, epsilon)
             table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
     out.print(table)
+    if found["status"] in ("not ended", "known to the server"):
+        for name, words in found["ended"].items():
+            out.print(f"{name} has ended: {words}", markup=False)
     if found["own_figures"]:
         _print_own(out, found["own_figures"])
     out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")

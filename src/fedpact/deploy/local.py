@@ -98,7 +98,8 @@ def carry_out(directory: Path) -> Path:
 def look(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says.
 
-    evaluations: the (ε, δ) that they may cost whoever is held out; None without any.
+    evaluations: the (ε, δ) that they may cost whoever is held out; None without any. ended: how the
+    log of each party ends that has run here and does not any more.
     """
     places = parties(directory)
     running = _running(directory, places)
@@ -112,6 +113,11 @@ def look(directory: Path) -> dict[str, Any]:
         if plan.private and plan.evaluation.used
         else None,
         "running": {name: name in running for name in {**places, **running}},
+        "ended": {
+            name: last_words(directory, name)
+            for name, where in places.items()
+            if name not in running and (where / "log.txt").exists()
+        },
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else "known to the server",
         # A site's alone: of no other directory, so that nobody sees it in passing.
