@@ -39,7 +39,7 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def called(module: nn.Module) -> str:
+def model_name(module: nn.Module) -> str:
     """Return what messages call a model: its class, or what a module around one says it is."""
     return str(getattr(module, "called", type(module).__name__))
 

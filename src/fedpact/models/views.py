@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-from fedpact.params import called
+from fedpact.params import model_name
 
 
 class ViewSettings(BaseModel):
@@ -83,7 +83,7 @@ class Views(nn.Module):
                 "for other records"
             )
         self.module, self._settings = module, settings
-        self.called = f"{called(module)} with [views]"
+        self.called = f"{model_name(module)} with [views]"
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""

@@ -17,7 +17,7 @@ from torch.func import grad_and_value, vmap
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, called
+from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.trace import Program, Untraceable, for_vmap
 from fedpact.persample.gradients import Made
@@ -52,7 +52,7 @@ class Alone:
 
     @property
     def _name(self) -> str:
-        return called(self._model.module)
+        return model_name(self._model.module)
 
     def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
         """Losses [B] of at most `step` records, and shares by the parameters' names."""

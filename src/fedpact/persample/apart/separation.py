@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import (
 )
 
 from fedpact.errors import InputError, ModelError
-from fedpact.params import FlatModel, called, check_unwritten
+from fedpact.params import FlatModel, check_unwritten, model_name
 from fedpact.persample.bounds import SHORTEST
 
 _DROPOUT = (
@@ -124,13 +124,13 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
         check_unwritten(module, x, version)
         if not rows.isfinite().all():
             raise ModelError(
-                f"model {called(module)} has outputs, a loss or a gradient that are not "
+                f"model {model_name(module)} has outputs, a loss or a gradient that are not "
                 "finite on the records that it is tried on: expected numbers, whatever a record "
                 "holds; keep logarithms, roots and quotients from what may be 0 or less"
             )
         if not (_norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
             raise ModelError(
-                f"model {called(module)} draws random numbers outside dropout layers: it "
+                f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; use nn.Dropout modules in place of functional dropout"
             )
         _check_outputs(module, x)
@@ -156,7 +156,7 @@ def _check_outputs(module: nn.Module, x: Tensor) -> None:
     alike = found.shape == each.shape
     scale = float(each.abs().amax()) if each.numel() else 0.0
     if not (alike and float((found - each).abs().amax()) <= 10 * _TOLERANCE[each.dtype] * scale):
-        raise ModelError(_MIXES.format(called(module), "what it returns for a record"))
+        raise ModelError(_MIXES.format(model_name(module), "what it returns for a record"))
 
 
 def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
@@ -194,7 +194,7 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] of which what is said differs from each alone."""
-    name, own = called(tried.model.module), _own_derivatives(tried.losses(x, y))
+    name, own = model_name(tried.model.module), _own_derivatives(tried.losses(x, y))
     one = x[:1], y[:1]
     # In a batch of one there is nobody to mix with.
     if own and not _alike(_contributions(tried, *one, math.inf), tried.alone(*one), math.inf):
@@ -256,7 +256,7 @@ def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
         # A tensor with a NaN equals nothing, so such a state is refused as changed.
         if old is None or new is None or not torch.equal(old, new):
             raise ModelError(
-                f"model {called(module)} changes {name!r} in a forward pass: that would "
+                f"model {model_name(module)} changes {name!r} in a forward pass: that would "
                 "carry statistics of records around clipping and noise; use a module that does not"
             )
 
