@@ -7,10 +7,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
 from fedpact.engines.scene import Scene
+from fedpact.messages import Reply
 from fedpact.plan import Plan
 from fedpact.theory.accounting import Budget
 from fedpact.theory.calibration import smallest_sigma
@@ -373,8 +376,8 @@ def test_fewer_rounds_than_pay_have_no_longer_way():
         assert few.noise == pytest.approx(NOISE * (rounds / 100) ** 0.5)
 
 
-def noise_of(found, tmp_path):
-    """Of the written plan, by the terms of each site: the σ of the mean over all records."""
+def noise_of(tmp_path):
+    """Of the written plan, by the terms of each site: σ_k."""
     sites = document("plan", str(tmp_path / "study.toml"))["sites"].values()
     return [site["sigma_joint"] for site in sites]
 
@@ -388,17 +391,58 @@ def test_sites_of_unlike_budgets_have_the_step_that_their_noise_together_allows(
     found = document("recommend", *asked, "--out", str(tmp_path / "study.toml"))
     assert found["configuration"]["privacy"]["epsilon"] == [0.5, 1.0, 2.0, 8.0]
     assert found["configuration"]["privacy"]["delta"] == [1e-5, 1e-5, 1e-5, 1e-6]
-    each = noise_of(found, tmp_path)
+    each, raw = noise_of(tmp_path), found["configuration"]
     assert len({round(sigma, 6) for sigma in each}) == 4
+    chosen, alike = found["alternatives"][:2]
+    assert alike["what"] == "all records alike"
     together = math.sqrt(sum(sigma**2 for sigma in each) / 4)
-    assert found["alternatives"][0]["sigma"] == pytest.approx(together, rel=1e-6)
+    assert alike["sigma"] == pytest.approx(together, rel=1e-6)
+    # What the algorithm makes of such sites.
+    assert raw["algorithm"] == "ldp_fedsgd"
+    own, clip = ldp_fedsgd.Settings(**raw["settings"]), raw["privacy"]["clip"]
+    held, w = Scene.of(Plan.parse(raw)).sizes, torch.zeros(chosen["weights"])
+    # Four fifths of 400 train, about: persons are held out as a whole.
+    sizes = {name: size * 320 / sum(held.values()) for name, size in held.items()}
+    replies = [
+        Reply("r", 1, name, size, {"gradient": w}, told(size, sigma, clip))
+        for (name, size), sigma in zip(sizes.items(), each, strict=True)
+    ]
+    after = ldp_fedsgd.update(ldp_fedsgd.init(w, own), replies, own)
+    deviation = math.sqrt(after.numbers["noise_variance"])
+    expected = deviation * sum(sizes.values()) / (clip * math.sqrt(4))
+    assert chosen["sigma"] == pytest.approx(expected, rel=1e-3)  # a penalty of three digits
+    assert chosen["snr"] > 1.2 * alike["snr"]
+
+
+def told(size, sigma, clip):
+    """What a site says with its gradient."""
+    return {"batch_size": size, "noise_variance": (sigma * clip / size) ** 2}
+
+
+def test_a_careful_sites_noise_does_not_drown_the_others_answers(tmp_path):
+    """All records alike, whatever their sites' budgets, has about 80 %."""
+    out = tmp_path / "study.toml"
+    document("recommend", "digits", "--epsilon", "0.5,0.5,8,8", "--out", str(out))
+    cli("run", str(out), "--out", str(tmp_path / "run"), "--set", "run.evaluate_every=1000")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy"] > 0.9
+    assert sorted(summary["epsilon"].values()) == pytest.approx([0.5, 0.5, 8, 8], rel=1e-3)
+
+
+@pytest.mark.parametrize("beside", [("--records", "1154"), ()], ids=["declared", "dealt"])
+def test_sites_that_may_be_far_apart_are_weighed_with_more_care(beside):
+    """The bias is bounded by K C² T, and where records are dealt by the deviation of a mean."""
+    found = document("recommend", "digits", "--epsilon", "0.5,0.5,8,8", *beside)["configuration"]
+    clip, apart = found["privacy"]["clip"], 4 if beside else 4 * 4 / 1154
+    penalty = found["settings"]["bias_penalty"]
+    assert penalty == pytest.approx(found["rounds"] * apart * clip**2, rel=0.01)
 
 
 def test_of_unlike_budgets_noise_for_the_sum_is_the_most_careful_sites(tmp_path):
     asked = ("digits", "--trust", "sum", "--out", str(tmp_path / "study.toml"))
     found = document("recommend", *asked, "--epsilon", "1,2,4")
     assert found["configuration"]["sites"] == 3
-    loudest = {round(sigma, 6) for sigma in noise_of(found, tmp_path)}
+    loudest = {round(sigma, 6) for sigma in noise_of(tmp_path)}
     assert loudest == {round(found["alternatives"][0]["sigma"], 6)}
     alone = document("recommend", *asked, "--epsilon", "1", "--sites", "3")
     assert alone["alternatives"][0] == found["alternatives"][0]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -21,12 +20,11 @@ from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.columns import deviation
-from fedpact.privacy.once import Once
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
+from fedpact.recommend.noise import Noise
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY, Budget
-from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
 
 FITTED_ON: Final = (
@@ -70,9 +68,10 @@ class Recommendation:
         read = Plan.parse({**asked.document, "sites": asked.sites})
         example = read.stage().example(data.x[0])
         names = data.features or tuple(map(str, range(data.x[0].numel())))
-        public = _Public.of(
-            asked, example, square(form, names), asked.size or _training(data, read), data.classes
-        )
+        parts = make_partition(data, read.partition, read.sites, read.seed).train.values()
+        share = (asked.size or _training(data, read)) / sum(map(len, parts))
+        sizes = [len(part) * share for part in parts]
+        public = _Public.of(asked, example, square(form, names), sizes, len(data.classes))
         bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
         if not public.features:
             advise(data.name, form, data.x.shape[1:], data.features, None)
@@ -82,11 +81,10 @@ class Recommendation:
             why = "they say little beside the others, and noise goes nearly as far as the signal"
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
-        plan = Plan.parse(raw)
+        Plan.parse(raw)
         if bare:
             whose = bare if example.ndim == 1 else "its numbers"
             reasons["privacy.clip"] += f"; of {whose} no range is declared: taken to lie in -1 .. 1"
-        make_partition(data, plan.partition, plan.sites, plan.seed)
         return cls(raw, reasons, rows)
 
     def toml(self) -> str:
@@ -129,12 +127,11 @@ class _Public:
 
     asked: Circumstances
     honest: int
-    records: int
     classes: int
     example: Tensor
     features: dict[str, Any]
-    square: float
-    columns: tuple[Once | None, ...]  # what scales them, where it is released: of each site
+    noise: Noise
+    length: float  # about that of a record's row
 
     @classmethod
     def of(
@@ -142,8 +139,8 @@ class _Public:
         asked: Circumstances,
         example: Tensor,
         square: float,
-        records: int,
-        classes: Sequence[str],
+        sizes: Sequence[float],
+        classes: int,
     ) -> "_Public":
         if asked.trust not in ("own", "sum"):
             raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
@@ -156,48 +153,44 @@ class _Public:
                 "fewer honest than all, as a site that looks at a sum knows its own share"
             )
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
-        square = 1.0 if features else square
+        length = 1.0 if features else math.sqrt(square)
         granted = Privacy(**_granted(asked.budgets))
         sites = tuple(map(str, range(asked.sites)))
         released = asked.records.released
         columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
-        return cls(asked, honest, records, len(classes), example, features, square, columns)
+        noise = Noise(
+            asked.budgets,
+            sizes,
+            columns,
+            clip=float(f"{_CLIP * length:.1g}"),
+            honest=honest if asked.trust == "sum" else None,
+            # What is declared stands for sites whose records nobody deals out.
+            dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
+        )
+        return cls(asked, honest, classes, example, features, noise, length)
 
     @property
     def shares(self) -> float:
         """K / h: how often the noise that protects is in a sum."""
         return self.asked.sites / self.honest
 
-    def sigma(self, rate: float, rounds: int) -> float:
-        """Return the σ that counts: of noise for the sum the loudest site's, else root mean square.
-
-        A mean over sites that weighs all records alike has noise of that square.
-        """
-        of = self.asked.budgets
-        each = {
-            budget: smallest_sigma(budget, rate, rounds, spent=once.history if once else None)
-            for budget, once in dict(zip(of, self.columns, strict=True)).items()
-        }
-        if len(each) == 1 or self.asked.trust == "sum":
-            return max(each.values())
-        return math.hypot(*(each[budget] for budget in of)) / math.sqrt(len(of))
-
     @property
-    def length(self) -> float:
-        """About the length of a record's row."""
-        return math.sqrt(self.square)
+    def records(self) -> int:
+        """N, of all sites."""
+        return round(sum(self.noise.sizes))
 
     @property
     def clip(self) -> float:
-        return float(f"{_CLIP * self.length:.1g}")
+        return self.noise.clip
 
     def chosen(self) -> FullBatch:
+        weights = self._weights("logistic", self.features)
         return full_batch(
-            partial(self.sigma, 1.0),
+            lambda rounds: self.noise.sigma(1.0, rounds, weights),
             self.records,
             self.asked.sites,
             self.asked.rounds,
-            weights=self._weights("logistic", self.features),
+            weights=weights,
             honest=self.honest,
             clip=self.clip,
             length=self.length,
@@ -208,18 +201,19 @@ class _Public:
         asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
         shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
         server = {"optimiser": "momentum", "momentum": chosen.momentum}
-        given = asked.document
+        given, suits = asked.document, self.noise.settings(chosen.rounds)
+        rate = {"learning_rate": float(f"{chosen.learning_rate:.3g}")}
         records = {"records": given.pop("records")} if "records" in given else {}
         return {
             **given,
             "model": "logistic",
-            "algorithm": "fedavg",
+            "algorithm": suits["algorithm"],
             "rounds": chosen.rounds,
             "sites": asked.sites,
             "sampling_rate": 1.0,
             **({"features": self.features} if self.features else {}),
             "logistic": self._logistic(self.features),
-            "settings": {"learning_rate": float(f"{chosen.learning_rate:.3g}"), "local_steps": 1},
+            "settings": {**rate, **suits["settings"]},
             **({"server": server} if chosen.momentum else {}),
             "privacy": {
                 **_granted(asked.budgets),
@@ -254,29 +248,36 @@ class _Public:
             "logistic.bias": "" if not self.features else "it would take its part of every clip",
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
-            "privacy.epsilon": self._columns_told(),
+            "privacy.epsilon": self._release_told(),
+            **self._told_of_noise(chosen),
             "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
 
-    def _columns_told(self) -> str:
-        """Return whose noise counts, and what released columns take of ε; "" for neither."""
-        told = [self._budgets_told(), self._release_told()]
-        return "; ".join(one for one in told if one)
-
-    def _budgets_told(self) -> str:
+    def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
+        """Return what unlike budgets have to do with the algorithm."""
         if len(set(self.asked.budgets)) == 1:
-            return ""
-        if self.asked.trust == "sum":
-            return "all sites add the noise of the most careful one"
-        return "in order of names; a mean's noise is the root of the mean of the sites' squares"
+            return {}
+        if not self.noise.weighed:
+            return {"algorithm": "all sites add the noise of the most careful one"}
+        longer = self.noise.alike(1.0, chosen.rounds) / chosen.sigma
+        bias = "dealt at random, records differ from site to site by chance alone"
+        if not self.noise.dealt:
+            bias = "as far as sites can be apart, so that none is passed over; less counts on noise"
+        return {
+            "algorithm": "sites of unlike budgets count by their noise, those with little ε less: "
+            f"if all records counted alike, noise would be {longer:.2g} times as long",
+            "settings.bias_penalty": bias,
+        }
 
     def _release_told(self) -> str:
-        if not all(self.columns):
+        """Return what released columns take of ε, and how far noise moves them; "" for none."""
+        columns = [one for one in self.noise.columns if one]
+        if not columns:
             return ""
         share, names = Privacy().column_share, len(self.asked.records.released)
-        noise = math.hypot(*(deviation(one) for one in self.columns if one)) / self.records
+        noise = math.hypot(*map(deviation, columns)) / self.records
         told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
         return f"{told}: noise moves a mean by {noise:.2g} of half its range"
 
@@ -295,10 +296,16 @@ class _Public:
             others.append(("half of the columns", fewer, 1.0, chosen.rounds))
         if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
             others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
-        return [self._row(*other) for other in others]
+        rows = [self._row(*other) for other in others]
+        if self.noise.weighed:
+            alike = self.noise.alike(1.0, chosen.rounds)
+            rows.insert(1, self._row("all records alike", d, 1.0, chosen.rounds, alike))
+        return rows
 
-    def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
-        sigma = self.sigma(rate, rounds)
+    def _row(
+        self, what: str, weights: int, rate: float, rounds: int, sigma: float | None = None
+    ) -> Alternative:
+        sigma = self.noise.sigma(rate, rounds, weights) if sigma is None else sigma
         snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
         return Alternative(what, weights, rate, sigma, rounds, snr)
 
