@@ -17,7 +17,7 @@ import fedpact
 from fedpact.engines.scene import Scene
 from fedpact.params import FlatModel
 from fedpact.recommend.circumstances import Circumstances, told_of_columns
-from fedpact.recommend.noise import Noise
+from fedpact.recommend.noise import SiteNoise
 from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory.accounting import Budget
 from fedpact.theory.full_batch import full_batch
@@ -51,7 +51,7 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     found = Recommendation.of(asked).raw
     scene, clip = Scene.of(fedpact.Plan.parse(found)), found["privacy"]["clip"]
     sizes = list(scene.sizes.values())
-    noise = Noise(budgets, sizes, [None] * len(budgets), clip, None, dealt=True)
+    noise = SiteNoise(budgets, sizes, [None] * len(budgets), clip, None, dealt=True)
     length = 1.0 if "features" in found else clip / 0.2
     alike = full_batch(
         lambda rounds: noise.alike(1.0, rounds),

@@ -22,7 +22,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.columns import deviation
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
-from fedpact.recommend.noise import Noise
+from fedpact.recommend.noise import SiteNoise
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
@@ -130,7 +130,7 @@ class _Public:
     classes: int
     example: Tensor
     features: dict[str, Any]
-    noise: Noise
+    noise: SiteNoise
     length: float  # about that of a record's row
 
     @classmethod
@@ -158,7 +158,7 @@ class _Public:
         sites = tuple(map(str, range(asked.sites)))
         released = asked.records.released
         columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
-        noise = Noise(
+        noise = SiteNoise(
             asked.budgets,
             sizes,
             columns,
