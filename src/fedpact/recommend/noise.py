@@ -7,7 +7,7 @@ answers: then sites count by their noise (algorithm ldp_fedsgd, theory.aggregati
 
     D Σ (ω_k - N_k / N)²,    D = Σ ‖g_k - ḡ‖²
 
-a step. SiteNoise averages out over T rounds and a bias does not, so T D stands beside it. D is at most
+a step. Noise averages out over T rounds and a bias does not, so T D stands beside it. D is at most
 K C². Where records are dealt to sites at random, sites differ by chance alone: D is Σ C² / N_k.
 """
 
