@@ -229,3 +229,20 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path):
         shown = CliRunner().invoke(app, ["plan", str(told)]).stdout
         assert f"noise moves the mean of all sites by {noise:.2g} of half a range" in shown
         assert ("declare mean and deviation" in shown) == remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("privacy.sigma=[1.0, 3.0]",), "1.7 times as long"),
+        (("privacy.sigma=[1.0, 1.2]",), ""),
+        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), ""),
+        (("privacy.sigma=[1.0, 3.0]", "privacy.mode=none"), ""),
+    ],
+)
+def test_noise_of_one_site_that_drowns_the_others_is_told(capsys, overrides, told):
+    """Two sites of one size: sqrt((1 + 9) / 4) alike, 1 / sqrt(1 + 1/9) by noise."""
+    show_plan(None, ["rounds=3", "sites=2", "batch_size=20", *overrides])
+    shown = capsys.readouterr().out
+    assert ("Unlike noise: together it is" in shown) == bool(told)
+    assert told in shown

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -27,6 +27,9 @@ from fedpact.privacy.terms import channels
 from fedpact.recommend.optimise import optimised, own_rounds
 from fedpact.text import size, upper
 from fedpact.theory.shares import UNITS
+
+# How many times longer noise may be than it could without a word.
+_DROWNED: Final = 1.5
 
 
 def plan(
@@ -197,6 +200,13 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
             "shares and tell nobody; ε alone holds against everybody together."
         )
+    if (longer := _drowned(scene)) > _DROWNED:
+        out.print(
+            f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
+            'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
+            "(sites with little ε then count less; `fedpact recommend --epsilon A,B,...` has the "
+            "rest of such a plan)."
+        )
     moved = _moved(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
@@ -218,6 +228,18 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
+
+
+def _drowned(scene: Scene) -> float:
+    """Return how many times longer the sites' noise is, all records alike, than it could be."""
+    plan = scene.plan
+    variances = [terms.noise_variance for terms in scene.terms.values()]
+    weighed = plan.algorithm == "ldp_fedsgd" or plan.privacy.honest
+    if weighed or plan.noisy_sizes or not all(variances):
+        return 1.0
+    sizes = list(scene.sizes.values())
+    alike = sum(n * n * v for n, v in zip(sizes, variances, strict=True)) / sum(sizes) ** 2
+    return math.sqrt(alike * sum(1 / v for v in variances))
 
 
 def _moved(scene: Scene) -> str:

@@ -8,6 +8,7 @@ never stops a site, as that would tell others of it.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, cast
@@ -185,11 +186,12 @@ def text_of(value: Any) -> str:
 
 def number_of(value: Any) -> float:
     """Return a cell as a number: 1 and 0 for true and false, in words too; NaN for none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        *_, number = _SPELLED.get(text_of(value).lower(), (math.nan,))
-        return float(number)
+    # Python reads 1_000 and digits of any script, which no file of measurements means by them.
+    if not (isinstance(value, str) and ("_" in value or not value.strip().isascii())):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    *_, number = _SPELLED.get(text_of(value).lower(), (math.nan,))
+    return float(number)
 
 
 def is_blank(value: Any) -> bool:
