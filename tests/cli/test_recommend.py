@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
+from fedpact.deploy.write import Choices, write
 from fedpact.engines.scene import Scene
 from fedpact.messages import Reply
 from fedpact.plan import Plan
@@ -439,8 +440,8 @@ def test_sites_that_may_be_far_apart_are_weighed_with_more_care(beside):
 
 
 def test_of_unlike_budgets_noise_for_the_sum_is_the_most_careful_sites(tmp_path):
-    asked = ("digits", "--trust", "sum", "--out", str(tmp_path / "study.toml"))
-    found = document("recommend", *asked, "--epsilon", "1,2,4")
+    asked, out = ("digits", "--trust", "sum"), str(tmp_path / "study.toml")
+    found = document("recommend", *asked, "--epsilon", "1,2,4", "--out", out)
     assert found["configuration"]["sites"] == 3
     loudest = {round(sigma, 6) for sigma in noise_of(tmp_path)}
     assert loudest == {round(found["alternatives"][0]["sigma"], 6)}
@@ -461,3 +462,68 @@ def test_a_declared_number_of_records_stands_in_place_of_the_counted_one(tmp_pat
     row = found[0]["alternatives"][0]
     expected = signal_to_noise(1.0, row["sigma"], row["rounds"], 20_000, 4, row["weights"])
     assert row["snr"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["records.csv", "study.json", "there.toml", "no/such/folder.toml"])
+def test_it_writes_over_nothing(tmp_path, name):
+    """Not over the records, nor over the declaration that it was given."""
+    for there in ("records.csv", "there.toml"):
+        (tmp_path / there).write_text("mine")
+    done = cli("recommend", "digits", "--epsilon", "1", "--out", str(tmp_path / name))
+    assert done.exit_code != 0
+    assert f"--out is {tmp_path / name}" in str(done.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"records.csv", "there.toml"}
+    assert (tmp_path / "records.csv").read_text() == "mine"
+
+
+def test_one_sites_file_is_enough_where_the_number_of_records_is_declared(tmp_path):
+    """Four rows for five sites, and a column that names one of them, which the plan leaves out."""
+    file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
+    rows = ["age,hospital,ill", *(f"{20 + i},north,{i % 2}" for i in range(4))]
+    file.write_text("\n".join(rows))
+    columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
+    asked = ("recommend", str(file), "--label", "ill", "--site", "hospital")
+    asked += ("--columns", str(columns), "--records", "5000", "--epsilon", "1,1,2,2,4")
+    found = document(*asked, "--out", str(out))
+    raw = found["configuration"]
+    assert raw["sites"] == 5
+    assert raw["records"]["drop"] == ["hospital"]
+    assert "partition" not in raw
+    assert found["alternatives"][0]["weights"] == 2 * 2
+    told = found["reasons"]["privacy.epsilon"]
+    assert told == "site 1 1, site 2 1, site 3 2, site 4 2, site 5 4"
+    assert Plan.read(out).sites == 5
+
+
+def test_whose_a_budget_is_stands_beside_it(tmp_path):
+    """Names are in the order of text: 10 is before 2."""
+    file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
+    rows = ["age,hospital,ill", *(f"{20 + i % 60},{1 + i % 11},{i % 2}" for i in range(440))]
+    file.write_text("\n".join(rows))
+    columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
+    asked = ("recommend", str(file), "--label", "ill", "--site", "hospital", "--columns")
+    given = ",".join(map(str, range(1, 12)))
+    found = document(*asked, str(columns), "--epsilon", given)
+    assert found["reasons"]["privacy.epsilon"].startswith("1 1, 10 2, 11 3, 2 4, ")
+
+
+def test_classes_that_were_found_are_told_written_and_told_again(tmp_path, caplog):
+    """A mistyped label would be a class, in a file that everybody gets."""
+    file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
+    rows = ["age,ill", *(f"{20 + i % 60},{('no', 'yes')[i % 2]}" for i in range(200)), "50,nno"]
+    file.write_text("\n".join(rows))
+    columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
+    asked = ("recommend", str(file), "--label", "ill", "--epsilon", "1", "--sites", "2")
+    told = "classes are those found in the labels: 'nno', 'no', 'yes'; they count as public"
+    found = document(*asked, "--columns", str(columns), "--out", str(out))
+    assert told in caplog.text
+    assert found["configuration"]["records"]["classes"] == ["nno", "no", "yes"]
+    assert "classes = " in out.read_text()
+    columns.write_text('records.classes = ["no", "yes"]\n' + columns.read_text())
+    caplog.clear()
+    found = document(*asked, "--columns", str(columns))
+    assert "found in the labels" not in caplog.text
+    assert found["configuration"]["records"]["classes"] == ["no", "yes"]
+    plan = Plan.parse({**found["configuration"], "records": {"columns": {}}})
+    write(tmp_path / "federation", plan, Choices())
+    assert f"federation.toml is everybody's: {told}" in caplog.text

@@ -7,16 +7,25 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact.cli.console import show
-from fedpact.files import write_whole
+from fedpact.errors import InputError
 from fedpact.recommend.circumstances import Circumstances
 from fedpact.recommend.recommendation import FITTED_ON, Recommendation
 
 
 def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
-    """Carry out `fedpact recommend`."""
+    """Carry out `fedpact recommend`. Raises InputError: `out` is there, or has another ending."""
+    if out is not None and (out.exists() or out.suffix != ".toml"):
+        raise InputError(
+            f"--out is {out}, {'which is there' if out.exists() else 'which is no TOML'}: name a "
+            "file that is not there yet, as study.toml"
+        )
     found = Recommendation.of(asked)
     if out is not None:
-        write_whole(out, found.toml().encode(), private=False)
+        try:
+            with out.open("x", encoding="utf-8") as written:
+                written.write(found.toml())
+        except OSError as error:
+            raise InputError(f"--out is {out}, which cannot be written: {error.strerror}") from None
     document = {
         "configuration": found.raw,
         "reasons": found.reasons,
@@ -31,7 +40,8 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
     if out is None:
         console.print(found.toml(), markup=False)
     else:
-        console.print(f"Written: {out}; run it with `fedpact run {out}`.")
+        run = "" if asked.size else f"; run it with `fedpact run {out}`"
+        console.print(f"Written: {out}{run}.")
     counted = "classes" if asked.size else "classes, number of records"
     table = Table("", "weights", "q", "T", "σ", "signal to noise")
     for row in found.rows:

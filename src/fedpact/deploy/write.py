@@ -1,5 +1,6 @@
 """`fedpact deploy init`: everything that a federation needs, for one configuration."""
 
+import logging
 import shutil
 import socket
 import uuid
@@ -20,11 +21,13 @@ from fedpact.engines.parties.federation import (
     Patience,
     check_deployable,
 )
-from fedpact.engines.scene import Scene, units
+from fedpact.engines.scene import Scene, undeclared_classes, units
 from fedpact.errors import PlanError
 from fedpact.files import replacing
 from fedpact.folder import Folder
 from fedpact.plan import Plan
+
+_logger = logging.getLogger("fedpact")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
     check_deployable(plan)
     scene = Scene.of(plan)
+    if told := undeclared_classes(plan, scene.dataset):
+        _logger.warning("federation.toml is everybody's: %s", told)
     plan, files = _beside(_naming_columns(plan, scene.raw.features))
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(parents=True, mode=0o700)

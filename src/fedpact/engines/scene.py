@@ -1,6 +1,7 @@
 """What a run on this machine needs, loaded and checked as a whole before anything is written."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -194,6 +195,21 @@ def _is_file(data: str) -> bool:
 def is_table(data: str) -> bool:
     """Whether what its records hold is declared by the plan alone."""
     return _is_file(data) or data in datasets.TABLES
+
+
+def undeclared_classes(plan: Plan, data: Dataset) -> str:
+    """Return what to know of classes that were taken from a file's labels; "" for declared ones."""
+    if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
+        return ""
+    return (
+        f"classes are those found in the labels: {_few_of(data.classes)}; they count as public, a "
+        "mistyped label among them: declare records.classes"
+    )
+
+
+def _few_of(names: Sequence[str]) -> str:
+    """Return the first names of many, in quotes."""
+    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
 def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:

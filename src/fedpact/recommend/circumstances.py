@@ -154,6 +154,12 @@ def _with_budgets(asked: Circumstances) -> Circumstances:
 
 def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
     own = len(set(data.site or ()))
+    wanted = asked.sites or (len(asked.budgets) if len(asked.budgets) > 1 else 0)
+    if own and asked.size is not None and wanted not in (0, own):
+        # A file of some of the sites stands for all: of its column of sites nothing is learnt.
+        drop = [*asked.records.drop, *([asked.site] if asked.site else [])]
+        records = asked.records.model_copy(update={"drop": drop})
+        return replace(asked, sites=wanted, site=None, records=records)
     if not own:
         dealt = len(asked.budgets) if len(asked.budgets) > 1 else 10
         return replace(asked, sites=asked.sites or dealt)

@@ -1,7 +1,8 @@
 """A configuration for a budget, why each of its values, and what others would give."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import Tensor
 from fedpact.data.columns.advice import advise, square, undeclared
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import make_partition
-from fedpact.engines.scene import is_table, loaded
+from fedpact.engines.scene import is_table, loaded, undeclared_classes
 from fedpact.errors import InputError
 from fedpact.features.settings import FeatureSettings, suited
 from fedpact.features.stage import FeatureStage
@@ -26,6 +27,8 @@ from fedpact.recommend.noise import SiteNoise
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY, Budget
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
+
+_logger = logging.getLogger("fedpact")
 
 FITTED_ON: Final = (
     "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32; beside it, figures of records set "
@@ -68,9 +71,7 @@ class Recommendation:
         read = Plan.parse({**asked.document, "sites": asked.sites})
         example = read.stage().example(data.x[0])
         names = data.features or tuple(map(str, range(data.x[0].numel())))
-        parts = make_partition(data, read.partition, read.sites, read.seed).train.values()
-        share = (asked.size or _training(data, read)) / sum(map(len, parts))
-        sizes = [len(part) * share for part in parts]
+        sizes = _sizes(asked, data, read)
         public = _Public.of(asked, example, square(form, names), sizes, len(data.classes))
         bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
         if not public.features:
@@ -81,6 +82,10 @@ class Recommendation:
             why = "they say little beside the others, and noise goes nearly as far as the signal"
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
+        if told := undeclared_classes(read, data):
+            _logger.warning("%s: %s", data.name, told)
+            raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
+            reasons["records.classes"] = "found in the labels, and public from here on: see to them"
         Plan.parse(raw)
         if bare:
             whose = bare if example.ndim == 1 else "its numbers"
@@ -110,6 +115,15 @@ def _pay(chosen: FullBatch) -> str:
     return "pay at this signal to noise"
 
 
+def _sizes(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
+    """Return how many records train at each site; of a declared number an equal share, unnamed."""
+    if asked.size is not None:
+        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
+    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
+    share = _training(data, plan) / sum(map(len, parts.values()))
+    return {name: len(part) * share for name, part in parts.items()}
+
+
 def _training(data: Dataset, plan: Plan) -> int:
     """Return how many records train: those that a data set or the plan holds out do not."""
     if plan.evaluation.used:
@@ -132,6 +146,7 @@ class _Public:
     features: dict[str, Any]
     noise: SiteNoise
     length: float  # about that of a record's row
+    names: tuple[str, ...]  # of the sites
 
     @classmethod
     def of(
@@ -139,7 +154,7 @@ class _Public:
         asked: Circumstances,
         example: Tensor,
         square: float,
-        sizes: Sequence[float],
+        sizes: Mapping[str, float],
         classes: int,
     ) -> "_Public":
         if asked.trust not in ("own", "sum"):
@@ -149,8 +164,9 @@ class _Public:
         honest = (asked.honest or asked.sites - 1) if asked.trust == "sum" else 1
         if not 1 <= honest <= max(asked.sites - 1, 1):
             raise InputError(
-                f"--honest is {honest} with --sites {asked.sites}: expected at least 2 sites and "
-                "fewer honest than all, as a site that looks at a sum knows its own share"
+                f"--trust sum of {asked.sites} sites, {honest} of them honest: expected at least 2 "
+                "sites, and an --honest from 1 to one less, as a site that looks at a sum knows "
+                "its own share"
             )
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
         length = 1.0 if features else math.sqrt(square)
@@ -160,14 +176,14 @@ class _Public:
         columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
         noise = SiteNoise(
             asked.budgets,
-            sizes,
+            tuple(sizes.values()),
             columns,
             clip=float(f"{_CLIP * length:.1g}"),
             honest=honest if asked.trust == "sum" else None,
             # What is declared stands for sites whose records nobody deals out.
             dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
         )
-        return cls(asked, honest, classes, example, features, noise, length)
+        return cls(asked, honest, classes, example, features, noise, length, tuple(sizes))
 
     @property
     def shares(self) -> float:
@@ -248,12 +264,19 @@ class _Public:
             "logistic.bias": "" if not self.features else "it would take its part of every clip",
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
-            "privacy.epsilon": self._release_told(),
+            "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
             **self._told_of_noise(chosen),
             "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
+
+    def _whose(self) -> str:
+        """Return whose each of unlike budgets is; "" where they are alike."""
+        of = self.asked.budgets
+        if len(set(of)) == 1:
+            return ""
+        return ", ".join(f"{s} {one.epsilon:g}" for s, one in zip(self.names, of, strict=True))
 
     def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
         """Return what unlike budgets have to do with the algorithm."""
@@ -262,12 +285,13 @@ class _Public:
         if not self.noise.weighed:
             return {"algorithm": "all sites add the noise of the most careful one"}
         longer = self.noise.alike(1.0, chosen.rounds) / chosen.sigma
+        more = f"{longer:.2g} times as long" if longer > 1.05 else "hardly longer"
         bias = "dealt at random, records differ from site to site by chance alone"
         if not self.noise.dealt:
             bias = "as far as sites can be apart, so that none is passed over; less counts on noise"
         return {
             "algorithm": "sites of unlike budgets count by their noise, those with little ε less: "
-            f"if all records counted alike, noise would be {longer:.2g} times as long",
+            f"if all records counted alike, noise would be {more}",
             "settings.bias_penalty": bias,
         }
 
