@@ -246,3 +246,14 @@ def test_noise_of_one_site_that_drowns_the_others_is_told(capsys, overrides, tol
     shown = capsys.readouterr().out
     assert ("Unlike noise: together it is" in shown) == bool(told)
     assert told in shown
+
+
+@pytest.mark.parametrize("trust", [(), ("--trust", "sum")], ids=["own", "sum"])
+def test_of_unlike_budgets_as_many_rounds_pay_as_was_recommended(tmp_path, trust):
+    out = tmp_path / "study.toml"
+    asked = ("recommend", "digits", "--epsilon", "0.5,1,2", *trust, "--out", str(out), "--json")
+    done = CliRunner().invoke(app, asked)
+    rounds = json.loads(done.stdout)["configuration"]["rounds"]
+    found = optimised(Scene.of(Plan.read(out)), None)["cases"]
+    assert {abs(case["useful_rounds"] - rounds) <= 1 for case in found} == {True}
+    assert len({case["useful_rounds"] for case in found}) == 1

@@ -1,5 +1,6 @@
 """How else a plan's budget could be spent: q, σ, rounds and τ, by signal to noise."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
+from fedpact.theory.aggregation import least_noise
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
 from fedpact.theory.planner import MOST_STEPS, Choice, best
 
@@ -30,6 +32,8 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
     ):
         if found:
             raise PlanError(f"--optimise with {name}: {why}")
+    unlike = len({terms.budget for terms in scene.terms.values()}) > 1
+    together = _together(scene, own_rounds(scene.plan)) if unlike else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -40,7 +44,8 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             most = now.passes if passes is None else passes
             best_one = _best(scene, terms, rounds, most)
             kept = now
-            if (useful := _useful(scene, terms, best_one)) is not None and useful < rounds:
+            useful = _useful(scene, terms, best_one) if together is None else together
+            if useful is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
                 kept = _calibrated(scene, terms, replace(now, rounds=useful), useful)
             if kept.snr > best_one.snr and kept.passes <= most:
@@ -84,6 +89,32 @@ def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
     weights = FlatModel(scene.module()).size
     snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
     return useful_rounds(snr)
+
+
+def _together(scene: Scene, rounds: int) -> int | None:
+    """Return how many rounds pay by the noise of all sites, whose budgets are unlike.
+
+    As they are weighed, with all records in every step; None as of `_useful`.
+    """
+    plan = scene.plan
+    if plan.model != "logistic":
+        return None
+    each = [
+        _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()
+    ]
+    sizes, own = list(scene.sizes.values()), plan.algorithm_settings
+    clip, weights = plan.privacy.clip, FlatModel(scene.module()).size
+    if plan.privacy.honest:
+        sigma = max(one.sigma for one in each)
+    else:
+        variances = [(clip * one.sigma / n) ** 2 for one, n in zip(each, sizes, strict=True)]
+        counted = [n / sum(sizes) for n in sizes]
+        if getattr(own, "aggregation", "") == "least_noise":
+            counted = least_noise(sizes, variances, getattr(own, "bias_penalty", 0.0) / weights)
+        noise = math.sqrt(sum(a * a * v for a, v in zip(counted, variances, strict=True)))
+        sigma = noise * sum(sizes) / clip / math.sqrt(len(sizes))
+    shares = len(sizes) / (plan.privacy.honest or 1)
+    return useful_rounds(signal_to_noise(1.0, sigma, rounds, sum(sizes), shares, weights))
 
 
 def own_rounds(plan: Plan) -> int:
