@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import logging
 import math
+import os
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from scipy.signal import convolve2d
 from tests.features import backbones_of_users
 from torch import nn
@@ -256,8 +257,15 @@ def test_large_images_are_made_in_parts_that_fit_into_memory():
         ({"kind": f"{OWN}:none", "trained_on": "x"}, SHAPE, "cannot be imported|has no attribute"),
         ({"kind": f"{OWN}:nothing", "trained_on": "x"}, SHAPE, "returned NoneType"),
         ({"kind": "patches", "filters": 6000, "size": 3}, SHAPE, "at most 8192"),
-        ({"kind": "still"}, SHAPE, "the same in every made image"),
-        ({"kind": "still", "whiten": False}, SHAPE, "the same in every made image"),
+        ({"kind": "still"}, SHAPE, "the same in most made images"),
+        ({"kind": "still", "whiten": False}, SHAPE, "the same in most made images"),
+        # Three of four have nothing above it.
+        ({**SMALL["patches"], "threshold": 4.0}, (8, 8), "a lower threshold than 4"),
+        (
+            {**SMALL["patches"], "threshold": 4.0, "whiten": False},
+            (8, 8),
+            "a lower threshold than 4",
+        ),
         (
             {**SMALL["patches"], "threshold": 1000.0, "whiten": False},
             (8, 8),
@@ -804,7 +812,16 @@ def test_a_damaged_cache_is_made_anew(tmp_path, counted):
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("theirs", [b"x,y\n1,2\n", b"\0" * 5000, bytes(range(256)) * 9])
+THEIRS = [
+    b"x,y\n1,2\n",
+    b"\0" * 5000,
+    bytes(range(256)) * 9,
+    b'{"notes": "of the images, by whoever has made them, in 2024", "x": [1], "good": [true]}',
+    save({"x": torch.zeros(3), "good": torch.zeros(3), "mine": torch.zeros(3)}),
+]
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
 def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, theirs):
     x, path = made(10), beside(tmp_path / "records.npz")
     path.write_bytes(theirs)
@@ -813,6 +830,19 @@ def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, the
     assert torch.equal(found.x, counted(x).x)
     assert path.read_bytes() == theirs
     assert "records.npz.features is there and is no cache of features; move it" in caplog.text
+
+
+def test_a_pipe_in_the_caches_place_is_not_waited_for(tmp_path, counted, caplog):
+    os.mkfifo(tmp_path / "f")
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        features(made(2), counted, tmp_path / "f")
+    assert "is no cache of features" in caplog.text
+
+
+def test_a_factory_that_tells_records_apart_by_nothing_is_warned_of(tmp_path, caplog):
+    settings = FeatureSettings(kind=f"{OWN}:deaf", trained_on="nothing")
+    Extractor(settings, SHAPE, 0, tmp_path)
+    assert "answers zeros, ones and drawn numbers with the same" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog):

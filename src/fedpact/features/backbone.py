@@ -9,6 +9,7 @@ factory leaves, or those of a file of safetensors or of torch, whose SHA-256 the
 
 import hashlib
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from fedpact.own.digests import digest_of_what_lasts
 from fedpact.own.named import own_factory
 from fedpact.params import one_thread
 
+_logger = logging.getLogger("fedpact")
 _FORM = "factory(shape) -> nn.Module"
 # The random state is the process's: two threads of one would draw from each other's.
 _ONE_AT_A_TIME = threading.RLock()
@@ -140,6 +142,12 @@ class Backbone:
         # Of code in other files than the factory's: what it refers to, and what it answers.
         code = digest_of_what_lasts(self._module).encode()
         self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()
+        if len(set(once)) == 1:
+            _logger.warning(
+                "%s answers zeros, ones and drawn numbers with the same: a model of it learns "
+                "nothing, unless records are of another kind",
+                self._name,
+            )
         if once != again:
             raise ModelError(
                 f"{self._name} answers a record otherwise after others: expected a module without "

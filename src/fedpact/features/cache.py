@@ -8,6 +8,7 @@ anew and replaced; a file that no cache begins like is somebody's, and stays as 
 """
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,7 @@ from fedpact.files import PRIVATE, write_whole
 
 SUFFIX: Final = ".features"
 _DIGEST: Final = 32
+_TABLE: Final = 512  # bytes that a table of two tensors is shorter than
 
 _logger = logging.getLogger("fedpact")
 
@@ -52,6 +54,8 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
 
 
 def _stored(cache: Path, key: bytes, count: int, width: int) -> Found | None:
+    if not cache.is_file():  # nor a pipe, which would be waited for
+        return None
     try:
         block = cache.read_bytes()
         if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
@@ -70,13 +74,22 @@ def _check_ours(cache: Path) -> None:
     """Raise OSError: the file is none that this module has written."""
     if not cache.exists():
         return
-    with cache.open("rb") as file:
-        begins = file.read(_DIGEST + 256)
-    # Behind the digest and the length of safetensors' table, both tensors' names.
-    if begins and not all(name in begins[_DIGEST + 8 :] for name in (b'"x"', b'"good"')):
+    if not (cache.is_file() and _begins_as_ours(cache)):
         raise FileExistsError(
             f"{cache} is there and is no cache of features; move it, so that they have their place"
         )
+
+
+def _begins_as_ours(cache: Path) -> bool:
+    """Whether a file is empty, or has behind a digest safetensors' table of x and good alone."""
+    with cache.open("rb") as file:
+        begins = file.read(_DIGEST + 8 + _TABLE)
+    length = int.from_bytes(begins[_DIGEST : _DIGEST + 8], "little")
+    table = begins[_DIGEST + 8 : _DIGEST + 8 + length]
+    try:
+        return not begins or set(json.loads(table)) == {"x", "good"}
+    except ValueError:
+        return False
 
 
 def _key(x: Tensor, extractor: Extractor) -> bytes:
