@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 
 import fedpact
 from fedpact.engines.joining import of_run
+from fedpact.files import write_whole
 from fedpact.ledger.receipt import receipt
 
 HERE = Path(__file__).parent
@@ -144,18 +145,17 @@ class Results:
                     sites = of_run(run)["sites"].values()
                     self.found[alone] = _summary([each["local"] for each in sites])
             self.found[key] = figures
-            self._path.write_text(json.dumps(self.found, indent=0, sort_keys=True) + "\n")
+            text = json.dumps(self.found, indent=0, sort_keys=True) + "\n"
+            write_whole(self._path, text.encode(), private=False)
         return self.found[key]
 
     def _figures(self, run: Path, accuracies: dict[str, float]) -> dict[str, Any]:
         partition = (run / "partition.json").read_bytes()
         ledgers = sorted((run / "sites").glob("*/ledger.jsonl"))
-        spent = {receipt(path)["site"]: _spent(path) for path in ledgers}
         return {
             **_summary(list(accuracies.values())),
             "partition": hashlib.sha256(partition).hexdigest(),
-            # What a site spent by its own ledger, most sites alike.
-            "spent": {f"{x:.6f}": sorted(spent.values()).count(x) for x in set(spent.values())},
+            "spent": tallied([receipt(path) for path in ledgers]),
             "made": f"{_commit()}, torch {torch.__version__}",
         }
 
@@ -173,9 +173,10 @@ class Results:
         return max(ways, key=lambda way: self.of(cell, way, 0)["mean"])
 
 
-def _spent(ledger: Path) -> float:
-    (run,) = receipt(ledger)["runs"].values()
-    return run["epsilon_spent"]
+def tallied(receipts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many sites spent which ε by their own ledgers, each of one run."""
+    each = [next(iter(one["runs"].values()))["epsilon_spent"] for one in receipts]
+    return {f"{x:.6f}": each.count(x) for x in set(each)}
 
 
 def _commit() -> str:
@@ -253,5 +254,7 @@ def main(name: str, sites: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--page"]:
         (HERE / "README.md").write_text(readme(), encoding="utf-8")
-    else:
+    elif sys.argv[1:] and sys.argv[1] in STUDIES:
         main(sys.argv[1], sys.argv[2:])
+    else:
+        sys.exit(f"expected --page, or one of {', '.join(STUDIES)} and numbers of sites")
