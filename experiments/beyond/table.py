@@ -3,12 +3,12 @@
     FEDPACT_DATA=DIR python experiments/beyond/table.py NAME [SITES ...]      results-NAME.json
     python experiments/beyond/table.py --page           README.md's tables, of what is stored
 
-NAME: adult, adult-iid, heart or shakespeare. Entrants: federated with each site's own noise,
-federated with noise for the sum (all but one site honest), each site alone under the same (ε, δ),
-and, in words below the table, each alone and exact. Rounds and η are chosen for each cell at seed
-0; figures are of other seeds, each with other noise and, but for natural sites, another partition,
-on what each site holds out. Resumable: each result is stored as it comes, with the digest of its
-partition and what each site's receipt says was spent.
+NAME: adult, adult-iid, heart, shakespeare or shakespeare-transformer. Entrants: federated with each
+site's own noise, federated with noise for the sum (all but one site honest), each site alone under
+the same (ε, δ), and, in words below the table, each alone and exact. Rounds and η are chosen for
+each cell at seed 0; figures are of other seeds, each with other noise and, but for natural sites,
+another partition, on what each site holds out. Resumable: each result is stored as it comes, with
+the digest of its partition and what each site's receipt says was spent.
 """
 
 import hashlib
@@ -91,6 +91,15 @@ STUDIES = {
         # One site's noise is large: what suits a sum of 71 is no way for it.
         local_ways=((30, 0.5), (30, 2.0), (30, 8.0)),
         alone=False,  # an LSTM's optimum at each of 71 sites takes longer than all the rest
+    ),
+    "shakespeare-transformer": Study(
+        "Shakespeare, the same sites, a transformer of one block",
+        "../shakespeare/transformer.toml",
+        ["partition.held_out=0.2", "settings.local_steps=1", "server={}"],
+        (71,),
+        ((30, 2.0), (30, 8.0)),
+        local_ways=((30, 0.5), (30, 2.0)),
+        alone=False,
     ),
 }
 
