@@ -95,6 +95,7 @@ def test_only_shape_classes_and_number_of_records_count(tmp_path):
         (("--epsilon", "1", "--trust", "sum", "--sites", "1"), "at least 2 sites"),
         (("--epsilon", "1", "--rounds", "0"), "rounds"),
         (("--epsilon", "1,"), "--epsilon is '1,': expected a number, or one for each site"),
+        (("--epsilon", "1_0"), "--epsilon is '1_0': expected a number"),
         (("--epsilon", "1,2", "--sites", "3"), "lists 2 values for 3 sites"),
         (("--epsilon", "1,2", "--delta", "1e-5,1e-6,1e-7"), "as many of both as there are sites"),
         (("--epsilon", "1,-2"), "epsilon"),

@@ -84,6 +84,8 @@ def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
 
 def _numbers(name: str, text: str) -> list[float]:
     try:
+        if "_" in text:  # which Python takes for a comma of thousands
+            raise ValueError
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(
