@@ -231,12 +231,18 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path):
         assert ("declare mean and deviation" in shown) == remedy
 
 
+LEAST = "settings.aggregation=least_noise"
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (("privacy.sigma=[1.0, 3.0]",), "1.7 times as long"),
         (("privacy.sigma=[1.0, 1.2]",), ""),
-        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), ""),
+        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), "1.7 times as long"),
+        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd", LEAST), ""),
+        (("privacy.sigma=[1.0, 3.0]", "algorithm=mr_mtl"), ""),
+        (("partition.kind=power_law", "partition.smallest=30", "partition.largest=900"), ""),
         (("privacy.sigma=[1.0, 3.0]", "privacy.mode=none"), ""),
     ],
 )

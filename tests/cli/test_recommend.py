@@ -16,6 +16,7 @@ from fedpact.deploy.write import Choices, write
 from fedpact.engines.scene import Scene
 from fedpact.messages import Reply
 from fedpact.plan import Plan
+from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory.accounting import Budget
 from fedpact.theory.calibration import smallest_sigma
 from fedpact.theory.full_batch import NOISE, full_batch, signal_to_noise
@@ -465,7 +466,7 @@ def test_a_declared_number_of_records_stands_in_place_of_the_counted_one(tmp_pat
     assert row["snr"] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["records.csv", "study.json", "there.toml", "no/such/folder.toml"])
+@pytest.mark.parametrize("name", ["records.csv", "study.json", "there.toml"])
 def test_it_writes_over_nothing(tmp_path, name):
     """Not over the records, nor over the declaration that it was given."""
     for there in ("records.csv", "there.toml"):
@@ -528,3 +529,21 @@ def test_classes_that_were_found_are_told_written_and_told_again(tmp_path, caplo
     plan = Plan.parse({**found["configuration"], "records": {"columns": {}}})
     write(tmp_path / "federation", plan, Choices())
     assert f"federation.toml is everybody's: {told}" in caplog.text
+
+
+def test_one_sites_records_do_not_make_a_federation_of_one(tmp_path):
+    file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
+    file.write_text(
+        "\n".join(["age,hospital,ill", *(f"{20 + i},north,{i % 2}" for i in range(40))])
+    )
+    columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
+    asked = ("recommend", str(file), "--label", "ill", "--site", "hospital", "--epsilon", "1")
+    done = cli(*asked, "--columns", str(columns), "--records", "5000")
+    assert "has one site, 'north': say of how many sites" in str(done.exception)
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recommendation, "toml", lambda self: "\ud800")
+    done = cli("recommend", "digits", "--epsilon", "1", "--out", str(tmp_path / "study.toml"))
+    assert "which cannot be written" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []

@@ -813,6 +813,10 @@ def test_a_damaged_cache_is_made_anew(tmp_path, counted):
 
 
 THEIRS = [
+    b"3" * 99,
+    b" " * 40 + b'["x", "good"]' + b" " * 99,
+    (8).to_bytes(40, "big")[:32] + (13).to_bytes(8, "little") + b'["x", "good"]',
+    b"\0" * 32 + (4).to_bytes(8, "little") + b"null" + b"\0" * 50,
     b"x,y\n1,2\n",
     b"\0" * 5000,
     bytes(range(256)) * 9,
@@ -830,6 +834,12 @@ def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, the
     assert torch.equal(found.x, counted(x).x)
     assert path.read_bytes() == theirs
     assert "records.npz.features is there and is no cache of features; move it" in caplog.text
+
+
+def test_a_name_that_is_too_long_for_a_cache_stops_nothing(tmp_path, counted, caplog):
+    with caplog.at_level(logging.WARNING, logger="fedpact"):
+        assert features(made(2), counted, beside(tmp_path / ("r" * 250))).good.all()
+    assert "are not cached" in caplog.text
 
 
 def test_a_pipe_in_the_caches_place_is_not_waited_for(tmp_path, counted, caplog):

@@ -204,7 +204,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         out.print(
             f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
             'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
-            "(sites with little ε then count less; `fedpact recommend --epsilon A,B,...` has the "
+            "(sites with much noise then count less; `fedpact recommend --epsilon A,B,...` has the "
             "rest of such a plan)."
         )
     moved = _moved(scene)
@@ -234,8 +234,12 @@ def _drowned(scene: Scene) -> float:
     """Return how many times longer the sites' noise is, all records alike, than it could be."""
     plan = scene.plan
     variances = [terms.noise_variance for terms in scene.terms.values()]
-    weighed = plan.algorithm == "ldp_fedsgd" or plan.privacy.honest
-    if weighed or plan.noisy_sizes or not all(variances):
+    weighed = getattr(plan.algorithm_settings, "aggregation", "") == "least_noise"
+    alone = plan.algorithm == "mr_mtl"  # each site has a model of its own
+    if weighed or alone or plan.privacy.honest or plan.noisy_sizes or not all(variances):
+        return 1.0
+    # Of sites that are of unlike sizes alone, small ones are no louder than their records weigh.
+    if len({terms.event.sigma for terms in scene.terms.values()}) == 1:
         return 1.0
     sizes = list(scene.sizes.values())
     alike = sum(n * n * v for n, v in zip(sizes, variances, strict=True)) / sum(sizes) ** 2

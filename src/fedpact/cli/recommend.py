@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fedpact.cli.console import show
 from fedpact.errors import InputError
+from fedpact.files import write_whole
 from fedpact.recommend.circumstances import Circumstances
 from fedpact.recommend.recommendation import FITTED_ON, Recommendation
 
@@ -22,10 +23,9 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     found = Recommendation.of(asked)
     if out is not None:
         try:
-            with out.open("x", encoding="utf-8") as written:
-                written.write(found.toml())
-        except OSError as error:
-            raise InputError(f"--out is {out}, which cannot be written: {error.strerror}") from None
+            write_whole(out, found.toml().encode(), private=False)
+        except (OSError, UnicodeEncodeError) as error:
+            raise InputError(f"--out is {out}, which cannot be written: {error}") from None
     document = {
         "configuration": found.raw,
         "reasons": found.reasons,

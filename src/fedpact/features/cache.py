@@ -54,9 +54,9 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
 
 
 def _stored(cache: Path, key: bytes, count: int, width: int) -> Found | None:
-    if not cache.is_file():  # nor a pipe, which would be waited for
-        return None
     try:
+        if not cache.is_file():  # nor a pipe, which would be waited for
+            return None
         block = cache.read_bytes()
         if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
             return None
@@ -85,11 +85,11 @@ def _begins_as_ours(cache: Path) -> bool:
     with cache.open("rb") as file:
         begins = file.read(_DIGEST + 8 + _TABLE)
     length = int.from_bytes(begins[_DIGEST : _DIGEST + 8], "little")
-    table = begins[_DIGEST + 8 : _DIGEST + 8 + length]
     try:
-        return not begins or set(json.loads(table)) == {"x", "good"}
+        table = json.loads(begins[_DIGEST + 8 : _DIGEST + 8 + length])
     except ValueError:
-        return False
+        return not begins
+    return isinstance(table, dict) and table.keys() == {"x", "good"}
 
 
 def _key(x: Tensor, extractor: Extractor) -> bytes:

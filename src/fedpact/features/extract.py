@@ -155,11 +155,8 @@ class Extractor:
         if self._settings.factory:
             yield from map(self._alone, x.split(1) if len(x) else ())
         else:
-            if self._settings.whiten:
-                _ = self._whitening  # once, not by every thread
-            else:
-                some = dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT)
-                self._check_tells((found := self._mapped_all(some)) - found[0])
+            # Once, not by every thread.
+            _ = self._whitening if self._settings.whiten else self._tells
             yield from _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
 
     @torch.no_grad()
@@ -220,6 +217,13 @@ class Extractor:
         eye = torch.eye(p, dtype=torch.float64)
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
         return mean.float(), inverse.float()
+
+    @cached_property
+    def _tells(self) -> bool:
+        """Whether features that are not whitened differ. Raises ModelError: they do not."""
+        found = self._mapped_all(dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT))
+        self._check_tells(found - found[0])
+        return True
 
     def _check_tells(self, differences: Tensor) -> None:
         """Raise ModelError: of made images' features [n, p], less one or their mean, most agree."""

@@ -84,7 +84,7 @@ def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
 
 def _numbers(name: str, text: str) -> list[float]:
     try:
-        if "_" in text:  # which Python takes for a comma of thousands
+        if "_" in text or not text.isascii():  # which Python reads
             raise ValueError
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -157,6 +157,11 @@ def _with_budgets(asked: Circumstances) -> Circumstances:
 def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
     own = len(set(data.site or ()))
     wanted = asked.sites or (len(asked.budgets) if len(asked.budgets) > 1 else 0)
+    if own == 1 and asked.size is not None and not wanted:
+        raise InputError(
+            f"--records is {asked.size} and {data.name} has one site, {(data.site or ('',))[0]!r}: "
+            "say of how many sites they are by --sites, or by one --epsilon for each"
+        )
     if own and asked.size is not None and wanted not in (0, own):
         # A file of some of the sites stands for all: of its column of sites nothing is learnt.
         drop = [*asked.records.drop, *([asked.site] if asked.site else [])]

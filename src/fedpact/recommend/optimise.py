@@ -33,7 +33,8 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
         if found:
             raise PlanError(f"--optimise with {name}: {why}")
     unlike = len({terms.budget for terms in scene.terms.values()}) > 1
-    together = _together(scene, own_rounds(scene.plan)) if unlike else None
+    full = unlike and all(terms.rate == 1.0 for terms in scene.terms.values())
+    together = _together(scene, own_rounds(scene.plan)) if full else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -94,7 +95,7 @@ def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
 def _together(scene: Scene, rounds: int) -> int | None:
     """Return how many rounds pay by the noise of all sites, whose budgets are unlike.
 
-    As they are weighed, with all records in every step; None as of `_useful`.
+    As they are weighed, of a plan that has all records in every step; None as of `_useful`.
     """
     plan = scene.plan
     if plan.model != "logistic":

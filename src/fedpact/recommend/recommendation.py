@@ -276,7 +276,9 @@ class _Public:
         of = self.asked.budgets
         if len(set(of)) == 1:
             return ""
-        return ", ".join(f"{s} {one.epsilon:g}" for s, one in zip(self.names, of, strict=True))
+        unlike = len({one.delta for one in of}) > 1
+        told = [f"({one.epsilon:g}, {one.delta:g})" if unlike else f"{one.epsilon:g}" for one in of]
+        return ", ".join(f"{site} {one}" for site, one in zip(self.names, told, strict=True))
 
     def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
         """Return what unlike budgets have to do with the algorithm."""
@@ -290,7 +292,7 @@ class _Public:
         if not self.noise.dealt:
             bias = "as far as sites can be apart, so that none is passed over; less counts on noise"
         return {
-            "algorithm": "sites of unlike budgets count by their noise, those with little ε less: "
+            "algorithm": "sites of unlike budgets count by their noise, careful ones less: "
             f"if all records counted alike, noise would be {more}",
             "settings.bias_penalty": bias,
         }
