@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +54,20 @@ class Circumstances:
             "records": self.declared,
         }
         return {key: value for key, value in found.items() if value not in (None, {})}
+
+    @property
+    def granted(self) -> dict[str, Any]:
+        """`epsilon` and `delta` of [privacy]: a number of each, or one for each site."""
+        of = self.budgets
+        both = {"epsilon": [one.epsilon for one in of], "delta": [one.delta for one in of]}
+        return {key: each if len(set(each)) > 1 else each[0] for key, each in both.items()}
+
+    @property
+    def guarantee(self) -> str:
+        """The budgets in words."""
+        few = sorted(set(self.budgets), key=attrgetter("epsilon", "delta"))
+        told = [f"({one.epsilon:g}, {one.delta:g})" for one in few]
+        return told[0] if len(few) == 1 else f"a site's own, from {told[0]} to {told[-1]},"
 
     @property
     def declared(self) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor
@@ -25,7 +24,7 @@ from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
 from fedpact.recommend.noise import SiteNoise
 from fedpact.reference.starting import configuration
-from fedpact.theory.accounting import ADJACENCY, Budget
+from fedpact.theory.accounting import ADJACENCY
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
 
 _logger = logging.getLogger("fedpact")
@@ -97,18 +96,6 @@ class Recommendation:
         return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
 
 
-def _granted(budgets: Sequence[Budget]) -> dict[str, Any]:
-    """Return `epsilon` and `delta` of [privacy]: a number of each, or one for each site."""
-    both = {"epsilon": [b.epsilon for b in budgets], "delta": [b.delta for b in budgets]}
-    return {key: each if len(set(each)) > 1 else each[0] for key, each in both.items()}
-
-
-def _told(budgets: Sequence[Budget]) -> str:
-    few = sorted(set(budgets), key=attrgetter("epsilon", "delta"))
-    told = [f"({one.epsilon:g}, {one.delta:g})" for one in few]
-    return told[0] if len(few) == 1 else f"a site's own, from {told[0]} to {told[-1]},"
-
-
 def _pay(chosen: FullBatch) -> str:
     if chosen.rounds < chosen.useful:
         return f"were allowed; {chosen.useful} would pay at this signal to noise"
@@ -170,7 +157,7 @@ class _Public:
             )
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
         length = 1.0 if features else math.sqrt(square)
-        granted = Privacy(**_granted(asked.budgets))
+        granted = Privacy(**asked.granted)
         sites = tuple(map(str, range(asked.sites)))
         released = asked.records.released
         columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
@@ -232,7 +219,7 @@ class _Public:
             "settings": {**rate, **suits["settings"]},
             **({"server": server} if chosen.momentum else {}),
             "privacy": {
-                **_granted(asked.budgets),
+                **asked.granted,
                 "clip": self.clip,
                 **shared,
             },
@@ -251,7 +238,7 @@ class _Public:
         )
         way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
         return {
-            "guarantee": f"{_told(asked.budgets)} per record, {ADJACENCY}, {whose}",
+            "guarantee": f"{asked.guarantee} per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
             "rounds": f"as many as {_pay(chosen)}; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
