@@ -183,8 +183,7 @@ def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
         records = asked.records.model_copy(update={"drop": drop})
         return replace(asked, sites=wanted, site=None, records=records)
     if not own:
-        dealt = len(asked.budgets) if len(asked.budgets) > 1 else 10
-        return replace(asked, sites=asked.sites or dealt)
+        return replace(asked, sites=wanted or 10)
     if asked.sites not in (0, own):
         raise InputError(
             f"--sites is {asked.sites} and {data.name} has {own} sites of its own: leave it out"

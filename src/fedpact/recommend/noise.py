@@ -52,11 +52,7 @@ class SiteNoise:
         if not self.weighed:
             # Of noise for the sum all add what the most careful site needs.
             return max(each)
-        deviations = [self.clip * s / (rate * n) for s, n in zip(each, self.sizes, strict=True)]
-        variances = [v * v for v in deviations]
-        counted = least_noise(self.sizes, variances, self.penalty(rounds) / weights)
-        together = math.hypot(*(a * v for a, v in zip(counted, deviations, strict=True)))
-        return self._as_one(together) * rate / self.clip
+        return sigma_together(each, self.sizes, self.clip, rate, self.penalty(rounds) / weights)
 
     def alike(self, rate: float, rounds: int) -> float:
         """Return `sigma` of all records counting alike, whatever their sites' budgets."""
@@ -83,6 +79,22 @@ class SiteNoise:
         }
         return [found[budget] for budget in self.budgets]
 
-    def _as_one(self, deviation: float) -> float:
-        """Return σ C of K sites that are alike, by the deviation of the mean over all records."""
-        return deviation * sum(self.sizes) / math.sqrt(len(self.sizes))
+
+def sigma_together(
+    sigmas: Sequence[float],
+    sizes: Sequence[float],
+    clip: float,
+    rate: float = 1.0,
+    penalty: float | None = None,
+) -> float:
+    """Return the σ of K sites that are alike, whose mean over records has the noise of these.
+
+    sigmas, sizes: σ_k and N_k > 0. clip: C. rate: q. penalty: κ of theory.aggregation by which
+    sites count by their noise; None where all records count alike.
+    """
+    deviations = [clip * s / (rate * n) for s, n in zip(sigmas, sizes, strict=True)]
+    counted = [n / sum(sizes) for n in sizes]
+    if penalty is not None:
+        counted = least_noise(sizes, [v * v for v in deviations], penalty)
+    noise = math.hypot(*(a * v for a, v in zip(counted, deviations, strict=True)))
+    return noise * sum(sizes) * rate / clip / math.sqrt(len(sizes))

@@ -1,6 +1,5 @@
 """How else a plan's budget could be spent: q, σ, rounds and τ, by signal to noise."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +8,8 @@ from fedpact.errors import PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
+from fedpact.recommend.noise import sigma_together
 from fedpact.theory.accounting import Budget
-from fedpact.theory.aggregation import least_noise
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
 from fedpact.theory.planner import MOST_STEPS, Choice, best
 
@@ -34,7 +33,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             raise PlanError(f"--optimise with {name}: {why}")
     unlike = len({terms.budget for terms in scene.terms.values()}) > 1
     full = unlike and all(terms.rate == 1.0 for terms in scene.terms.values())
-    together = _together(scene, own_rounds(scene.plan)) if full else None
+    of_all = _together(scene, own_rounds(scene.plan)) if full else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -45,7 +44,7 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             most = now.passes if passes is None else passes
             best_one = _best(scene, terms, rounds, most)
             kept = now
-            useful = _useful(scene, terms, best_one) if together is None else together
+            useful = _useful(scene, terms, best_one) if of_all is None else of_all
             if useful is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
                 kept = _calibrated(scene, terms, replace(now, rounds=useful), useful)
@@ -104,16 +103,12 @@ def _together(scene: Scene, rounds: int) -> int | None:
         _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()
     ]
     sizes, own = list(scene.sizes.values()), plan.algorithm_settings
-    clip, weights = plan.privacy.clip, FlatModel(scene.module()).size
-    if plan.privacy.honest:
-        sigma = max(one.sigma for one in each)
-    else:
-        variances = [(clip * one.sigma / n) ** 2 for one, n in zip(each, sizes, strict=True)]
-        counted = [n / sum(sizes) for n in sizes]
-        if getattr(own, "aggregation", "") == "least_noise":
-            counted = least_noise(sizes, variances, getattr(own, "bias_penalty", 0.0) / weights)
-        noise = math.sqrt(sum(a * a * v for a, v in zip(counted, variances, strict=True)))
-        sigma = noise * sum(sizes) / clip / math.sqrt(len(sizes))
+    sigmas, weights = [one.sigma for one in each], FlatModel(scene.module()).size
+    sigma = max(sigmas)
+    if not plan.privacy.honest:
+        weighed = getattr(own, "aggregation", "") == "least_noise"
+        penalty = getattr(own, "bias_penalty", 0.0) / weights if weighed else None
+        sigma = sigma_together(sigmas, sizes, plan.privacy.clip, penalty=penalty)
     shares = len(sizes) / (plan.privacy.honest or 1)
     return useful_rounds(signal_to_noise(1.0, sigma, rounds, sum(sizes), shares, weights))
 
