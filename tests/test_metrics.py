@@ -11,6 +11,8 @@ from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.messages import SiteScore
 from fedpact.metrics import entropy, evaluate, fairness, psi, ranking
+from fedpact.params import FlatModel
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
 
@@ -56,6 +58,41 @@ def test_images_are_evaluated_as_the_model_computes_them(shape: tuple[int, ...])
     for parameter, (place, stride, value) in zip(module.parameters(), before, strict=True):
         assert (parameter.data_ptr(), parameter.stride()) == (place, stride)
         assert torch.equal(parameter, value)
+
+
+class ByMemory(nn.Module):
+    """A model of one's own, whose code goes by how its images lie in memory."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.body = way, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.way == "view":
+            return self.head(x.view(x.size(0), -1))
+        if self.way == "parts":
+            return self.head(torch.cat([part.view(-1, 18) for part in x.chunk(2, 1)], 1))
+        return self.head(x.as_strided((len(x), 36), (36, 1)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ["view", "parts", "as_strided"])
+def test_a_model_of_ones_own_is_given_images_as_they_are(way: str, nested: bool) -> None:
+    """What torch's own layers take is no business of code that looks at memory."""
+    torch.manual_seed(0)
+    module: nn.Module = ByMemory(way).double()
+    if nested:
+        module = nn.Sequential(module, nn.ReLU())
+    x, y = torch.randn(20, 3, 8, 8, dtype=torch.float64), torch.randint(3, (20,))
+    losses = cross_entropy(module(x), y).detach()
+    assert evaluate(module, cross_entropy, x, y, batch=7).loss == pytest.approx(
+        float(losses.mean()), rel=1e-12
+    )
+    model = FlatModel(module)
+    for kernel in (PlainKernel(model, cross_entropy), PerSampleKernel(model, cross_entropy)):
+        assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [3, 1])

@@ -19,6 +19,7 @@ from fedpact.errors import FedpactError, InputError
 from fedpact.losses import Loss
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.params import check_unwritten
+from fedpact.persample.passes import by_pixel
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ def evaluate(
             "leave a site without held-out records out of the evaluation"
         )
     right, total, version = 0.0, 0.0, x._version
-    with _evaluating(module):
+    # Convolutions and pooling take half the time where channels lie side by side.
+    images = x.dim() == 4 and by_pixel(module)
+    with _evaluating(module, images):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
             # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
-            images = xs.dim() == 4
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
             total += float(loss(outputs, ys).double().sum())
             right += _right(outputs, ys)
@@ -90,19 +92,19 @@ def evaluate(
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module, images: bool) -> Iterator[None]:
     # A part that is frozen in evaluation mode must not come back in training mode.
     modes = [(part, part.training) for part in module.modules()]
-    # Convolutions and pooling take half the time where channels lie side by side.
-    images = [(weight, weight.data) for weight in module.parameters() if weight.dim() == 4]
+    weights = module.parameters() if images else ()
+    kernels = [(weight, weight.data) for weight in weights if weight.dim() == 4]
     module.eval()
     try:
-        for weight, data in images:
+        for weight, data in kernels:
             weight.data = data.to(memory_format=torch.channels_last)
         with torch.no_grad():
             yield
     finally:
-        for weight, data in images:
+        for weight, data in kernels:
             weight.data = data
         for part, training in modes:
             part.training = training

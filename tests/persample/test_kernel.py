@@ -212,8 +212,15 @@ def test_half_precision_is_refused():
         PerSampleKernel(FlatModel(mlp().bfloat16()), cross_entropy)
 
 
-def test_the_plain_kernel_is_the_private_one_without_a_clip(reference):
+@pytest.mark.parametrize("channels", [0, 1, 3])
+def test_the_plain_kernel_is_the_private_one_without_a_clip(reference, channels):
+    """Of numbers and of images, which it takes in another layout."""
     module, (x, y) = mlp(), batch(8)
+    if channels:
+        x, layers = torch.randn(8, channels, 8, 8).double(), list(cnn())
+        layers[0], layers[7:] = nn.Conv2d(channels, 16, 5), [nn.Linear(32, 3)]
+        layers[3] = nn.Conv2d(16, 32, 3, padding=1)
+        module = nn.Sequential(*layers).double()
     model = FlatModel(module)
     plain, private = PlainKernel(model, cross_entropy), PerSampleKernel(model, cross_entropy)
     w = torch.linspace(-1, 3, 8).double()
@@ -225,6 +232,9 @@ def test_the_plain_kernel_is_the_private_one_without_a_clip(reference):
             assert reference.error(plain.weighted_sum(x, y, weights), expected) < 1e-12
             found = private.clipped_sum(x, y, math.inf, weights)
             assert reference.error(found, expected) < 1e-12
+        loss, mean = plain.mean_over(x, y, model.vector.clone())
+        assert reference.error(mean, reference.clipped(rows, math.inf, None) / 8) < 1e-12
+        assert loss == pytest.approx(float(private.losses(x, y).mean()), rel=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)

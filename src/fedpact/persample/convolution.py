@@ -281,6 +281,15 @@ def images(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.dim() == 3 else x
 
 
+def pixelwise(x: Tensor) -> Tensor:
+    """Images [n, C, H, W], the channels of a pixel side by side in memory."""
+    _, channels, height, width = x.shape
+    if channels == 1:
+        # Both layouts are the same memory; by these strides torch takes it for the one we want.
+        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 def _pair(value: object, default: int) -> tuple[int, int]:
     """(height, width) of two numbers; of one, those of a Conv1d, whose height is the default."""
     found = tuple(cast(list[int], value))

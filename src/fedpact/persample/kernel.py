@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,8 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, all_digits, at_hand, one_thread
 from fedpact.persample.apart.separation import Mixers, check_separation
 from fedpact.persample.bounds import Clip, check_clip, within
-from fedpact.persample.passes import Measured, Passes, Team, one_each, trainable
+from fedpact.persample.convolution import pixelwise
+from fedpact.persample.passes import Measured, Passes, Team, by_pixel, one_each, trainable
 from fedpact.persample.share import IN_FLOAT32, unit_of
 from fedpact.persample.weighting import SiteSum, Weights, weights_of
 
@@ -165,7 +165,7 @@ class PerSampleKernel:
         with _requiring_grad(self._trainable) as parameters:
             for j in range(len(x)):
                 loss = self.loss(self.model.module(x[j : j + 1]), y[j : j + 1])
-                rows.append(_flat(_gradients(loss.sum(), parameters)))
+                rows.append(_gradient(loss.sum(), parameters))
         return torch.stack(rows)
 
     def _sum(
@@ -267,23 +267,21 @@ class PlainKernel:
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._trainable = trainable(model)
+        self._images = by_pixel(model.module)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return _losses(self.model, self.loss, x, y)
+        if len(x) == 0:
+            return self.model.vector.new_zeros(0)
+        with torch.no_grad():
+            return self._each(x, y)
 
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """Σ_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
 
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
-        if len(x) == 0:
-            return torch.zeros_like(self.model.vector)
-        self._mixers.check()
-        with _requiring_grad(self._trainable) as parameters:
-            losses = one_each(self.loss(self.model.module(x.detach()), y), len(x))
-            w = weights_of(weights, losses.detach()).clamp_min(0)
-            return _flat(_gradients((w * losses).sum(), parameters))
+        return self._summed(x, y, weights)[1] if len(x) else torch.zeros_like(self.model.vector)
 
     def difference(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, weights: Weights | None = None
@@ -295,20 +293,32 @@ class PlainKernel:
         self.model.load(w)
         return self.weighted_sum(x, y, weights) - before
 
+    def mean_over(self, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:
+        """Return the mean loss of the records x, y [n, ...] at w [d], and its gradient [d].
 
-def mean_over(kernel: PlainKernel, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:
-    """Return the mean loss of the records x, y [n, ...] at w [d], and its gradient [d].
+        Without records both are 0. The model is left at w.
+        """
+        self.model.load(w)
+        loss, gradient = 0.0, w.new_zeros(len(w))
+        for rows in (slice(i, i + _AT_A_TIME) for i in range(0, len(y), _AT_A_TIME)):
+            # A copy, as in every batch: a model may write over its input.
+            losses, one = self._summed(x[rows].clone(), y[rows], None)
+            loss += float(losses.double().sum())
+            gradient += one
+        count = max(len(y), 1)
+        return loss / count, gradient / count
 
-    Without records both are 0. The model is left at w.
-    """
-    kernel.model.load(w)
-    loss, gradient = 0.0, w.new_zeros(len(w))
-    for rows in (slice(i, i + _AT_A_TIME) for i in range(0, len(y), _AT_A_TIME)):
-        # Copies, as in every batch: a model may write over its input.
-        loss += float(kernel.losses(x[rows].clone(), y[rows]).double().sum())
-        gradient += kernel.weighted_sum(x[rows].clone(), y[rows])
-    count = max(len(y), 1)
-    return loss / count, gradient / count
+    def _summed(self, x: Tensor, y: Tensor, weights: Weights | None) -> tuple[Tensor, Tensor]:
+        """The losses [B > 0], and the weighted sum of their gradients [d]."""
+        self._mixers.check()
+        with _requiring_grad(self._trainable) as parameters:
+            losses = self._each(x.detach(), y)
+            w = weights_of(weights, losses.detach()).clamp_min(0)
+            return losses.detach(), _gradient((w * losses).sum(), parameters)
+
+    def _each(self, x: Tensor, y: Tensor) -> Tensor:
+        given = pixelwise(x) if self._images and x.dim() == 4 else x
+        return one_each(self.loss(self.model.module(given), y), len(x))
 
 
 def check_precision(model: FlatModel) -> None:
@@ -321,15 +331,13 @@ def check_precision(model: FlatModel) -> None:
 
 
 @contextmanager
-def _requiring_grad(
-    parameters: Iterable[nn.Parameter], flag: bool = True
-) -> Generator[list[nn.Parameter]]:
-    """Let autograd record, and the parameters require grad or not; all is as before afterwards."""
+def _requiring_grad(parameters: Iterable[nn.Parameter]) -> Generator[list[nn.Parameter]]:
+    """Let autograd record, and the parameters require grad; all is as before afterwards."""
     held = list(parameters)
     before = [p.requires_grad for p in held]
     try:
         for p in held:
-            p.requires_grad_(flag)
+            p.requires_grad_(True)
         with torch.enable_grad():
             yield held
     finally:
@@ -337,27 +345,18 @@ def _requiring_grad(
             p.requires_grad_(earlier)
 
 
-def _gradients(
-    output: Tensor, parameters: list[nn.Parameter], grad: Tensor | None = None
-) -> list[Tensor]:
-    """∂output/∂parameters by one backward pass, zeros for a parameter that output ignores."""
+def _gradient(output: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """∂output/∂parameters [d] by one backward pass, zeros for a parameter that output ignores."""
     if not output.requires_grad:
-        return [torch.zeros_like(p) for p in parameters]
-    found = cast(
-        tuple[Tensor | None, ...],
-        torch.autograd.grad(output, parameters, grad, allow_unused=True),
-    )
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        return torch.cat([torch.zeros_like(p).reshape(-1) for p in parameters])
+    found = torch.autograd.grad(output, parameters, allow_unused=True, materialize_grads=True)
+    # Gradients of an embedding may hold the rows that were read, and no others.
+    return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in found])
 
 
 def _apart(v: Tensor, vector: Tensor) -> Tensor:
     same = v.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     return v.clone() if same else v
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    # Gradients of an embedding may hold the rows that were read, and no others.
-    return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in tensors])
 
 
 def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,10 +370,3 @@ def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
 
 def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
     return weights_of(weights, losses)
-
-
-def _losses(model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-    if len(x) == 0:
-        return model.vector.new_zeros(0)
-    with torch.no_grad():
-        return one_each(loss(model.module(x), y), len(x))

@@ -35,7 +35,7 @@ from torch import Tensor
 from fedpact.check import count as at_least_one
 from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel, mean_over
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import columns, reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
@@ -161,7 +161,7 @@ class PlainOracle:
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
-        return mean_over(self._kernel, self._records.x, self._records.y, w)
+        return self._kernel.mean_over(self._records.x, self._records.y, w)
 
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
         x, y, shares = self._records.batch(self._draws, rate, self._step)
@@ -253,7 +253,7 @@ class PrivateOracle:
             )
         if isinstance(self._charge, Charge):
             self._charge.ledger.expose(self._charge.run, self._charge.round)
-        return mean_over(self._exact, self._records.x, self._records.y, w)
+        return self._exact.mean_over(self._records.x, self._records.y, w)
 
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
