@@ -115,3 +115,31 @@ def test_many_labels_that_are_no_class_are_told_of_by_name_and_count(caplog):
     assert "3 have the label '?!'" in told
     assert "records.classes" in told
     assert "row" not in told
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+def test_whole_numbers_are_the_same_with_a_point(kind, tmp_path):
+    """An empty cell makes floats of a column of whole numbers, which a CSV then writes as 1.0."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    codes = [2, 1, 3, -1] * 10
+    whole = pd.DataFrame({"age": FRAME.age, "ward": codes, "ill": [1, 0] * 20})
+    gaps = whole.astype({"ward": float, "ill": float})
+    gaps.loc[39, ["ward", "ill"]] = None
+    ward = Column(categories=["1", "2", "3", "-1"], fill="2")
+    for frame, rows in ((whole, 40), (gaps, 39)):
+        data = read(kind, frame, tmp_path, RecordForm(columns={"ward": ward}), ["0", "1"])
+        assert data.y.tolist() == ([1, 0] * 20)[:rows]
+        assert data.x[:, 1].tolist() == ([1.0, 0.0, 2.0, 3.0] * 10)[:rows]
+
+
+def test_codes_with_points_are_what_they_are(tmp_path):
+    rows = [f"{code},{k % 2}" for k, code in enumerate(["250", "250.0", "250.1", "250.10"] * 3)]
+    (tmp_path / "codes.csv").write_text("\n".join(["code,ill", *rows]))
+    for names, places in (
+        (["250", "250.1", "x"], [0.0, 2.0, 1.0, 2.0]),
+        (["250", "250.0", "250.1", "250.10"], [0.0, 1.0, 2.0, 3.0]),
+    ):
+        own = Column(categories=names, other="x" if "x" in names else None)
+        data = load(str(tmp_path / "codes.csv"), "ill", form=RecordForm(columns={"code": own}))
+        assert data.x[:, 0].tolist() == places * 3

@@ -7,7 +7,7 @@ never stops a site, as that would tell others of it.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -130,7 +130,7 @@ def class_numbers(
         if how == "names" or (how is None and isinstance(label, str | bool)):
             k = _named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
-            *_, number = _SPELLED.get(text.lower(), (text,))
+            *_, number = _SPELLED.get(text.lower(), (_unpointed(text, place),))
             k = _place_of(number, len(classes))
         if k < 0 and is_missing(text):
             sieve.leave_out(row, column, "is no class", label)
@@ -355,8 +355,17 @@ def _numbers(cells: Cells) -> np.ndarray:
 def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
     """Return the place of the name that a value is; a truth value has several."""
     text = text_of(value)
-    names = (text, *_SPELLED.get(text.lower(), ()))
+    names = (text, _unpointed(text, place), *_SPELLED.get(text.lower(), ()))
     return next((place[name] for name in names if name in place), unknown)
+
+
+def _unpointed(text: str, names: Iterable[str]) -> str:
+    """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
+
+    Not where names have points: of codes 250 and 250.0 are two.
+    """
+    number = re.fullmatch(r"(-?[0-9]+)\.0+", text)
+    return number[1] if number and not any("." in name for name in names) else text
 
 
 def _places(cells: Cells, own: Column) -> np.ndarray:

@@ -30,9 +30,6 @@ _aten = cast(Any, torch.ops.aten)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-"""Losses that give each record its own."""
-
 Shares = dict[str, list[Share]]
 """What a pass leaves, by the model's parameter names."""
 

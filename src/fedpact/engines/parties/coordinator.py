@@ -64,8 +64,6 @@ _EPSILON = (
     "was reserved."
 )
 
-"""In the run's folder: the attempts at rounds under secure aggregation."""
-
 
 @dataclass(frozen=True)
 class Coordinator:
