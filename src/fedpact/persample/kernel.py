@@ -28,11 +28,9 @@ from fedpact.params import FlatModel, all_digits, at_hand, one_thread
 from fedpact.persample.apart.separation import Mixers, check_separation
 from fedpact.persample.bounds import Clip, check_clip, within
 from fedpact.persample.convolution import pixelwise
-from fedpact.persample.passes import Measured, Passes, Team, by_pixel, one_each, trainable
+from fedpact.persample.passes import Measured, Passes, Team, by_pixel, one_each, slices, trainable
 from fedpact.persample.share import IN_FLOAT32, unit_of
 from fedpact.persample.weighting import SiteSum, Weights, weights_of
-
-_AT_A_TIME = 512
 
 # The weights of the samples in a slice of the batch, from their losses.
 _Weigh = Callable[[Tensor, slice], Tensor]
@@ -268,6 +266,8 @@ class PlainKernel:
         self._mixers.check()
         self._trainable = trainable(model)
         self._images = by_pixel(model.module)
+        # What convolutions leave of more records is too much to find again soon.
+        self._length = 128 if any(p.dim() > 2 for p in self._trainable) else 1024
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -279,9 +279,13 @@ class PlainKernel:
     def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
         """Σ_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
 
+        They are asked for slice by slice, and w_j must depend on ℓ_j alone.
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
-        return self._summed(x, y, weights)[1] if len(x) else torch.zeros_like(self.model.vector)
+        total = torch.zeros_like(self.model.vector)
+        for rows in slices(len(x), self._length):
+            total += self._summed(x[rows], y[rows], weights)[1]
+        return total
 
     def difference(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, weights: Weights | None = None
@@ -300,7 +304,7 @@ class PlainKernel:
         """
         self.model.load(w)
         loss, gradient = 0.0, w.new_zeros(len(w))
-        for rows in (slice(i, i + _AT_A_TIME) for i in range(0, len(y), _AT_A_TIME)):
+        for rows in slices(len(x), self._length):
             # A copy, as in every batch: a model may write over its input.
             losses, one = self._summed(x[rows].clone(), y[rows], None)
             loss += float(losses.double().sum())
