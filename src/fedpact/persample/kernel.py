@@ -266,8 +266,9 @@ class PlainKernel:
         self._mixers.check()
         self._trainable = trainable(model)
         self._images = by_pixel(model.module)
-        # What convolutions leave of more records is too much to find again soon.
-        self._length = 128 if any(p.dim() > 2 for p in self._trainable) else 1024
+        # A CPU's caches do not hold what convolutions leave of more records.
+        large = at_hand(model.vector) and any(p.dim() > 2 for p in self._trainable)
+        self._length = 128 if large else 1024
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
