@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
 from fedpact.engines.extended import extended, put_on
@@ -97,6 +99,7 @@ class Result(Simulated):
         return read_run(self.folder)
 
 
+@torch.inference_mode(False)  # in which nothing could be trained
 def run(
     first: Any,
     second: Any = None,

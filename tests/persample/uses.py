@@ -222,3 +222,4 @@ def _selected(g: Draw) -> tuple[object, ...]:
 add("select_scatter", _selected)
 add("slice_scatter", _then(lambda g, x: g.partner(x), _dim, _one_of(None, 0, 1), _one_of(None, 2)))
 add("embedding", lambda g: (g.constant(3, 4), g.x(kind="i")))
+add("one_hot", lambda g: (g.x(kind="i"), 3 if g.likely() else -1))

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact.cli.console import show
-from fedpact.errors import InputError
+from fedpact.errors import DataError, InputError
 from fedpact.files import write_whole
 from fedpact.recommend.circumstances import Circumstances
 from fedpact.recommend.recommendation import FITTED_ON, Recommendation
@@ -20,7 +20,12 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
             f"--out is {out}, {'which is there' if out.exists() else 'which is no TOML'}: name a "
             "file that is not there yet, as study.toml"
         )
-    found = Recommendation.of(asked)
+    try:
+        found = Recommendation.of(asked)
+    except DataError as error:
+        if "records" in asked.document:
+            raise
+        raise DataError(f"{error}. [records] stands in a TOML: --columns FILE") from None
     if out is not None:
         try:
             write_whole(out, found.toml().encode(), private=False)

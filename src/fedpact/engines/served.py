@@ -176,6 +176,9 @@ class Served:
         best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
         return Predictions(names[best], found, used, classes)
 
+    @torch.inference_mode(
+        False
+    )  # as a model that writes over its records is found by their version
     def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
         """Return how good the model is on records that are used: accuracy, mean loss, measures.
 

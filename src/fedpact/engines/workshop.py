@@ -136,12 +136,12 @@ class Workshop:
         except FedpactError:
             raise
         except Exception as error:
-            kind = "normal numbers" if self.example.is_floating_point() else "zeros and ones"
+            kinds = "normal numbers, or " if self.example.is_floating_point() else ""
             raise ModelError(
-                f"model {self.plan.model!r} failed on four made-up records, {kind} of shape "
-                f"{tuple(self.example.shape)}: {type(error).__name__}: {error}. A private run "
-                "tries on such records whether the model keeps those of a batch apart, so let it "
-                "take them"
+                f"model {self.plan.model!r} failed on four made-up records, {kinds}zeros and ones, "
+                f"of shape {tuple(self.example.shape)}: {type(error).__name__}: {error}. A private "
+                "run tries on such records whether the model keeps those of a batch apart, so let "
+                "it take them"
             ) from error
 
     def table(self) -> Seats:
@@ -192,9 +192,20 @@ class Workshop:
         shape = (4, *self.example.shape)
         if self.example.is_floating_point():
             x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
+            if not self._takes(x):
+                # Of categories in some column, which it looks up, there are two at least.
+                x = (x > 0).to(x.dtype)
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
         return x, self._labels(x, generator)
+
+    def _takes(self, x: Tensor) -> bool:
+        try:
+            with torch.no_grad():
+                self.module().eval()(x)
+        except Exception:
+            return False
+        return True
 
     def _labels(self, x: Tensor, generator: torch.Generator) -> Tensor:
         kind = self.plan.task.target.kind

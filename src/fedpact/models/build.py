@@ -63,8 +63,10 @@ def build(
                 f"model {name!r} returned {type(module).__name__}: expected an nn.Module"
             )
         # From the same seed, as lazy layers draw their weights only here.
-        _try(name, module, torch.zeros(2, *shape, dtype=example.dtype), classes, kind)
-    _refuse_chance(name, module)
+        two = torch.zeros(2, *shape, dtype=example.dtype)
+        _try(name, module, two, classes, kind)
+        _refuse_chance(name, module)
+        _refuse_drawn(name, module, two)
     return module
 
 
@@ -96,12 +98,33 @@ def _refuse_chance(name: str, module: nn.Module) -> None:
             )
 
 
+def _refuse_drawn(name: str, module: nn.Module, x: Tensor) -> None:
+    """Refuse what draws such numbers without a layer's name, in a pass as it is trained."""
+    held = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    before = torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            module(x)
+    except Exception:
+        # What it answers in training is tried elsewhere, with the loss.
+        return
+    finally:
+        for buffer, value in held:
+            buffer.copy_(value)
+    if not torch.equal(before, torch.default_generator.get_state()):
+        raise ModelError(
+            f"model {name!r} draws random numbers in its forward pass, as functional dropout or "
+            "torch.randn do: expected a model whose outputs follow from weights and records alone; "
+            "leave them out (clipping and noise regularise already), or draw once, when it is made"
+        )
+
+
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
-            outputs = module(x)
+            outputs, one = module(x), module(x[:1])
     except Exception as error:
         hint = (
             "choose a model that takes this data set, and store measurements as float32 where the "
@@ -115,7 +138,9 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             f"{type(error).__name__}: {error}; {hint}"
         ) from error
     finally:
-        module.train(training)
+        # A part that is frozen, as BatchNorm at public statistics, must stay so.
+        for part, training in modes:
+            part.training = training
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     whole = shape == (2, classes)
     fits = {
@@ -132,4 +157,11 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         raise ModelError(
             f"model {name!r} answers a batch of 2 with {shape}: {many}; let the factory size its "
             "last layer by `classes`"
+        )
+    alone = tuple(getattr(one, "shape", ()))
+    if alone != (1, *shape[1:]):
+        raise ModelError(
+            f"model {name!r} answers a batch of 1 with {alone} and one of 2 with {shape}"
+            ": expected the number of records first, always; write squeeze(1) or flatten(1) for a "
+            "squeeze(), which takes that away too"
         )

@@ -109,4 +109,5 @@ def _shifted(x: Tensor, by: int) -> list[Tensor]:
     wide = F.pad(x.unsqueeze(1) if x.dim() == 3 else x, (by, by, by, by), mode="reflect")
     wide = wide.squeeze(1) if x.dim() == 3 else wide
     places = (0, by), (2 * by, by), (by, 0), (by, 2 * by)
-    return [wide[..., a : a + height, b : b + width] for a, b in places]
+    # Each in one piece, as the images are: a model may ask how its numbers lie (`view`).
+    return [wide[..., a : a + height, b : b + width].contiguous() for a, b in places]

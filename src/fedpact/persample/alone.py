@@ -41,9 +41,10 @@ class Alone:
         try:
             self._one = Program(model, loss, x, y, 1)
         except Untraceable as error:
+            again = "" if str(error) == why else f" ({error})"
             raise ModelError(
                 f"model {self._name} is not shown to keep the records of a batch apart ({why}), "
-                f"and cannot be differentiated record by record ({error}): write it without "
+                f"and cannot be differentiated record by record{again}: write it without "
                 "branches on values and without state that a pass changes"
             ) from error
         size = model.size * model.vector.element_size()

@@ -106,9 +106,7 @@ class Passes:
         self._space = Space()
         self._modules = list(model.module.modules())
         convolutions = [m for m in self._modules if isinstance(m, nn.Conv2d)]
-        # Max-pooling is 9 times as fast where images are stored by pixel, normalisation slower.
-        pools = any(isinstance(m, nn.MaxPool2d) for m in self._modules)
-        self._images = bool(convolutions) and pools
+        self._images = _gains(self._modules)
         self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
     def at_once(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
@@ -333,12 +331,26 @@ def _keep_memory() -> None:
 def by_pixel(module: nn.Module) -> bool:
     """Whether images may lie by pixel for a module, and should: a chain of torch's own layers.
 
-    Those go by shape, and max-pooling is 9 times as fast so. Code of a user's own may go by how
-    numbers lie: `view` fails where channels do not come first, and `as_strided` reads others.
+    Those go by shape. Code of a user's own may go by how numbers lie: `view` fails where channels
+    do not come first, and `as_strided` reads others.
     """
-    kinds = [type(layer) for layer in chain_of(module) or ()]
-    own = all(kind.__module__.startswith("torch.nn.modules.") for kind in kinds)
-    return own and nn.Conv2d in kinds and nn.MaxPool2d in kinds
+    layers = chain_of(module) or []
+    return _gains(layers) and all(
+        type(layer).__module__.startswith("torch.nn.modules.") for layer in layers
+    )
+
+
+def _gains(layers: Sequence[nn.Module]) -> bool:
+    """Whether images that lie by pixel are worth it: max-pooling takes a ninth of its time.
+
+    Not where channels are normalised: the variance of numbers that are nearly alike, as of an
+    empty image, is then rounding, as torch takes it as the mean square less the squared mean.
+    """
+
+    def has(*kinds: type[nn.Module]) -> bool:
+        return any(isinstance(layer, kinds) for layer in layers)
+
+    return has(nn.Conv2d) and has(nn.MaxPool2d) and not has(nn.GroupNorm, nn.InstanceNorm2d)
 
 
 def slices(batch: int, most: int) -> list[slice]:

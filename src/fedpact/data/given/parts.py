@@ -1,6 +1,6 @@
 """What somebody hands in from Python, taken apart: a table's columns, or records and labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -150,12 +150,21 @@ def _columns_of(data: Any) -> dict[str, list[Any]] | None:
         raise DataError(
             f"{called(data)} has the columns {', '.join(map(str, keys))}: name each once"
         )
+    if isinstance(data, Mapping) and (odd := [k for k in keys if not _is_column(data[k])]):
+        raise DataError(
+            f"{called(data)} has {', '.join(map(str, odd))}, which are no columns: hand in a table "
+            "of columns of equal length, or (x, y), as (bunch.data, bunch.target) of scikit-learn's"
+        )
     plain = getattr(data, "with_format", None)
     whole = cast(Any, data if plain is None else plain(None))
     kinds: Any = getattr(data, "features", None)
     # Hugging Face's columns give Python's floats, whatever they are declared as.
     told = kinds if isinstance(kinds, Mapping) else {}
     return {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 def _index_of(data: Any) -> tuple[str, ...]:

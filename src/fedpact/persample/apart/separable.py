@@ -228,6 +228,14 @@ def _embedding(node: Node, at: At) -> State:
     return where
 
 
+def _one_hot(node: Node, at: At) -> State:
+    """Of whole numbers [...] a one among K zeros, [..., K]; K as large as the largest mixes."""
+    classes = option(node, 1, "num_classes", -1)
+    if not isinstance(classes, int) or classes < 1:
+        raise Mixed(f"operation {node.target} looks for the largest number of the batch")
+    return records_in(node, at)[0]
+
+
 def _classes(node: Node, at: At) -> State:
     """Cross-entropy of logits [N, K, ...] and classes [N, ...], one loss each."""
     where, count = records_in(node, at)
@@ -337,6 +345,7 @@ _RULES: dict[str, Rule] = {
     **_named(_frozen_norm, "batch_norm"),
     **_named(_instance_norm, "instance_norm"),
     **_named(_embedding, "embedding"),
+    **_named(_one_hot, "one_hot"),
     **_named(_classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
     **_named(_recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
 }

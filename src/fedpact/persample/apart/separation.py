@@ -131,14 +131,17 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
         if not (_norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
             raise ModelError(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
-                "cannot be checked; use nn.Dropout modules in place of functional dropout"
+                "cannot be checked; leave them out (clipping and noise regularise already)"
             )
         _check_outputs(module, x)
         for n in (len(x) - 1, len(x)):
             for clip in (math.inf, _telling_clip(_norms(rows))):
                 if clip > 0:
                     found = _contributions(tried, x[:n], y[:n], clip)
-                    if not _alike(found, rows[:n], clip):
+                    if not (
+                        _alike(found, rows[:n], clip)
+                        or _alike(found, rows[:n], clip, _moved(tried, x, y)[:n])
+                    ):
                         raise _mixing(tried, f"what a record adds to a batch of {n}", x[:n], y[:n])
         _check_large(tried, x, y)
 
@@ -168,7 +171,9 @@ def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
         kinds += [1e3 * x, 1e-3 * x]
     try:
         for records in kinds:
-            _compare_large(tried, records, y)
+            # Where it raises at a record, as at a word it does not know, a run leaves that one out.
+            if records is x or _takes(tried, records, y):
+                _compare_large(tried, records, y)
         model.load(w + 0.1 * other)
         _compare_large(tried, x, y)
     finally:
@@ -185,11 +190,39 @@ def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     w = torch.linspace(0.5, 1.5, LARGE, dtype=tried.model.vector.dtype, device=x.device)
     if not (SHORTEST <= clip < math.inf):
         return
+
     c = torch.minimum(w.double(), clip / norms[chosen]).where(norms[chosen].isfinite(), 0)
     found = tried.summed(x[chosen], y[chosen], clip, w).double()
     error = float(_norms((found - c @ rows[chosen])[None]))
-    if not error <= 100 * _TOLERANCE[w.dtype] * LARGE * clip:
+    most = 100 * _TOLERANCE[w.dtype] * LARGE * clip
+    if not error <= most and not error <= most + float(c @ _moved(tried, x, y)[chosen]):
         raise _mixing(tried, f"the sum over a batch of {LARGE}", x, y)
+
+
+def _takes(tried: Tried, x: Tensor, y: Tensor) -> bool:
+    """Whether the model's own code takes records x, y [B, ...]."""
+    try:
+        tried.losses(x, y)
+    except Exception:
+        return False
+    return True
+
+
+def _moved(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
+    """How far rounding may move the gradients [B] of records x, y [B, ...], each alone.
+
+    A few times as far as they move with records that are a millionth of 1 away. It is hardly more
+    than that but at a kink, as a ReLU's at 0, and there two gradients are right. Many a unit stands
+    at one where a norm has divided rounding errors by their own deviation, as of an empty image.
+    """
+    found = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    if x.is_floating_point():
+        rows, generator = tried.alone(x, y), torch.Generator().manual_seed(0)
+        step = 1e-6 * max(float(x.abs().amax()), 1.0)
+        for _ in range(8):
+            beside = x + step * torch.randn(x.shape, generator=generator).to(x)
+            found = torch.maximum(found, _norms(tried.alone(beside, y) - rows))
+    return 3 * found
 
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
@@ -231,14 +264,14 @@ def _telling_clip(norms: Tensor) -> float:
     return max(0.5 * float(torch.median(norms)), 1e-3 * longest)
 
 
-def _alike(found: Tensor, rows: Tensor, clip: float) -> bool:
-    """Whether what records add is their gradients, clipped, both [B, d]."""
+def _alike(found: Tensor, rows: Tensor, clip: float, moved: Tensor | float = 0.0) -> bool:
+    """Whether what records add is their gradients, clipped, both [B, d]. moved: see _moved."""
     norms = _norms(rows)
     expected = rows * torch.clamp(clip / norms, max=1)[:, None]
     scale = torch.clamp(torch.maximum(norms, 1e-3 * torch.amax(norms)), max=clip)
     error = _norms(found - expected)
     # A gradient of 0 asks for 0; "not all good" refuses NaN as well.
-    return bool((error <= _TOLERANCE[rows.dtype] * scale).all())
+    return bool((error <= _TOLERANCE[rows.dtype] * scale + moved).all())
 
 
 def _norms(rows: Tensor) -> Tensor:

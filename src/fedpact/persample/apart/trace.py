@@ -7,12 +7,15 @@ afterwards is what was traced.
 
 import copy
 import importlib
+import io
 import logging
 import operator
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, cast
 
 import torch
@@ -52,6 +55,10 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     batch: a fixed size, None for any. Raises Untraceable.
     """
     size = batch or _MADE_UP
+    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        raise Untraceable(
+            "it is TorchScript, which cannot be looked into; hand in the module it was made of"
+        )
     forms = [v.new_zeros((size, *v.shape[1:])) for v in (x, y)]
     any_size = torch.export.Dim("batch", min=2)
     dynamic = None if batch else ({0: any_size}, {0: any_size})
@@ -72,9 +79,7 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
                 program = cast(Any, program).run_decompositions(cells)
                 _form_anew(program)
         except Exception as error:
-            # The first line says what; the others advise whoever develops models for this tracer.
-            first = (str(error).strip() or "no reason given").splitlines()[0]
-            raise Untraceable(f"{type(error).__name__}: {first}") from error
+            raise Untraceable(_reason(error)) from error
         finally:
             for state, before in held:
                 state.clear()
@@ -87,6 +92,21 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
     return program
+
+
+def _reason(error: Exception) -> str:
+    """Return why there is no trace, and at which line of whose model, where a file has it."""
+    kind = type(error).__name__
+    # The first line says what; the others advise whoever develops models for this tracer.
+    why = f"{kind}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    if kind == "GuardOnDataDependentSymNode":
+        why = "a branch on a value, or a number taken out of a tensor"
+    libraries = str(Path(torch.__path__[0])), str(Path(__file__).parents[2])
+    lines = [line for line in extract_tb(error.__traceback__) if Path(line.filename).is_file()]
+    own = [line for line in lines if not line.filename.startswith(libraries)]
+    if not own:
+        return why
+    return f"{why} in {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}"
 
 
 def _form_anew(program: Any) -> None:
@@ -132,16 +152,19 @@ def _kept(batch: int | None) -> AbstractContextManager[Any]:
 
 
 class _quiet:
-    """Without what the tracer tells whoever develops models for it."""
+    """Without what the tracer tells whoever develops models for it, and prints of its trace."""
 
-    _LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export")
+    _LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export", "torch._subclasses")
 
     def __enter__(self) -> None:
+        self._printed = redirect_stderr(io.StringIO())
+        self._printed.__enter__()
         self._before = [(n, logging.getLogger(n).level) for n in self._LOGGERS]
         for name, _ in self._before:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def __exit__(self, *_: object) -> None:
+        self._printed.__exit__(None, None, None)
         for name, level in self._before:
             logging.getLogger(name).setLevel(level)
 
@@ -159,20 +182,21 @@ class Program:
     """A traced model with its loss, for records of the form of x, y [n, ...].
 
     batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
-    ("parameter", its name) or ("record", "x"). names: the trained parameters' names, by any of the
-    names that they stand under in the module. alike: see products.padded. Raises Untraceable.
+    ("parameter", its name behind "model." or "loss.") or ("record", "x"). names: the trained
+    parameters' names, by any of the names that inputs have for them. alike: see
+    products.padded. Raises Untraceable.
     """
 
     def __init__(
         self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
     ) -> None:
         program = _exported(model.module, loss, x, y, batch)
-        self._module = model.module
+        self._whole = _WithLoss(model.module, loss)
         # As they were: a pass that is not traced, as an evaluation, may write over a global tensor.
         self._constants = copy.deepcopy(program.constants)
         of_parameter = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
         every = model.module.named_parameters(remove_duplicate=False)
-        self.names = {n: of_parameter[id(p)] for n, p in every if id(p) in of_parameter}
+        self.names = {f"model.{n}": of_parameter[id(p)] for n, p in every if id(p) in of_parameter}
         self.nodes: list[Node] = list(program.graph.nodes)
         self.result = cast(Any, self.nodes.pop().args[0])[0]
         strange = [str(n.target) for n in self.nodes if not _known(n)]
@@ -188,8 +212,8 @@ class Program:
         """What a placeholder that holds no records stands for now."""
         kind, target = self.inputs[name]
         if kind == "parameter":
-            return self._module.get_parameter(target).detach()
-        return self._module.get_buffer(target) if kind == "buffer" else self._constants[target]
+            return self._whole.get_parameter(target).detach()
+        return self._whole.get_buffer(target) if kind == "buffer" else self._constants[target]
 
     def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """What the placeholders stand for with the records x, y."""
@@ -313,7 +337,7 @@ def _inputs(program: Any) -> dict[str, tuple[str, str]]:
         if spec.kind == kinds.USER_INPUT:
             found[spec.arg.name] = "record", next(records)
         elif spec.kind in names:
-            found[spec.arg.name] = names[spec.kind], _own_name(spec.target)
+            found[spec.arg.name] = names[spec.kind], spec.target
         else:
             found[spec.arg.name] = "constant", spec.target
     return found
