@@ -17,7 +17,7 @@ A kernel changes its module's flags while it works, so it serves one thread: giv
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -283,10 +283,10 @@ class PlainKernel:
         They are asked for slice by slice, and w_j must depend on ℓ_j alone.
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
-        total = torch.zeros_like(self.model.vector)
-        for rows in slices(len(x), self._length):
-            total += self._summed(x[rows], y[rows], weights)[1]
-        return total
+        if len(x) == 0:
+            return torch.zeros_like(self.model.vector)
+        each = slices(len(x), self._length)
+        return reduce(Tensor.add_, (self._summed(x[r], y[r], weights)[1] for r in each))
 
     def difference(
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, weights: Weights | None = None
