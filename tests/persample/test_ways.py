@@ -6,6 +6,7 @@ what is not shown to keep records apart: such models are differentiated record b
 
 import logging
 import math
+import threading
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.losses import squared_error
+from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import alone, norms
+from fedpact.persample.apart import trace
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.products import ALIKE
 
@@ -346,3 +348,28 @@ def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
         way = alone.Alone(model, squared_error, x, y, "as the test wants it")
     monkeypatch.setattr(alone.Alone, "_looped", None)
     assert len(way.losses(x, y)) == 16
+
+
+def test_who_waits_for_a_trace_is_told(monkeypatch):
+    told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            if "Slow is being traced" in record.getMessage():
+                told.set()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            told.wait(60)
+            return super().forward(x)
+
+    monkeypatch.setattr(trace, "_PATIENCE", 0.0)
+    handler = Told()
+    logging.getLogger("fedpact").addHandler(handler)
+    try:
+        PerSampleKernel(FlatModel(Slow(3, 2)), cross_entropy).way(
+            torch.randn(3, 3), torch.arange(3)
+        )
+    finally:
+        logging.getLogger("fedpact").removeHandler(handler)
+    assert told.is_set()

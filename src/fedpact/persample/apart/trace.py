@@ -25,13 +25,15 @@ from torch.fx import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, refuse_writing
+from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.products import ALIKE, Evenly, evenly, evenly_addmm, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
 _MADE_UP = 3
+_PATIENCE = 15.0  # seconds of tracing, until who waits is told
+_logger = logging.getLogger("fedpact")
 
 
 class Untraceable(Exception):
@@ -136,6 +138,22 @@ def _sizes_by_len(module: nn.Module, loss: Loss) -> Generator[None]:
             del scope["len"]
 
 
+@contextmanager
+def _told(module: nn.Module) -> Generator[None]:
+    """Say what goes on where it takes long, as of a loop over many positions."""
+    words = (
+        "model %s is being traced, once, which takes long where Python goes over many positions: "
+        "a layer that does so itself, as nn.LSTM does and nn.LSTMCell does not, takes no time"
+    )
+    timer = threading.Timer(_PATIENCE, _logger.warning, (words, model_name(module)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _size(of: Any) -> Any:
     size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
     return size if isinstance(size, torch.SymInt) else len(of)
@@ -190,7 +208,8 @@ class Program:
     def __init__(
         self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
     ) -> None:
-        program = _exported(model.module, loss, x, y, batch)
+        with _told(model.module):
+            program = _exported(model.module, loss, x, y, batch)
         self._whole = _WithLoss(model.module, loss)
         # As they were: a pass that is not traced, as an evaluation, may write over a global tensor.
         self._constants = copy.deepcopy(program.constants)
