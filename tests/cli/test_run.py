@@ -197,7 +197,7 @@ def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path, monkeypatch
             done = fedpact("run", *many, "--out", "r", "--json", cwd=tmp_path)
         except KeyboardInterrupt:  # it would end these tests
             pytest.fail("nobody waits for the round")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 130, done.stderr
     stopped = json.loads(done.stdout)
     assert (stopped["status"], stopped["rounds"]) == ("stopped", 6)
     resumed = json.loads(fedpact("resume", "r", "--json", cwd=tmp_path).stdout)

@@ -212,7 +212,7 @@ def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stopped = json.loads(process.communicate()[0])
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
     done = records.read_text().count("\n")
     assert done < 201

@@ -143,3 +143,39 @@ def test_codes_with_points_are_what_they_are(tmp_path):
         own = Column(categories=names, other="x" if "x" in names else None)
         data = load(str(tmp_path / "codes.csv"), "ill", form=RecordForm(columns={"code": own}))
         assert data.x[:, 0].tolist() == places * 3
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
+    """Undeclared: files of two hospitals are put together, and one had an empty cell."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    frame = pd.DataFrame({"age": FRAME.age, "ill": ["0", "1", "0.0", "1.0"] * 10})
+    data = read(kind, frame, tmp_path, RecordForm())
+    assert (data.classes, data.y.tolist()) == (("0", "1"), [0, 1, 0, 1] * 10)
+    # Beside numbers "NA" is no class; among names it may be one.
+    gaps = read(kind, frame.assign(ill=["0", "1", "NA", "1.0"] * 10), tmp_path, RecordForm())
+    assert (gaps.classes, gaps.y.tolist()) == (("0", "1"), [0, 1, 1] * 10)
+    names = read(kind, frame.assign(ill=["NA", "b"] * 20), tmp_path, RecordForm())
+    assert names.classes == ("NA", "b")
+    assert "are 2 classes" not in caplog.text
+    assert len(read(kind, frame.assign(ill=["b", "B"] * 20), tmp_path, RecordForm()).classes) == 2
+    assert "labels 'B', 'b' are 2 classes: write them alike" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@pytest.mark.parametrize("nobody", ["", "NA", "N/A", "NULL", "none", "NaN", "?"])
+def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
+    """Ten records of many people, taken for one, would each be protected less than is said."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    whose = ["7", "7.0", nobody, "8"] * 10
+    frame = pd.DataFrame({"age": FRAME.age, "ill": ["a", "b"] * 20, "patient": whose})
+    path = tmp_path / f"t.{kind}"
+    if kind == "frame":
+        data = from_frame(frame, "ill", person="patient")
+    else:
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+        data = load(str(path), "ill", person="patient")
+    assert data.person == ("7", "7", "8") * 10
+    assert "names no person" in caplog.text

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from fedpact.errors import InputError, PlanError, PolicyRefused
+from fedpact.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
@@ -26,6 +27,16 @@ def terms(*, epsilon=2.0, delta=1e-5, **sigmas):
 
 def test_what_is_named_is_allowed_up_to_the_very_limit():
     Policy.parse(ALLOWED).check_run("fedavg", terms(), (1.0, 1e-5))
+
+
+def test_three_times_what_was_promised_is_three_times_that():
+    """Binary sums of 0.1, 0.1 and 0.1, and of 1e-5 three times, are a bit beyond 0.3 and 3e-5."""
+    reserved = over_runs((name, 0.1, 1e-5) for name in "abc")
+    assert reserved == (0.3, 3e-5) < (0.1 + 0.1 + 0.1, 1e-5 + 1e-5 + 1e-5)
+    policy = Policy.parse({**ALLOWED, "epsilon_ever": 0.3, "delta_ever": 3e-5})
+    policy.check_run("fedavg", terms(epsilon=0.1), over_runs((n, 0.1, 1e-5) for n in "ab"))
+    with pytest.raises(PolicyRefused, match="epsilon_ever"):
+        policy.check_run("fedavg", terms(epsilon=0.1), reserved)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.cli.console import StopOnInterrupt, show
+from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
 from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
@@ -70,6 +70,8 @@ def compare(
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
         raise typer.Exit(2)
+    if stop() and any(entry.missing for entry in found.entries):
+        raise typer.Exit(INTERRUPTED)
 
 
 class _Live:

@@ -6,11 +6,15 @@ And how it is interrupted.
 import json
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
 from fedpact.records.rounds import strict
+
+INTERRUPTED: Final = 130
+"""What a command ends with that Ctrl-C cut short, as shells have it: what follows it must not go on
+as if all were there."""
 
 
 def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -> None:

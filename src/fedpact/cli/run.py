@@ -7,13 +7,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedpact.api import Result, default_folder
 from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
-from fedpact.cli.console import StopOnInterrupt, show
+from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
 from fedpact.engines.extended import extended
 from fedpact.engines.together import restored
 from fedpact.errors import DataError
@@ -87,6 +88,8 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
         as_json,
         lambda: _print_outcome(plan, result),
     )
+    if result.summary["status"] == "stopped":
+        raise typer.Exit(INTERRUPTED)
 
 
 class _Live:

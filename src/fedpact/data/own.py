@@ -130,9 +130,9 @@ def class_numbers(
         if how == "names" or (how is None and isinstance(label, str | bool)):
             k = _named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
-            *_, number = _SPELLED.get(text.lower(), (_unpointed(text, place),))
+            *_, number = _SPELLED.get(text.lower(), (unpointed(text, place),))
             k = _place_of(number, len(classes))
-        if k < 0 and is_missing(text):
+        if k < 0 and is_blank(text):
             sieve.leave_out(row, column, "is no class", label)
         elif k < 0:
             sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
@@ -144,7 +144,8 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
     """Return whose each record is, n of them; the sieve has those that name nobody.
 
     Such a record may be anybody's, so it is used for nobody. So may one whose number is so large a
-    float that its neighbours, other persons, are the same. Raises DataError: another length.
+    float that its neighbours, other persons, are the same. 7.0 is 7, however it is stored: two
+    persons may be taken for one, and not one for two. Raises DataError: another length.
     """
     if len(given) != sieve.count:
         raise DataError(
@@ -155,9 +156,9 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
         # Floats stay of their type, which says from where on they round.
         read = _readable(given)
         given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
-    found = [text_of(value) for value in given]
+    found = [unpointed(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(found, given, strict=True)):
-        if is_missing(name):
+        if is_blank(name):
             sieve.leave_out(row, column, "names no person")
         elif isinstance(value, float | np.floating):
             exact = _exact(type(value))
@@ -355,11 +356,11 @@ def _numbers(cells: Cells) -> np.ndarray:
 def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
     """Return the place of the name that a value is; a truth value has several."""
     text = text_of(value)
-    names = (text, _unpointed(text, place), *_SPELLED.get(text.lower(), ()))
+    names = (text, unpointed(text, place), *_SPELLED.get(text.lower(), ()))
     return next((place[name] for name in names if name in place), unknown)
 
 
-def _unpointed(text: str, names: Iterable[str]) -> str:
+def unpointed(text: str, names: Iterable[str] = ()) -> str:
     """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
 
     Not where names have points: of codes 250 and 250.0 are two.

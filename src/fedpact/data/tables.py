@@ -114,7 +114,7 @@ def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     """Return a file's columns, and of its broken rows, from 0, what is wrong. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist: check the path")
+        raise _missing(path)
     return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
 
 
@@ -159,6 +159,11 @@ def table_of(
     return table
 
 
+def _missing(path: Path) -> DataError:
+    where = "" if path.is_absolute() else f" in {Path.cwd()}, where the command was given"
+    return DataError(f"data file {path} does not exist{where}: check the path")
+
+
 def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
     """Return the arrays x, y and, where they are there, x_test, y_test, site, person.
 
@@ -168,7 +173,7 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
     except FileNotFoundError as error:
-        raise DataError(f"data file {path} does not exist: check the path") from error
+        raise _missing(path) from error
     except Exception as error:  # a damaged zip fails in a dozen ways
         raise DataError(
             f"data file {path} cannot be read as .npz ({error}): expected what numpy.savez writes, "

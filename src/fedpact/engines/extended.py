@@ -20,10 +20,10 @@ from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
-from fedpact.theory.accounting import History
+from fedpact.theory.accounting import History, added
 
-_ADDED: Final = ("epsilon", "delta", "epsilon_reserved", "steps")
-_OWN: Final = (*_ADDED, "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
+_ADDED: Final = ("epsilon", "delta", "epsilon_reserved")
+_OWN: Final = (*_ADDED, "steps", "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
     reservations: what each had of its own, as one σ and one T are of one of them.
     """
-    found = {**one, **{key: one[key] + other[key] for key in _ADDED}}
+    sums = {key: added([one[key], other[key]]) for key in _ADDED}
+    found = {**one, **sums, "steps": one["steps"] + other["steps"]}
     of, before = one["epsilon_per_person"] or {}, other["epsilon_per_person"] or {}
     found["epsilon_per_person"] = {k: of[k] + before[k] for k in of if k in before}
     return {**found, "reservations": [*_parts(other), *_parts(one)]}

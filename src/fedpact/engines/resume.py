@@ -30,6 +30,11 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     names = [path.name for path in folder.path.iterdir()] if folder.path.exists() else []
     if all(name == LOCK or name.endswith(PARTIAL) for name in names):
         return False
+    if FIRST not in names:
+        raise PlanError(
+            f"{folder.path} holds {sorted({*names} - {LOCK})[0]} and no {FIRST}, so no run: choose "
+            "another folder with --out, which may be new"
+        )
     found = folder.read_json(FIRST)
     before = Plan.parse(found)
     # How it is carried out may change from session to session, what is trained may not: the noise

@@ -28,6 +28,7 @@ from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
+from fedpact.theory.accounting import added
 
 _version = cache(version)
 """Reads a package's files at every call otherwise: 2 ms each."""
@@ -160,7 +161,9 @@ def _summary(
         "epsilon": spent,
         "epsilon_alone": alone,
         "honest": plan.privacy.honest if plan.private else 0,
-        "delta": {n: t.budget.delta + earlier.delta(n) for n, t in terms.items() if plan.private},
+        "delta": {
+            n: added([t.budget.delta, earlier.delta(n)]) for n, t in terms.items() if plan.private
+        },
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
     }

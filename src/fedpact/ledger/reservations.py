@@ -14,7 +14,6 @@ A promise may stand beside a run's: of other records of the same site, as those 
 (`Beside`). A record is one of either, so of the two the larger counts, and not their sum.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 from fedpact.errors import BudgetExhausted, PolicyRefused
 from fedpact.theory import shares
-from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
+from fedpact.theory.accounting import Budget, SampledGaussian, added, epsilon
 
 FIXED: Final = "fixed sequence"
 FILTER: Final = "Rényi filter"
@@ -226,7 +225,7 @@ def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, floa
     for run, cost, delta in promised:
         before = most.get(run, (0.0, 0.0))
         most[run] = max(before[0], cost), max(before[1], delta)
-    return math.fsum(e for e, _ in most.values()), math.fsum(d for _, d in most.values())
+    return added(e for e, _ in most.values()), added(d for _, d in most.values())
 
 
 def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:

@@ -14,7 +14,7 @@ from fedpact.errors import PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.once import Once
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
+from fedpact.theory.accounting import Budget, added
 
 # Strict: a word, true or "1" is not the number that its owner meant.
 _Positive = Annotated[float, Field(gt=0, strict=True)]
@@ -142,8 +142,8 @@ class Policy(BaseModel):
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
         # A record is trained on or held out, so of the two budgets it bears one.
         own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
-        epsilon = reserved[0] + max(each.epsilon for each in own)
-        delta = reserved[1] + max(each.delta for each in own)
+        epsilon = added([reserved[0], max(each.epsilon for each in own)])
+        delta = added([reserved[1], max(each.delta for each in own)])
         _at_most("epsilon", epsilon, "epsilon_ever", self.epsilon_ever)
         _at_most("delta", delta, "delta_ever", self.delta_ever)
         self._check_alone(terms, reserved[0] if reserved_alone is None else reserved_alone)
@@ -175,7 +175,7 @@ class Policy(BaseModel):
         if per_run is not None and ever is not None:
             alone = terms.epsilon_alone
             _at_most("epsilon_alone", alone, "epsilon_alone_per_run", per_run)
-            _at_most("epsilon_alone", reserved + alone, "epsilon_alone_ever", ever)
+            _at_most("epsilon_alone", added([reserved, alone]), "epsilon_alone_ever", ever)
 
 
 def reserved(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Final
@@ -36,6 +37,7 @@ __all__ = [
     "History",
     "RunningEpsilon",
     "SampledGaussian",
+    "added",
     "bound_by",
     "epsilon",
     "joint",
@@ -90,6 +92,15 @@ class Budget:
     def __post_init__(self) -> None:
         check.positive(epsilon=self.epsilon)
         check.fraction(delta=self.delta)
+
+
+def added(parts: Iterable[float]) -> float:
+    """Return the sum of several budgets as they are written, which a binary sum may be beyond.
+
+    >>> added([1e-05] * 3), added([0.1, 0.2])
+    (3e-05, 0.3)
+    """
+    return float(sum(Decimal(repr(float(part))) for part in parts))
 
 
 def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from fedpact.data.form import RecordForm
-from fedpact.data.own import is_missing
+from fedpact.data.own import is_blank, is_missing, unpointed
 from fedpact.errors import DataError
 
 _FEW: Final = 20
@@ -56,13 +56,29 @@ def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
     names = sorted({label for label in given if not is_missing(label)})
+    # Of classes that are numbers none is called "NA", as one of names may be; and 1.0 is 1.
+    whole = sorted({unpointed(label) for label in names if not is_blank(label)})
     try:
-        numbers = [float(name) for name in names]
+        numbers = [float(name) for name in whole]
     except ValueError:
         _check_many(name, names, len(given), "is it the column of the labels")
+        _check_spelled(name, names)
         return tuple(names)
     _check_classes(name, numbers, len(given), _REGRESSION)
-    return tuple(name for _, name in sorted(zip(numbers, names, strict=True)))
+    return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
+
+
+def _check_spelled(name: str, names: Sequence[str]) -> None:
+    """Warn of classes that differ in capitals alone."""
+    alike = dict[str, list[str]]()
+    for one in names:
+        alike.setdefault(one.casefold(), []).append(one)
+    for several in [each for each in alike.values() if len(each) > 1]:
+        _logger.warning(
+            "data set %s: labels %s are %d classes: write them alike if they mean one, or name the "
+            "classes as records.classes",
+            *(name, ", ".join(map(repr, several)), len(several)),
+        )
 
 
 def check_several(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import epsilon
+from fedpact.theory.accounting import added, epsilon
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Cost:
     @property
     def delta(self) -> float:
         """Σ δ of the reservations."""
-        return self.terms.budget.delta + sum(b.delta for _, b in self.ledger.earlier(self.run))
+        earlier = self.ledger.earlier(self.run)
+        return added([self.terms.budget.delta, *(budget.delta for _, budget in earlier)])
 
     @property
     def _before(self) -> float:
