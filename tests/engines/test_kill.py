@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedpact import folder as folders
 from fedpact.engines.simulation import simulate
-from fedpact.errors import DataError
+from fedpact.errors import PlanError
 from fedpact.folder import Folder
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
@@ -150,7 +150,7 @@ def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypat
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"plan\.json cannot be read"):
+    with pytest.raises(PlanError, match=r"holds notes\.txt and no plan\.json, so no run: choose"):
         simulate(Plan.parse(PLAN), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -82,13 +82,6 @@ def test_a_folder_of_another_plan_is_left_alone(tmp_path):
         simulate(plan(seed=1), tmp_path / "run")
 
 
-def test_a_folder_of_something_else_is_told_as_that(tmp_path):
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(PlanError, match=r"holds notes\.txt and no plan\.json, so no run: choose"):
-        simulate(plan(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 def test_a_run_that_breaks_off_within_a_round_spends_nothing_twice(tmp_path, monkeypatch):
     whole = simulate(plan(algorithm="fedfdp"), tmp_path / "whole")
     from fedpact.algorithms import fedfdp
