@@ -6,6 +6,7 @@ what is not shown to keep records apart: such models are differentiated record b
 
 import logging
 import math
+import sys
 import threading
 
 import pytest
@@ -350,12 +351,14 @@ def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
     assert len(way.losses(x, y)) == 16
 
 
-def test_who_waits_for_a_trace_is_told(monkeypatch):
+def test_who_waits_for_a_trace_is_told(monkeypatch, capsys):
+    """Also where nobody has set logging up, and it goes to standard error."""
     told = threading.Event()
 
     class Told(logging.Handler):
         def emit(self, record):
             if "Slow is being traced" in record.getMessage():
+                print(record.getMessage(), file=sys.stderr)
                 told.set()
 
     class Slow(nn.Linear):
@@ -373,3 +376,4 @@ def test_who_waits_for_a_trace_is_told(monkeypatch):
     finally:
         logging.getLogger("fedpact").removeHandler(handler)
     assert told.is_set()
+    assert "Slow is being traced" in capsys.readouterr().err

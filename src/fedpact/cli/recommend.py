@@ -23,7 +23,7 @@ def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
     try:
         found = Recommendation.of(asked)
     except DataError as error:
-        if "records" in asked.document:
+        if "records" in asked.document or "[records]" not in str(error):
             raise
         raise DataError(f"{error}. [records] stands in a TOML: --columns FILE") from None
     if out is not None:

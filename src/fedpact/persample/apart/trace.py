@@ -10,6 +10,7 @@ import importlib
 import io
 import logging
 import operator
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -169,13 +170,23 @@ def _kept(batch: int | None) -> AbstractContextManager[Any]:
     return cast(Any, config).patch(fake_tensor_cache_enabled=batch is not None)
 
 
+class _Others(io.TextIOBase):
+    """Standard error, but for what this thread writes there: others may have to say something."""
+
+    def __init__(self) -> None:
+        self._own, self._kept = threading.get_ident(), sys.stderr
+
+    def write(self, text: str, /) -> int:
+        return len(text) if threading.get_ident() == self._own else self._kept.write(text)
+
+
 class _quiet:
     """Without what the tracer tells whoever develops models for it, and prints of its trace."""
 
     _LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._export", "torch._subclasses")
 
     def __enter__(self) -> None:
-        self._printed = redirect_stderr(io.StringIO())
+        self._printed = redirect_stderr(_Others())
         self._printed.__enter__()
         self._before = [(n, logging.getLogger(n).level) for n in self._LOGGERS]
         for name, _ in self._before:
