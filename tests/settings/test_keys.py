@@ -70,7 +70,7 @@ def test_of_each_algorithm_a_mistyped_setting_too(name):
     [
         ("epsilon=2", ["evaluation.epsilon", "privacy.epsilon"]),
         ("learning_rate=0.1", ["settings.learning_rate", "server.learning_rate"]),
-        ("privacy.rounds=3", ["rounds"]),
+        ("privacy.rounds=3", ["rounds (in no table: above a file's first line in brackets)"]),
     ],
 )
 def test_a_key_of_another_table_is_told_by_that_table(typed, meant):
@@ -116,4 +116,12 @@ def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):
     path.write_text("[1, 2]")
     check_keys(path)
     with pytest.raises(PlanError):
+        Plan.read(path)
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_a_file_that_a_refused_command_left_empty_is_no_wish_for_every_default(tmp_path, content):
+    path = tmp_path / "empty.toml"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=r"empty\.toml is empty: expected keys"):
         Plan.read(path)
