@@ -333,6 +333,14 @@ def test_records_that_do_not_train_do_not_count(tmp_path, beside, share):
     assert plan.evaluation.share == (0.3 if beside else 0.0)
 
 
+def test_roles_that_the_file_declares_are_taken_and_what_is_typed_goes_first(tmp_path):
+    file, _, _, *rest = table(tmp_path, f'label = "ill"\nsite = "bmi"\n{AGE}')
+    plan = Plan.parse(document("recommend", file, *rest[:2], "--epsilon", "2")["configuration"])
+    assert (plan.label, plan.site, plan.partition.kind) == ("ill", "bmi", "natural")
+    other = document("recommend", file, *rest[:2], "--epsilon", "2", "--site", "who")
+    assert other["configuration"]["site"] == "who"
+
+
 def test_a_promise_to_persons_is_refused_and_not_passed_over(tmp_path):
     asked = table(tmp_path, f'person = "who"\n{AGE}[privacy]\nunit = "person"\n')
     done = cli("recommend", *asked, "--epsilon", "2")

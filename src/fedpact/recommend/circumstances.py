@@ -15,6 +15,8 @@ from fedpact.plan import Plan
 from fedpact.theory.accounting import Budget
 
 _NOTHING: Final = PlanRecords()
+# What is read of a configuration beside [records].
+_BESIDE: Final = ("label", "site", "person", "task", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _numbers(name: str, text: str) -> list[float]:
 
 
 def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
-    """Return what a file says of them: `records`, `little`, `task`, `person` and `evaluation`.
+    """Return what a file says of them: `records`, `little`, and the keys of `_BESIDE` it has.
 
     Raises PlanError: nothing is declared, or ε is to be of persons.
     """
@@ -128,7 +130,7 @@ def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
             "recommended is for records, whose number it goes by; leave it out, and set it in what "
             "is written, with steps of your own"
         )
-    taken = {key: raw[key] for key in ("task", "person", "evaluation") if key in raw}
+    taken = {key: raw[key] for key in _BESIDE if key in raw}
     found = {**taken, "records": Plan.parse({**taken, "records": raw["records"]}).records}
     return found if columns else {**found, "little": KNOWN.get(data, ())}
 

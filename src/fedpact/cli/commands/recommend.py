@@ -45,9 +45,9 @@ def recommend(
     columns: Annotated[
         Path | None,
         typer.Option(
-            help="A configuration whose \\[records] says what columns may hold; its \\[task], "
-            "\\[evaluation] and person count, too. Default: what is known of adult's and the "
-            "hospitals' columns."
+            help="A configuration whose \\[records] says what columns may hold; its label, site, "
+            "person, \\[task] and \\[evaluation] count, too. Default: what is known of adult's "
+            "and the hospitals' columns."
         ),
     ] = None,
     records: Annotated[
@@ -69,10 +69,11 @@ def recommend(
     from fedpact.cli.recommend import recommend as carry_out
     from fedpact.recommend.circumstances import Circumstances, budgets, told_of_columns
 
+    typed = {key: each for key, each in {"label": label, "site": site}.items() if each is not None}
     asked = Circumstances(
         *(data, budgets(epsilon, delta), rounds, sites or 0),
-        *(trust, honest, mirror, label, site),
-        **told_of_columns(columns, data),
+        *(trust, honest, mirror),
+        **{**told_of_columns(columns, data), **typed},
         features=features,
         size=records,
     )
