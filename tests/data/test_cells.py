@@ -13,7 +13,7 @@ from fedpact.data.datasets import from_arrays, load
 from fedpact.data.form import Column, LabelForm, PlanRecords, RecordForm
 from fedpact.data.given.handed import dataset_of
 from fedpact.data.given.parts import parts_of
-from fedpact.data.own import persons_of
+from fedpact.data.given.persons import persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.sites import load_site
 from fedpact.errors import DataError

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fedpact.data.datasets import from_arrays, load
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.given.handed import refitted
-from fedpact.data.own import persons_of
+from fedpact.data.given.persons import persons_of
 from fedpact.data.sieve import Sieve
 from fedpact.data.sites import load_site
 from fedpact.data.tables import read_table

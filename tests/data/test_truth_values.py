@@ -11,6 +11,8 @@ from torch import nn
 import fedpact
 from fedpact.data.datasets import from_frame, load
 from fedpact.data.form import Column, RecordForm
+from fedpact.data.given.persons import persons_of
+from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
@@ -163,8 +165,11 @@ def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
     assert "labels 'B', 'b' are 2 classes: write them alike" in caplog.text
 
 
+NOBODY = ["", "NA", "N/A", "NULL", "none", "NaN", "?", "#N/A", "#REF!", "N.A.", "-", "\u200b"]
+
+
 @pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
-@pytest.mark.parametrize("nobody", ["", "NA", "N/A", "NULL", "none", "NaN", "?"])
+@pytest.mark.parametrize("nobody", NOBODY)
 def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
     """Ten records of many people, taken for one, would each be protected less than is said."""
     if kind == "parquet":
@@ -179,3 +184,36 @@ def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
         data = load(str(path), "ill", person="patient")
     assert data.person == ("7", "7", "8") * 10
     assert "names no person" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        # As pandas, and spreadsheets of two languages, write a number of 18 places.
+        ("3.2010119900199e+17", False),
+        ("3.20101E+17", False),
+        ("3,20101E+17", False),
+        ("3e+17", False),
+        ("320101199001990010.0", False),
+        ("320101199001990010", True),
+        ("123456.0", True),
+        # Codes, which no number was rounded to.
+        ("12E3", True),
+        ("E+7", True),
+        ("1.2.3", True),
+        ("O'Neill", True),
+    ],
+)
+def test_a_persons_number_that_text_rounds_is_nobodys(written, kept, tmp_path):
+    """Parquet and frames tell a float by its type; a CSV has nothing but how it is written."""
+    path = tmp_path / "t.csv"
+    path.write_text(f'age,ill,patient\n1,a,"{written}"\n2,b,8\n')
+    assert len(load(str(path), "ill", person="patient").person) == 1 + kept
+
+
+def test_a_name_is_what_one_sees_of_it():
+    """Copied from elsewhere, one person's name has marks without width, or accents of their own."""
+    sieve = Sieve("t", 6, 1)
+    names = ["Zoë", "Zoe\u0308", "\ufeffZoë", "Zo\u200bë", "Ｚoë", "Zoé"]
+    assert persons_of(names, sieve) == ["Zoë"] * 5 + ["Zoé"]
+    assert sieve.good.all()

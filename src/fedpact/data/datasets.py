@@ -26,10 +26,11 @@ from fedpact.data.given import (
     warn_of_channels,
 )
 from fedpact.data.given.classes import check_several, class_names, sorted_names
+from fedpact.data.given.persons import persons_of
 from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
-from fedpact.data.own import class_numbers, is_missing, numbers_of_table, persons_of, text_of
+from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
 from fedpact.data.sieve import Sieve, nothing_left
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of

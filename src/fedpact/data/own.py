@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from fedpact.errors import DataError
 
 # "none" or "na" may be the name of a class or of a site.
 _NO_NAME: Final = {"", "?", "nan", "nat", "<na>"}
-_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none", "#n/a", "-nan"}
 
 _SPELLED: Final = {
     "true": ("True", "true", "TRUE", "1"),
@@ -96,7 +95,7 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
         )
     numbers, blank = x, None
     if x.dtype.kind == "U":
-        x = _readable(x)
+        x = readable(x)
         numbers = np.array([number_of(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
         blank = np.array([is_blank(v) for v in x.reshape(-1).tolist()], bool).reshape(x.shape)
     elif x.dtype.kind == "f":
@@ -124,7 +123,7 @@ def class_numbers(
     """
     place = {name: k for k, name in enumerate(classes)}
     found = np.zeros(len(labels), np.int64)
-    given = _readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
+    given = readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
         text, k = text_of(label), -1
         if how == "names" or (how is None and isinstance(label, str | bool)):
@@ -138,42 +137,6 @@ def class_numbers(
             sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
         found[row] = max(k, 0)
     return found
-
-
-def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> list[str]:
-    """Return whose each record is, n of them; the sieve has those that name nobody.
-
-    Such a record may be anybody's, so it is used for nobody. So may one whose number is so large a
-    float that its neighbours, other persons, are the same. 7.0 is 7, however it is stored: two
-    persons may be taken for one, and not one for two. Raises DataError: another length.
-    """
-    if len(given) != sieve.count:
-        raise DataError(
-            f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
-            "give one person a record"
-        )
-    if isinstance(given, np.ndarray):
-        # Floats stay of their type, which says from where on they round.
-        read = _readable(given)
-        given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
-    found = [unpointed(text_of(value)) for value in given]
-    for row, (name, value) in enumerate(zip(found, given, strict=True)):
-        if is_blank(name):
-            sieve.leave_out(row, column, "names no person")
-        elif isinstance(value, float | np.floating):
-            exact = _exact(type(value))
-            if abs(value) < exact:
-                continue
-            why = f"is a float beyond {exact:.0f}, which may stand for several persons; give names"
-            sieve.leave_out(row, column, f"{why} as whole numbers or text", value)
-    # No array of text, in which one name is as long as the longest.
-    return found
-
-
-@cache
-def _exact(kind: type[Any]) -> float:
-    """Return from where on two whole numbers may be one float of a type."""
-    return 2.0 ** (np.finfo(kind).nmant + 1)
 
 
 def text_of(value: Any) -> str:
@@ -320,8 +283,8 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
     return whole(low, math.ceil, limits.min), whole(high, math.floor, limits.max)
 
 
-def _readable(text: np.ndarray) -> np.ndarray:
-    """Text without the cells that no string can hold, which are blank then, and so missing."""
+def readable(text: np.ndarray) -> np.ndarray:
+    """Return text without cells that no string can hold, which are blank then, and so missing."""
     if text.dtype.kind != "U" or not text.dtype.itemsize:
         return text
     unit = np.dtype(np.uint32).newbyteorder(text.dtype.byteorder)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from fedpact.data.form import RecordForm
 from fedpact.data.given import Given, Sifted, array_of, check_shapes, labels_of, sifted_arrays
+from fedpact.data.given.persons import persons_of
 from fedpact.data.given.targets import targets_of
-from fedpact.data.own import ambiguous, numbers_of_table, persons_of
+from fedpact.data.own import ambiguous, numbers_of_table
 from fedpact.data.sieve import Sieve
 from fedpact.data.tables import SUFFIXES, read_npz, read_table
 from fedpact.errors import DataError
