@@ -5,7 +5,10 @@ import tomllib
 
 import numpy as np
 import pytest
+import torch
 
+from fedpact.data.columns.advice import advise
+from fedpact.data.form import Column, RecordForm
 from fedpact.engines.scene import Scene
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
@@ -102,3 +105,19 @@ def test_a_deviation_that_does_not_suit_the_numbers_is_told_of(tmp_path, caplog,
     found = told(caplog)
     assert len(found) == (deviation == 0.5)
     assert all("0 (2" in one and "by mean = 54 and deviation = 0.5" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "most"), [(9876543.0, "1e+07"), (43.0, "1e+02"), (10.0, "1e+01")]
+)
+def test_a_sites_log_has_no_value_of_a_record(caplog, value, most):
+    """A log is sent around for help, and one row's income with it."""
+    x = torch.tensor([[0.5, 0.1], [0.25, value]])
+    form = RecordForm(columns={"age": Column(low=0.0, high=120.0)})
+    advise("t.csv", form, (2,), ("age", "income"), x, values=False)
+    (one,) = told(caplog)
+    assert f"age (120), income (up to {most}) (found by looking" in one
+    assert f"{value:g}" not in one.replace(f"up to {most}", "")
+    narrow = torch.tensor([[0.0005, 7.0]])
+    advise("t.csv", RecordForm(), (2,), ("a", "b"), narrow, values=False)
+    assert "a (up to 1e-03), as found in the records; others reach up to 1e+01" in caplog.text

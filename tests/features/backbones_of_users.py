@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -97,6 +98,7 @@ class _Changing(nn.Module):
         self.part, self.how = _Part(shape), how
         self.kept, self.count = [{"sum": 0.0}], 0
         self.often = Counter(seen=3)
+        self.means, self.bytes = [np.zeros((2, 2))], bytearray(2)
 
     def forward(self, x):
         x = x.flatten(1)
@@ -105,6 +107,7 @@ class _Changing(nn.Module):
         x = nn.functional.dropout(x, 0.5, self.part.training) * self.part.p.double()
         told = self.part.b.sum() + self.part.odd.sum() + self.count + self.kept[0]["sum"]
         told += self.often["seen"] + getattr(self.part.p, "told", 0.0)
+        told += float(self.means[0].sum()) + self.bytes[0] + self.part.p.requires_grad
         told += 0.0 if self.part.p.grad is None else self.part.p.grad.sum()
         return x + told + getattr(self, "told", 0.0)
 
@@ -177,6 +180,19 @@ def _counter(it):
     it.often["more"] += 1
 
 
+def _in_numpys_array(it):
+    it.means[0][1:] += 3
+
+
+def _in_bytes(it):
+    it.bytes[0] = 9
+    it.bytes.append(1)
+
+
+def _what_learns(it):
+    it.part.p.requires_grad_(True)
+
+
 def _a_hook(it):
     it.part.p.data *= 1
     it.register_forward_hook(lambda m, x, y: y + 1)
@@ -196,11 +212,20 @@ CHANGES = {
         _another_part,
         _a_gradient,
         _another_class,
+        _what_learns,
     )
 }
 HARMLESS = {
     how.__name__.strip("_"): how
-    for how in (_attributes, _inner_attributes, _a_hook, _counter, _attribute_of_a_weight)
+    for how in (
+        _attributes,
+        _inner_attributes,
+        _a_hook,
+        _counter,
+        _attribute_of_a_weight,
+        _in_numpys_array,
+        _in_bytes,
+    )
 }
 
 

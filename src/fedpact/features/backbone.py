@@ -81,8 +81,6 @@ class Backbone:
                 f"{self._name} holds {error}: expected dense tensors with values in the CPU's "
                 "memory; of lazy layers, have the factory call the module once"
             ) from None
-        for weight in module.parameters():  # of TorchScript too, which has no requires_grad_
-            weight.requires_grad_(False)
         self._try(shape)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,31 +1,36 @@
 """What a module holds: found once, compared after each record, and put back.
 
 Held are its parameters and buffers with their gradients, its submodules, of which class each is and
-whether it trains, attributes of all these, and what lies in lists, dicts, sets and tuples of
-theirs. Tensors are compared by the bytes of their memory, so that no way to write to them is passed
-over (`p.data`, `b.numpy()`). What else there is, other objects, variables of files, closures, is
-not held.
+whether it trains, attributes of all these, and what lies in lists, dicts, sets, tuples, NumPy's
+arrays and bytearrays of theirs. Tensors are compared by the bytes of their memory, so that no way
+to write to them is passed over (`p.data`, `b.numpy()`). What else there is, other objects,
+variables of files, closures, is not held.
 """
 
 from collections import deque
 from operator import is_
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
 class Held:
-    """What a module holds now. Raises TypeError: tensors that cannot be compared."""
+    """What a module holds now, whose parameters learn nothing from here on.
+
+    Raises TypeError: tensors that cannot be compared.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         # Kept for good, so that an id is one thing's alone.
         self._seen = dict[int, Any]()
-        self._tensors = list[tuple[Tensor, Tensor, Tensor | None]]()
+        self._tensors = list[tuple[Tensor, Tensor, Tensor | None, bool]]()
         self._classes = list[tuple[nn.Module, type]]()
         self._memory = dict[int, list[tuple[Tensor, Tensor]]]()
         self._places = list[tuple[Any, list[Any]]]()
+        self._arrays = list[tuple[np.ndarray, np.ndarray]]()
         waiting: list[Any] = [module, *module.parameters(), *module.buffers()]
         while waiting:
             thing = waiting.pop()
@@ -43,17 +48,26 @@ class Held:
         for place, kept in self._places:
             if not _same(_listed(place), kept):
                 _fill(place, kept)
+        for array, kept in self._arrays:
+            try:
+                if array.tobytes() != kept.tobytes():
+                    array[...] = kept
+            except ValueError:  # of another shape, or locked
+                changed = True
         for memory, kept in (pair for pairs in self._memory.values() for pair in pairs):
             if not torch.equal(memory, kept):
                 changed = True
                 memory.copy_(kept)
-        for t, own, gradient in self._tensors:
+        for t, own, gradient, learnt in self._tensors:
             if _form(t) != _form(own):
                 changed = True
                 t.data = own
             if _gradient(t) is not gradient:
                 changed = True
                 t.grad = gradient
+            if _learns(t) != learnt:
+                changed = True
+                t.requires_grad_(learnt)
         for part, kind in self._classes:
             if type(part) is not kind:
                 changed = True
@@ -69,16 +83,26 @@ class Held:
         if isinstance(thing, nn.Module):
             self._classes.append((thing, type(thing)))
             return [vars(thing)]
-        if isinstance(thing, dict | list | set | deque):
+        if isinstance(thing, np.ndarray):
+            return self._note_array(thing)
+        if isinstance(thing, dict | list | set | deque | bytearray):
             listed = _listed(thing)
             self._places.append((thing, listed))
             return listed
         return list(cast(tuple[Any, ...], thing)) if isinstance(thing, tuple) else []
 
+    def _note_array(self, array: np.ndarray) -> list[Any]:
+        """Note an array; return what lies in it, where it holds objects."""
+        if array.flags.writeable:
+            self._arrays.append((array, array.copy()))
+        return array.ravel().tolist() if array.dtype.hasobject else []
+
     def _note(self, t: Tensor) -> None:
         if t.device.type != "cpu" or t.layout is not torch.strided or is_lazy(t):
             raise TypeError(f"a tensor of {type(t).__name__}, {t.device}, {t.layout}")
-        self._tensors.append((t, t.detach(), _gradient(t)))
+        if isinstance(t, nn.Parameter):  # of TorchScript too, which has no requires_grad_
+            t.requires_grad_(False)
+        self._tensors.append((t, t.detach(), _gradient(t), _learns(t)))
         storage = t.untyped_storage()
         if storage.data_ptr() not in self._memory:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -99,6 +123,11 @@ def _gradient(t: Tensor) -> Tensor | None:
 
 def _form(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def _learns(t: Tensor) -> bool:
+    """Whether a gradient is asked for, which is another's to say unless it is a leaf."""
+    return t.is_leaf and t.requires_grad
 
 
 def _listed(place: Any) -> list[Any]:

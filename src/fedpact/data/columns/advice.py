@@ -6,7 +6,8 @@ Nobody notices but by a model that guesses.
 """
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -24,20 +25,30 @@ _REMEDY: Final = (
 
 _logger = logging.getLogger("fedpact")
 
+_Tell = Callable[[float], str]
+
 
 def advise(
-    origin: str, form: RecordForm, shape: Sequence[int], features: Sequence[str], x: Tensor | None
+    origin: str,
+    form: RecordForm,
+    shape: Sequence[int],
+    features: Sequence[str],
+    x: Tensor | None,
+    *,
+    values: bool = True,
 ) -> None:
     """Warn of numbers that are to be scaled, with the lines that do it.
 
     shape: a record's. features: a table's columns, () without names. x: the records [n, *shape],
-    where they may be looked at: in a simulation, on their owner's machine. Else, and wherever a
-    range is declared, that counts.
+    where they may be looked at, on their owner's machine. Else, and wherever a range is declared,
+    that counts. values: whether what is found may be told, or its power of ten alone, as in a
+    site's log, which people send around.
     """
+    tell = _exactly if values else _coarsely
     if len(shape) > 1:
         far = _furthest(form, x)
         if far >= _WIDE:
-            _logger.warning(_told_of_all(origin, form, far))
+            _logger.warning(_told_of_all(origin, form, far, tell))
         return
     names = features or tuple(map(str, range(shape[0])))
     wide = list[tuple[str, ValueRange, float]]()
@@ -49,29 +60,39 @@ def advise(
     if len(wide) > _SHOWN and not features and not form.columns:
         # Without names, as pixels in a row are: what is declared is declared of all.
         most = max(far for *_, far in wide)
-        _logger.warning(_told_of_all(origin, form, most))
+        _logger.warning(_told_of_all(origin, form, most, tell))
     elif wide:
-        _logger.warning(_told(origin, wide))
+        _logger.warning(_told(origin, wide, tell))
     if x is not None:
         if features and not wide:
-            _advise_of_narrow(origin, form, names, x)
-        _advise_of_standards(origin, form, names, x)
+            _advise_of_narrow(origin, form, names, x, tell)
+        _advise_of_standards(origin, form, names, x, tell)
 
 
-def _advise_of_narrow(origin: str, form: RecordForm, names: Sequence[str], x: Tensor) -> None:
+def _exactly(far: float) -> str:
+    return f"{far:.3g}"
+
+
+def _coarsely(far: float) -> str:
+    return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
+
+
+def _advise_of_narrow(
+    origin: str, form: RecordForm, names: Sequence[str], x: Tensor, tell: _Tell
+) -> None:
     """Warn of columns that are not scaled and stay so near to 0 that others drown them."""
     plain = [form.of(name).scale == "none" for name in names]
     reach = [_found(x[:, k]) if own else 1.0 for k, own in enumerate(plain)]
     most = max(reach)
     near = [(n, far) for n, far in zip(names, reach, strict=True) if 0 < far < most / _NARROWER]
     if near:
-        shown = ", ".join(f"{name} ({far:.3g})" for name, far in near[:_SHOWN])
+        shown = ", ".join(f"{name} ({tell(far)})" for name, far in near[:_SHOWN])
         more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
         _logger.warning(
             f"{origin}: numbers of these columns stay near 0: {shown}{more}, as found in the "
-            f"records; others reach {most:.3g}, and a model hardly sees these beside them. Declare "
-            "what they can be, and have it scaled: [records.columns.NAME] with range = [LEAST, "
-            'MOST] and scale = "range"'
+            f"records; others reach {tell(most)}, and a model hardly sees these beside them. "
+            "Declare what they can be, and have it scaled: [records.columns.NAME] with range = "
+            '[LEAST, MOST] and scale = "range"'
         )
 
 
@@ -81,7 +102,9 @@ def _found(x: Tensor) -> float:
     return float(good.abs().max()) if good.numel() else 0.0
 
 
-def _advise_of_standards(origin: str, form: RecordForm, features: Sequence[str], x: Tensor) -> None:
+def _advise_of_standards(
+    origin: str, form: RecordForm, features: Sequence[str], x: Tensor, tell: _Tell
+) -> None:
     """Warn of columns whose declared mean and deviation leave their numbers far from 0."""
     far = list[str]()
     for k, name in enumerate(features):
@@ -91,7 +114,7 @@ def _advise_of_standards(origin: str, form: RecordForm, features: Sequence[str],
             length = float(scaled[scaled.isfinite()].square().mean().sqrt())
             if length >= _WIDE:
                 far.append(
-                    f"{name} ({length:.3g}, by mean = {own.mean:g} and deviation = "
+                    f"{name} ({tell(length)}, by mean = {own.mean:g} and deviation = "
                     f"{own.deviation:g})"
                 )
     if far:
@@ -148,9 +171,9 @@ def _furthest(own: ValueRange, x: Tensor | None) -> float:
     return max(-float(low), float(high))
 
 
-def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]]) -> str:
+def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]], tell: _Tell) -> str:
     shown = wide[:_SHOWN]
-    named = ", ".join(f"{name} ({far:g})" for name, _, far in shown)
+    named = ", ".join(f"{name} ({_far(own, far, tell)})" for name, own, far in shown)
     more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
     found = any(_extent(own) is None for _, own, _ in wide)
     lines = "\n\n".join(_lines(name, own) for name, own, _ in shown)
@@ -161,9 +184,15 @@ def _told(origin: str, wide: Sequence[tuple[str, ValueRange, float]]) -> str:
     )
 
 
-def _told_of_all(origin: str, form: RecordForm, far: float) -> str:
+def _far(own: ValueRange, far: float, tell: _Tell) -> str:
+    """Return how far numbers get; what is declared is public."""
+    return tell(far) if _extent(own) is None else f"{far:g}"
+
+
+def _told_of_all(origin: str, form: RecordForm, far: float, tell: _Tell) -> str:
+    how = _how(_extent(form) is None)
     return (
-        f"{origin}: numbers get as far as {far:g} from 0{_how(_extent(form) is None)}. A gradient "
+        f"{origin}: numbers get as far as {_far(form, far, tell)} from 0{how}. A gradient "
         "is as long as its record's numbers, so a step that suits numbers of about 1 is far too "
         f"long for these, and a model may do no better than chance. {_REMEDY}\n\n"
         f'[records]\nlow = {_end(form.low)}\nhigh = {_end(form.high)}\nscale = "range"'

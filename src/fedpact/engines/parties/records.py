@@ -71,8 +71,8 @@ def own_records(
     form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
     if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
-        # Into the owner's own log, as what is left out.
-        advise(str(path), of.records, of.shape, found.features, found.x)
+        # Into the owner's own log, as what is left out, and without values like it.
+        advise(str(path), of.records, of.shape, found.features, found.x, values=False)
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
