@@ -758,6 +758,29 @@ def test_what_takes_long_is_told_of(tmp_path, monkeypatch, capsys):
     assert "features of 100 of 100 records" in capsys.readouterr().err
 
 
+def test_whitening_is_made_once_a_machine_tells_how_far_it_is_and_has_the_same_bits(
+    tmp_path, monkeypatch, capsys
+):
+    """Thousands of made images, however few the records: of large ones they are the work."""
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
+    settings, x = FeatureSettings(kind="scattering", cells=1), made(3)
+    first = Extractor(settings, SHAPE, 0, tmp_path)(x).x
+    assert "of 4,000 made images, to whiten by" in capsys.readouterr().err
+    (kept,) = (tmp_path / "cache" / "whitening").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(extract, "made_images", None)
+        assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
+        # Another seed has other filters or images, and its own.
+        with pytest.raises(TypeError):
+            Extractor(settings, SHAPE, 1, tmp_path)(x)
+    # A damaged one is made anew; where none can be kept, it is made each time.
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
+    monkeypatch.setenv("FEDPACT_CACHE", str(kept))
+    assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
+
+
 # ---------------------------------------------------------------- the cache
 
 

@@ -11,9 +11,7 @@ protects of the record.
 
 Square roots make faint answers count beside strong ones, as in Fisher vectors (Perronnin, Sánchez,
 Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length keeps every record's gradient within a
-clip that is chosen without looking. Covariance Σ + (ρ tr Σ / p) I with ρ = 0.4; what whitens is the
-inverse of its Cholesky factor, which follows continuously from Σ, so machines that round in other
-ways agree.
+clip that is chosen without looking.
 """
 
 import hashlib
@@ -37,6 +35,7 @@ from fedpact.features.backbone import Backbone
 from fedpact.features.kinds import KINDS
 from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.settings import FeatureSettings
+from fedpact.features.whitening import whitening
 from fedpact.params import begin_alone
 from fedpact.persample.products import aligned, linear
 
@@ -47,10 +46,8 @@ _BATCH: Final = 64
 _LOOKED_AT: Final = 256  # made images, by which features are found to differ
 _AT_ONCE: Final = 8
 """So many images have their maps at a time: those of more leave the processor's cache."""
-_SHRINKAGE: Final = 0.4
 _ROUNDED: Final = 1e-3
 """Of rows of unit length: machines differ by less, weights that were drawn anew by more."""
-_MOST_WHITENED: Final = 8192
 TELL_EVERY: Final = 10.0
 """Seconds: so often this machine's owner is told how far it is."""
 
@@ -140,14 +137,15 @@ class Extractor:
         """Return the features of records x [n, *shape], float32 on the CPU."""
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
-        size, told = 1 if self._settings.factory else _BATCH, time.monotonic()
-        for start, some in zip(range(0, len(x), size), self._each(x), strict=True):
+        if not self._settings.factory:
+            # Once, not by every thread.
+            _ = self._whitening if self._settings.whiten else self._tells
+        size = 1 if self._settings.factory else _BATCH
+        parts = _told(self._each(x), len(x), "records")
+        for start, some in zip(range(0, len(x), size), parts, strict=True):
             rows = slice(start, start + size)
             good[rows] = some.isfinite().all(1)
             found[rows] = torch.where(good[rows, None], some, 0).half()
-            if time.monotonic() - told >= TELL_EVERY:
-                told, done = time.monotonic(), start + len(some)
-                print(f"features of {done:,} of {len(x):,} records", file=sys.stderr, flush=True)
         return Found(found, good)
 
     def _each(self, x: Tensor) -> Iterator[Tensor]:
@@ -155,8 +153,6 @@ class Extractor:
         if self._settings.factory:
             yield from map(self._alone, x.split(1) if len(x) else ())
         else:
-            # Once, not by every thread.
-            _ = self._whitening if self._settings.whiten else self._tells
             yield from _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
 
     @torch.no_grad()
@@ -196,39 +192,27 @@ class Extractor:
 
     @cached_property
     def _whitening(self) -> tuple[Tensor, Tensor]:
-        """The mean [p] of made images' features, and what whitens them [p, p]."""
-        p = self.width
-        if p > _MOST_WHITENED:
-            raise ModelError(
-                f"features.kind = {self._settings.kind!r} finds {p} numbers in a record: expected "
-                f"at most {_MOST_WHITENED} with whiten = true; lower cells or filters, or set "
-                "whiten = false"
-            )
+        return whitening(self.key, self._settings.kind, self.width, self._made)
+
+    def _made(self) -> Tensor:
+        """Return made images' features [MADE, p]."""
         made = made_images(MADE, self._image, self._seed)
         parts = (some for part in made for some in part.split(_BATCH))
-        found = torch.cat(list(_by_threads(self._mapped_all, parts))).double()
-        mean = found.mean(0)
-        found -= mean
-        covariance = found.T @ found / len(found)
-        self._check_tells(found)
-        ridge = _SHRINKAGE / p * covariance.trace()
-        covariance.diagonal().add_(ridge)
-        factor = torch.linalg.cholesky(covariance)
-        eye = torch.eye(p, dtype=torch.float64)
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-        return mean.float(), inverse.float()
+        found = list(_told(_by_threads(self._mapped_all, parts), MADE, "made images, to whiten by"))
+        self._check_tells(whole := torch.cat(found))
+        return whole
 
     @cached_property
     def _tells(self) -> bool:
         """Whether features that are not whitened differ. Raises ModelError: they do not."""
-        found = self._mapped_all(dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT))
-        self._check_tells(found - found[0])
+        made = dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT)
+        self._check_tells(self._mapped_all(made))
         return True
 
-    def _check_tells(self, differences: Tensor) -> None:
-        """Raise ModelError: of made images' features [n, p], less one or their mean, most agree."""
-        some = differences[:_LOOKED_AT]
-        if differences.isfinite().all() and len(torch.unique(some, dim=0)) > len(some) / 2:
+    def _check_tells(self, found: Tensor) -> None:
+        """Raise ModelError: of made images' features [n, p] most agree."""
+        some = found[:_LOOKED_AT]
+        if found.isfinite().all() and len(torch.unique(some, dim=0)) > len(some) / 2:
             return
         of = self._settings
         what = "larger images"
@@ -251,6 +235,17 @@ def extractor(
     """
     del own  # another one, another extractor
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
+
+
+def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
+    """Yield parts of features as they come, and tell this machine's owner how far that is."""
+    told, done = time.monotonic(), 0
+    for part in parts:
+        done += len(part)
+        if time.monotonic() - told >= TELL_EVERY:
+            told = time.monotonic()
+            print(f"features of {done:,} of {count:,} {what}", file=sys.stderr, flush=True)
+        yield part
 
 
 def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterator[Tensor]:
