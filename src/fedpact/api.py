@@ -48,9 +48,10 @@ class Result(Simulated):
         summary = self.summary
         rounds = summary.get("rounds", "no")
         parts = [f"{rounds} rounds", str(summary.get("status", "not ended"))]
-        found = summary.get("accuracy"), summary.get("loss")
+        of = summary.get("average") or {} if self.average else summary
+        found = of.get("accuracy"), of.get("loss")
         if found != (None, None):
-            parts.append(" ".join(fares(*found)))
+            parts.append(" ".join(fares(*found)) + (" of the average" if self.average else ""))
         parts.append(self._privacy)
         return f"Result({', '.join(parts)}; {str(self.folder)!r})"
 
@@ -225,23 +226,32 @@ def with_own(
     return (plan if own == document else Plan.parse(own)), records
 
 
-def load(folder: Path | str, model: Any = None, *, loss: Any = None, metrics: Any = None) -> Result:
+def load(
+    folder: Path | str,
+    model: Any = None,
+    *,
+    loss: Any = None,
+    metrics: Any = None,
+    average: bool = False,
+) -> Result:
     """Return the result of a run that has ended, from its folder or a deployed party's directory.
 
     A deployed site holds the final model and no rounds: its result has no records.
     model: the module, class or factory that was handed in, where the plan names none; its weights
-    are the run's. loss, metrics: likewise, without which `evaluate` asks for them.
+    are the run's. loss, metrics: likewise, without which `evaluate` asks for them. average: its
+    model is the average that the server kept by `server.average`, in place of the last one.
     Raises DataError: it holds none. ModelError: the model is needed, or it, the loss or a metric is
     another.
     """
     restored(Path(folder))
     place = folder_of_run(Path(folder))
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
-    served, found = Served.of(place, model), Folder(place)
+    served, found = Served.of(place, model, average=average), Folder(place)
     rounds = place / "rounds.jsonl"
     lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
     records = [RoundRecord.from_json(line) for line in lines]
-    return Result(place, records, found.read_json("summary.json"), served.model, model)
+    summary = found.read_json("summary.json")
+    return Result(place, records, summary, served.model, model, average=average)
 
 
 def extend(

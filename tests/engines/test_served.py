@@ -1,6 +1,7 @@
 """A run's model in use: its answers are those of its module on records as training had them."""
 
 import csv
+import hashlib
 import json
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tests.features import backbones_of_users
 
 import fedpact
 from fedpact.api import load
@@ -76,6 +79,13 @@ def test_what_training_would_leave_out_is_answered_with_nothing(table):
     assert found.labels[1] == found.labels[2] == ""
     assert np.isnan(found.probabilities[1:]).all()
     assert found.probabilities[0].sum() == pytest.approx(1)
+
+
+def test_a_record_is_told_of_once_and_by_what_is_wrong_with_it(table, caplog):
+    """Not as one that could not be scaled, which it was not even given to."""
+    table.result.predict({"age": ["x", "30"], "kind": ["a", "a"], "weight": ["0.5"] * 2})
+    assert len(caplog.records) == 1
+    assert "row 1 (counted from 1) is no finite number" in caplog.text
 
 
 def test_figures_are_those_of_counting(table):
@@ -226,3 +236,51 @@ def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(DataError, match="a head of its own"):
         Served.of(tmp_path)
+
+
+def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, monkeypatch):
+    raw = {**TABLE, "data": table.plan.data, "rounds": 3}
+    kept = {"average": "exponential", "average_decay": 0.5}
+    result = fedpact.run(Plan.parse({**raw, "server": kept}), tmp_path / "run")
+    asked = load(tmp_path / "run", average=True)
+    weights = load_file(tmp_path / "run" / "average.safetensors")
+    assert all(torch.equal(asked.model.state_dict()[name], w) for name, w in weights.items())
+    assert not np.array_equal(
+        asked.predict(raw["data"]).probabilities, result.predict(raw["data"]).probabilities
+    )
+    assert f"{result.summary['average']['accuracy']:.1%}"[:-1] in repr(asked)
+
+    def told(*arguments):
+        monkeypatch.setattr("sys.argv", ["fedpact", "evaluate", str(tmp_path / "run"), *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr()
+
+    file = table.plan.data
+    # Whoever does not ask for it is told that there is one.
+    assert "--average asks the average" in told(file).err
+    of_average = told(file, "--average", "--json")
+    assert "--average" not in of_average.err
+    assert json.loads(of_average.out)["loss"] == asked.evaluate(file).loss
+    with pytest.raises(DataError, match=r"holds no average of models .*server\.average = 'none'"):
+        load(table.where / "run", average=True)
+
+
+def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
+    """Its path is of where the run was begun, and its digest says that it is the same."""
+    module = backbones_of_users.linear((1, 8, 8))
+    save_file(module.state_dict(), tmp_path / "w.safetensors")
+    sha256 = hashlib.sha256((tmp_path / "w.safetensors").read_bytes()).hexdigest()
+    features = {
+        **{"kind": f"{backbones_of_users.__name__}:linear", "weights": "w.safetensors"},
+        **{"sha256": sha256, "trained_on": "made numbers"},
+    }
+    monkeypatch.chdir(tmp_path)
+    plan = Plan.parse({"rounds": 1, "sites": 2, "model": "logistic", "features": features})
+    result = fedpact.run(plan, tmp_path / "runs" / "one")
+    x = torch.rand(3, 1, 8, 8)
+    here = result.predict(x).probabilities
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load(tmp_path / "runs" / "one").predict(x).probabilities
+    np.testing.assert_array_equal(found, here)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.api import load
+from fedpact.api import Result, load
 from fedpact.cli.console import show
 from fedpact.engines.served import Predictions
 from fedpact.errors import InputError
@@ -56,13 +56,26 @@ def _print(run: RunFolder, path: Path) -> None:
     console.print(Text(str(path)), soft_wrap=True)
 
 
-def predict(run: Path, records: Path, out: Path | None, as_json: bool) -> None:
+def _asked(run: Path, average: bool) -> Result:
+    """Return a run's result; say so where it has a model beside the one that is asked."""
+    found = load(run, average=average)
+    if not average and (found.folder / "average.safetensors").exists():
+        print(
+            f"{run}: the last model answers; --average asks the average that the server kept",
+            file=sys.stderr,
+        )
+    return found
+
+
+def predict(run: Path, records: Path, out: Path | None, as_json: bool, average: bool) -> None:
     """Carry out `fedpact predict`. out: the file to write, or None for standard output.
+
+    average: see `fedpact.load`.
 
     A .csv file, or of any model an .npz with arrays labels, probabilities, used and classes. Raises
     InputError: answers of many pixels that no line of a CSV holds.
     """
-    found = load(run).predict(records)
+    found = _asked(run, average).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
         raise InputError(
@@ -89,9 +102,9 @@ def predict(run: Path, records: Path, out: Path | None, as_json: bool) -> None:
     show(document, as_json, tell)
 
 
-def evaluate(run: Path, records: Path, as_json: bool) -> None:
-    """Carry out `fedpact evaluate`."""
-    score = load(run).evaluate(records)
+def evaluate(run: Path, records: Path, as_json: bool, average: bool) -> None:
+    """Carry out `fedpact evaluate`. average: see `fedpact.load`."""
+    score = _asked(run, average).evaluate(records)
 
     def tell() -> None:
         Console(highlight=False, soft_wrap=True).print(

@@ -75,7 +75,7 @@ class Evaluated(SiteScore):
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A run's final model with all that stands before it."""
+    """A run's model with all that stands before it."""
 
     plan: Plan
     form: GivenForm
@@ -84,12 +84,13 @@ class Served:
     released: Mapping[str, Any]
 
     @staticmethod
-    def of(folder: Path, own: Any = None) -> "Served":
+    def of(folder: Path, own: Any = None, *, average: bool = False) -> "Served":
         """Return the model of a run's folder, or of a deployment's party, by its directory.
 
-        own: the module, class or factory, where it was handed in from Python.
-        Raises DataError: no run that has ended, or a damaged one. ModelError: the model was handed
-        in, and is not here, or is another.
+        own: the module, class or factory, where it was handed in from Python. average: the average
+        of models that the server kept, in place of the last one.
+        Raises DataError: no run that has ended, a damaged one, or no average. ModelError: the model
+        was handed in, and is not here, or is another.
         """
         folder = folder_of_run(folder)
         raw = Folder(folder).read_json("plan.json")
@@ -104,8 +105,7 @@ class Served:
                 f"{folder}: local.head is {plan.local.head}: each site's model has a head of its "
                 "own, which no run's folder holds, so there is no model here to ask"
             )
-        # A deployment's weights lie beside its plan; a simulation's where it was begun.
-        at = beside if (beside / "federation.toml").exists() else Path()
+        at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
         columns = folder / "columns.json"
         released = Folder(folder).read_json(columns.name) if columns.exists() else {}
         stage = plan.stage(at)
@@ -117,7 +117,13 @@ class Served:
             )
         made = stage.example(form.example)
         model = Workshop(plan, made, len(form.classes)).module()
-        path = folder / "model.safetensors"
+        path = folder / ("average.safetensors" if average else "model.safetensors")
+        if average and not path.exists():
+            raise DataError(
+                f"{folder} holds no average of models (its plan has server.average = "
+                f"{plan.server.average!r}; a deployment's server has it, and no site): ask the "
+                "last model, without average"
+            )
         try:
             model.load_state_dict(load_file(path))
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -138,8 +144,9 @@ class Served:
     def _staged(self, given: AskedRecords) -> tuple[Tensor, np.ndarray]:
         x, sieve, features = given.x, given.sieve, given.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
-        staged = stage(x, example, sieve.origin, None, features)
-        made, good = staged.x, torch.from_numpy(sieve.good) & staged.good
+        fits = torch.from_numpy(sieve.good)
+        staged = stage(x, example, sieve.origin, None, features, ~fits)
+        made, good = staged.x, fits & staged.good
         if self.released:
             names = [self.released[name] for name in self.plan.records.released]
             by = torch.tensor([[n[key] for n in names] for key in ("mean", "deviation")])
@@ -239,3 +246,13 @@ class Served:
     @property
     def _stage(self) -> Any:
         return self.plan.stage(self.at)
+
+
+def _begun_at(plan: Plan, folder: Path) -> Path:
+    """Return from where a simulation's features find their weights: here, or above its folder.
+
+    It was begun in a directory that it is mostly below, and may be asked from another.
+    """
+    weights = plan.features.weights
+    above = folder.absolute().parents if weights is not None else ()
+    return next((at for at in (Path(), *above) if (at / str(weights)).is_file()), Path())

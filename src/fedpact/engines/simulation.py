@@ -69,6 +69,7 @@ class Simulated:
     """What a run left. records: one a round, round 0 included. model: with the final weights.
 
     own: what was handed in as the model, if it was, where another process had made the run.
+    average: whether the model is the server's average of models, in place of the last one.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Simulated:
     summary: dict[str, Any]
     model: nn.Module
     own: Any = field(default=None, repr=False)
+    average: bool = False
 
     def predict(self, records: Any) -> Predictions:
         """Return what the model says of records, read as in training; see served.Served.staged."""
@@ -104,7 +106,7 @@ class Simulated:
 
     @cached_property
     def _served(self) -> Served:
-        return Served.of(self.folder, self.own)
+        return Served.of(self.folder, self.own, average=self.average)
 
 
 def simulate(

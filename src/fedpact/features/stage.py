@@ -78,24 +78,27 @@ class FeatureStage:
         origin: str,
         kept: Path | None,
         features: Sequence[str] = (),
+        known: Tensor | None = None,
     ) -> "Staged":
         """Return what stands in place of records x [n, *shape] on the CPU.
 
         example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
-        where their features are cached, or None. features: a table's columns.
+        where their features are cached, or None. features: a table's columns. known: bool [n], the
+        records that are left out already, which is told elsewhere.
         """
         scaling = self._scaling(example, features)
         x, example = scaling(x), scaling.example(example)
+        told = torch.zeros(len(x), dtype=torch.bool) if known is None else known
         good = torch.ones(len(x), dtype=torch.bool)
         if scaling.used:
             good = x.isfinite().flatten(1).all(1)
             x = torch.where(good.view(-1, *[1] * (x.dim() - 1)), x, 0)
-            _warn(origin, good, "no finite numbers as they are scaled by [records]")
+            _warn(origin, good | told, "no finite numbers as they are scaled by [records]")
         if not self.settings.used:
             return Staged(x, good)
         found = cache.features(x, self._extractor(example), kept)
         # Those without a scale are told of above.
-        _warn(origin, found.good | ~good, f"no features of kind {self.settings.kind}")
+        _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
         return Staged(torch.where(good[:, None], found.x, 0).float(), good & found.good)
 
     def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
