@@ -59,7 +59,7 @@ def _shown(name: str) -> str:
     """Return a name as one sees it, without what has no width, as copied names carry with them."""
     if name.isascii() and name.isprintable():
         return name
-    text = unicodedata.normalize("NFKC", name)
+    text = unicodedata.normalize("NFC", name)
     return "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf")).strip()
 
 
