@@ -146,8 +146,10 @@ def left(model: "BaseModel", prefix: str = "") -> Iterable[str]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a .toml or .json file. Raises PlanError: it cannot be read or understood."""
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        # As Notepad writes it, too, with a mark of what it is before all.
+        text = path.read_text(encoding="utf-8-sig")
+        if text.strip():
+            return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise PlanError(
             f"configuration {path} cannot be read ({error.strerror}): name a .toml or .json file, "
@@ -160,13 +162,11 @@ def read_file(path: Path) -> dict[str, Any]:
                 f"file of records as data, as in --set data={path}"
             ) from None
         raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
-    if not text.strip():
-        # What a command that was refused leaves behind `> FILE` is no wish for every default.
-        raise PlanError(
-            f"configuration {path} is empty: expected keys such as data and privacy.epsilon; "
-            "`fedpact init` writes them all, and without a file the embedded default counts"
-        )
-    return raw
+    # What a refused command leaves behind `> FILE` is no wish for every default.
+    raise PlanError(
+        f"configuration {path} is empty: expected keys such as data and privacy.epsilon; "
+        "`fedpact init` writes them all, and without a file the embedded default counts"
+    )
 
 
 def override(raw: dict[str, Any], setting: str) -> None:
@@ -266,14 +266,18 @@ def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) 
     everywhere: all dotted keys, among which the same name may stand in another table.
     """
     names, last = sorted(known), key.rsplit(".", 1)[-1]
-    if same := [other for other in everywhere if other.rsplit(".", 1)[-1] == last]:
-        return f"{key} is no known key: expected {' or '.join(map(_with_place, same))}"
+    of = list(everywhere)
+    if same := [other for other in of if other.rsplit(".", 1)[-1] == last]:
+        told = [_with_place(other, of) for other in same]
+        return f"{key} is no known key: expected {' or '.join(told)}"
     meant = nearest(last, names)
     return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
 
 
-def _with_place(key: str) -> str:
+def _with_place(key: str, everywhere: Iterable[str]) -> str:
     """Return a key and, if it is in no table, where in a file that is, which is easily missed."""
+    if any(other.startswith(f"{key}.") for other in everywhere):
+        return f"the table [{key}]"
     return key if "." in key else f"{key} (in no table: above a file's first line in brackets)"
 
 

@@ -339,6 +339,12 @@ def test_roles_that_the_file_declares_are_taken_and_what_is_typed_goes_first(tmp
     assert (plan.label, plan.site, plan.partition.kind) == ("ill", "bmi", "natural")
     other = document("recommend", file, *rest[:2], "--epsilon", "2", "--site", "who")
     assert other["configuration"]["site"] == "who"
+    # One site's file, of a declared number of records, need not say whose it is.
+    declared = tmp_path / "declared.toml"
+    declared.write_text(declared.read_text().replace('"bmi"', '"ward"'))
+    alone = document("recommend", file, *rest, "--epsilon", "2", "--records", "1000")
+    assert "site" not in alone["configuration"]
+    assert alone["configuration"]["label"] == "ill"
 
 
 def test_a_promise_to_persons_is_refused_and_not_passed_over(tmp_path):

@@ -91,6 +91,17 @@ def test_no_plans_and_names_alike_are_refused() -> None:
         named({"a": Plan(), "A": Plan()})
 
 
+def test_a_plan_alone_is_one_and_what_is_no_plan_is_told() -> None:
+    assert named(Plan()) == named([Plan()])
+    assert named(plan for plan in [Plan()]) == named([Plan()])
+    for path in ("study.toml", Path("study.toml"), ["study.toml"], {"a": Path("study.toml")}):
+        with pytest.raises(InputError, match=r"Plan\.read\('study\.toml'\)"):
+            named(path)  # type: ignore[arg-type]
+    for other in ({"a": {"rounds": 1}}, 3, None, [None]):
+        with pytest.raises(InputError, match=r"plans holds a \w+: make a plan of it"):
+            named(other)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -121,7 +132,7 @@ def test_all_run_with_the_same_seeds() -> None:
     plans = {"one": Plan(seed=7), "two": Plan(seed=1)}
     assert seeds_of(plans, 3) == [7, 8, 9]
     assert seeds_of(plans, [5, 2]) == [5, 2]
-    for bad in (0, -1, [], [1, 1], [-1], [True]):
+    for bad in (0, -1, [], [1, 1], [-1], [True], 1.5, None):
         with pytest.raises(InputError, match="seed"):
             seeds_of(plans, bad)
 

@@ -1,6 +1,7 @@
 """The same table gives the same records from whatever it is read, truth values included."""
 
 import logging
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -165,7 +166,10 @@ def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
     assert "labels 'B', 'b' are 2 classes: write them alike" in caplog.text
 
 
-NOBODY = ["", "NA", "N/A", "NULL", "none", "NaN", "?", "#N/A", "#REF!", "N.A.", "-", "\u200b"]
+NOBODY = [
+    *("", "inf", "NA", "N/A", "NULL", "none", "NaN", "?"),
+    *("#N/A", "#REF!", "N.A.", "-", "\u200b"),
+]
 
 
 @pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
@@ -194,6 +198,8 @@ def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
         ("3.20101E+17", False),
         ("3,20101E+17", False),
         ("3e+17", False),
+        ("320101199001990016,0", False),
+        ("1,234", True),
         ("320101199001990010.0", False),
         ("320101199001990010", True),
         ("123456.0", True),
@@ -213,7 +219,37 @@ def test_a_persons_number_that_text_rounds_is_nobodys(written, kept, tmp_path):
 
 def test_a_name_is_what_one_sees_of_it():
     """Copied from elsewhere, one person's name has marks without width, or accents of their own."""
-    sieve = Sieve("t", 6, 1)
-    names = ["Zoë", "Zoe\u0308", "\ufeffZoë", "Zo\u200bë", "Zoé", "Zoë²"]
-    assert persons_of(names, sieve) == ["Zoë"] * 4 + ["Zoé", "Zoë²"]
+    sieve = Sieve("t", 8, 1)
+    names = ["Zoë", "Zoe\u0308", "\ufeffZoë", "Zo\u200bë", "Zoë\0", "Zoé", "Zoë²", "Zo\të"]
+    assert persons_of(names, sieve) == ["Zoë"] * 5 + ["Zoé", "Zoë²", "Zo\të"]
+    assert sieve.good.all()
+
+
+@pytest.mark.parametrize("kind", ["npz", "parquet"])
+def test_bytes_are_the_text_that_they_spell(kind, tmp_path):
+    """Whoever is nobody is so in bytes, too, which older writers store text as."""
+    whose = [b"7", b"", b"NA", b"8"] * 10
+    path = tmp_path / f"t.{kind}"
+    if kind == "npz":
+        np.savez(path, x=np.eye(40), y=[0, 1] * 20, person=np.array(whose))
+        data = load(str(path))
+    else:
+        pytest.importorskip("pyarrow")
+        labels = [b"yes", b"no"] * 20
+        pd.DataFrame({"age": FRAME.age, "ill": labels, "who": whose}).to_parquet(path)
+        data = load(str(path), "ill", person="who")
+        assert data.classes == ("no", "yes")
+    assert data.person == ("7", "8") * 10
+
+
+def test_a_spreadsheets_error_is_no_class_and_no_site():
+    frame = FRAME.assign(ill=["a", "b", "#N/A", "b"] * 10, site=["x", "y", "z", "-nan"] * 10)
+    data = from_frame(frame, "ill", "site")
+    assert data.classes == ("a", "b")
+    assert set(data.site) == {"x", "y"}
+
+
+def test_a_number_that_a_decimal_has_exactly_is_a_name():
+    sieve = Sieve("t", 2, 1)
+    persons_of([Decimal("320101199001990010.0000"), Decimal("1E+3")], sieve)
     assert sieve.good.all()

@@ -281,6 +281,8 @@ def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
     x = torch.rand(3, 1, 8, 8)
     here = result.predict(x).probabilities
     (tmp_path / "elsewhere").mkdir()
+    # One of its name, but not of its digest, is another.
+    (tmp_path / "elsewhere" / "w.safetensors").write_bytes(b"another")
     monkeypatch.chdir(tmp_path / "elsewhere")
     found = load(tmp_path / "runs" / "one").predict(x).probabilities
     np.testing.assert_array_equal(found, here)

@@ -779,6 +779,14 @@ def test_whitening_is_made_once_a_machine_tells_how_far_it_is_and_has_the_same_b
     assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
     monkeypatch.setenv("FEDPACT_CACHE", str(kept))
     assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
+    # As of a service's user, who has no home.
+    monkeypatch.delenv("FEDPACT_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
+
+
+def homeless():
+    raise RuntimeError("Could not determine home directory.")
 
 
 # ---------------------------------------------------------------- the cache

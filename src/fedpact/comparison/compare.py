@@ -35,7 +35,7 @@ from fedpact.shown.progress import Bar, in_notebook
 
 
 def compare(
-    plans: Mapping[str, Plan] | Sequence[Plan],
+    plans: Plan | Mapping[str, Plan] | Sequence[Plan],
     seeds: int | Sequence[int] = 3,
     out: Path | str | None = None,
     *,
@@ -51,10 +51,10 @@ def compare(
 ) -> Compared:
     """Carry out every plan with every seed; write their folders, comparison.html and .json.
 
-    plans: by name, or a list, then named by algorithm. seeds: which, or how many from the first
-    plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by default
-    runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of the same
-    plans, runs that have ended are kept, others are resumed, and missing ones are made.
+    plans: by name, or a list, or one alone, then named by algorithm. seeds: which, or how many from
+    the first plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by
+    default runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of
+    the same plans, runs that have ended are kept, others are resumed, and missing ones are made.
     model, data, test: of your own, for all plans, as `fedpact.run` takes them; a single plan may
     have a model of its own, Plan(model=...). What no other process can import is trained in this
     one, run after run.

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,18 @@ def read_plans(
     return found
 
 
-def named(plans: Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
+def named(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
     """Return plans by name: as given, or named by algorithm and numbered where it repeats.
 
-    Raises InputError: no plan, or a name that cannot be a folder's.
+    Raises InputError: no plan, something else, or a name that cannot be a folder's.
     """
     found: dict[str, Plan] = {}
     if isinstance(plans, Mapping):
-        found.update(plans)
+        found.update({name: _plan(plan) for name, plan in plans.items()})
     else:
-        for plan in plans:
+        # A path is no list of plans, and text is one of letters.
+        alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
+        for plan in map(_plan, [plans] if alone else plans):
             _add(found, plan.algorithm, plan)
     if not found:
         raise InputError("there is nothing to compare: give at least one plan")
@@ -67,6 +69,16 @@ def named(plans: Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
             "as they name folders"
         )
     return found
+
+
+def _plan(given: Any) -> Plan:
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, str | Path):
+        of = f"the text or path {str(given)!r}: read it by fedpact.Plan.read({str(given)!r})"
+    else:
+        of = f"a {type(given).__name__}: make a plan of it, as by fedpact.Plan.parse({{...}})"
+    raise InputError(f"plans holds {of}; expected plans, in a list or by name")
 
 
 def comparable(plans: Mapping[str, Plan]) -> None:
@@ -96,7 +108,7 @@ def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]
 
     Raises InputError: no seed, one that is no integer >= 0, or one twice.
     """
-    if isinstance(seeds, int):
+    if not isinstance(seeds, Iterable):
         first = next(iter(plans.values())).seed
         return [first + i for i in range(check.count(seeds=seeds))]
     found = [check.natural(seed=seed) for seed in seeds]

@@ -133,8 +133,15 @@ def find_source(name: str) -> Source:
 
 
 def cache_dir() -> Path:
-    """Return the cache directory; it need not exist."""
-    return Path(os.environ.get("FEDPACT_CACHE") or Path.home() / ".cache" / "fedpact")
+    """Return the cache directory; it need not exist. Raises DataError: nobody says where it is."""
+    if named := os.environ.get("FEDPACT_CACHE"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "fedpact"
+    except RuntimeError:
+        raise DataError(
+            "there is no home directory to cache in: set FEDPACT_CACHE to a directory"
+        ) from None
 
 
 def data_dir() -> Path:

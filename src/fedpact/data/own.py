@@ -21,8 +21,8 @@ from fedpact.data.tables import Table
 from fedpact.errors import DataError
 
 # "none" or "na" may be the name of a class or of a site.
-_NO_NAME: Final = {"", "?", "nan", "nat", "<na>"}
-_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none", "#n/a", "-nan"}
+_NO_NAME: Final = {"", "?", "nan", "-nan", "nat", "<na>", "#n/a"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
 
 _SPELLED: Final = {
     "true": ("True", "true", "TRUE", "1"),
@@ -140,9 +140,14 @@ def class_numbers(
 
 
 def text_of(value: Any) -> str:
-    """Return a label or the name of a site as text: whole numbers without a point, True, False."""
+    """Return a label or the name of a site as text: whole numbers without a point, True, False.
+
+    Bytes, as older writers have text, are read as UTF-8.
+    """
     if value is None:
         return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace").strip()
     if isinstance(value, float | np.floating) and value.is_integer():
         return str(int(value))
     return str(value).strip()
@@ -160,7 +165,7 @@ def number_of(value: Any) -> float:
 
 def is_blank(value: Any) -> bool:
     """Whether a cell says that nothing was recorded."""
-    return value is None or str(value).strip().lower() in _MISSING
+    return text_of(value).lower() in _MISSING
 
 
 def is_missing(name: str) -> bool:

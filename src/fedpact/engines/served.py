@@ -4,6 +4,7 @@ They are read as the plan declares, scaled and turned into features by the same 
 what the sites released where they did. What is not fit to be used is answered with nothing.
 """
 
+import hashlib
 import math
 import warnings
 from collections.abc import Mapping
@@ -255,4 +256,13 @@ def _begun_at(plan: Plan, folder: Path) -> Path:
     """
     weights = plan.features.weights
     above = folder.absolute().parents if weights is not None else ()
-    return next((at for at in (Path(), *above) if (at / str(weights)).is_file()), Path())
+    files = [at / str(weights) for at in (Path(), *above)]
+    there = (at for at, file in zip((Path(), *above), files, strict=True) if _is(file, plan))
+    return next(there, Path())
+
+
+def _is(file: Path, plan: Plan) -> bool:
+    """Whether a file is that of a plan's features, and not another of its name."""
+    if not file.is_file():
+        return False
+    return hashlib.sha256(file.read_bytes()).hexdigest() == plan.features.sha256

@@ -4,21 +4,19 @@ No record takes part in them, so what is kept is public. It is made of thousands
 few the records are: of large ones that is most of the work, and a model is asked again and again.
 """
 
-import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fedpact.data.files import cache_dir
-from fedpact.errors import ModelError
+from fedpact.errors import DataError, ModelError
 from fedpact.features import sealed
 
 _SHRINKAGE: Final = 0.4
 _MOST: Final = 8192
-
-_logger = logging.getLogger("fedpact")
 
 
 def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -35,16 +33,16 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
             f"features.kind = {kind!r} finds {p} numbers in a record: expected at most {_MOST} "
             "with whiten = true; lower cells or filters, or set whiten = false"
         )
-    path, of = cache_dir() / "whitening" / key, bytes.fromhex(key)
-    held = sealed.read(path, of)
+    of, held = bytes.fromhex(key), None
+    # Without a directory to keep it in, as where nobody is at home, it is made each time.
+    with suppress(DataError):
+        held = sealed.read(cache_dir() / "whitening" / key, of)
     if held is None:
         mean, whitens = _of(made().double())
         # As it lies in memory, so that products with it round as they did.
         held = {"mean": mean, "whitens'": whitens.T}
-        try:
-            sealed.write(path, of, held)
-        except OSError as error:
-            _logger.info("what whitens features is not kept: %s", error)
+        with suppress(DataError, OSError):
+            sealed.write(cache_dir() / "whitening" / key, of, held)
     return held["mean"].clone(), held["whitens'"].clone().T
 
 

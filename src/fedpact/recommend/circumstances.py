@@ -10,7 +10,8 @@ from fedpact.configuration import read_configuration
 from fedpact.data.columns.known import KNOWN, known
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
-from fedpact.errors import InputError, PlanError
+from fedpact.data.tables import read_columns
+from fedpact.errors import DataError, InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.theory.accounting import Budget
 
@@ -110,9 +111,10 @@ def _numbers(name: str, text: str) -> list[float]:
         ) from None
 
 
-def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
+def told_of_columns(columns: Path | None, data: str, size: int | None) -> dict[str, Any]:
     """Return what a file says of them: `records`, `little`, and the keys of `_BESIDE` it has.
 
+    size: see Circumstances; then `data` may be one site's file, without a column of sites.
     Raises PlanError: nothing is declared, or ε is to be of persons.
     """
     given = columns or known(data)
@@ -131,8 +133,21 @@ def told_of_columns(columns: Path | None, data: str) -> dict[str, Any]:
             "is written, with steps of your own"
         )
     taken = {key: raw[key] for key in _BESIDE if key in raw}
+    if size is not None and "site" in taken and not _has(data, str(taken["site"])):
+        del taken["site"]
     found = {**taken, "records": Plan.parse({**taken, "records": raw["records"]}).records}
     return found if columns else {**found, "little": KNOWN.get(data, ())}
+
+
+def _has(data: str, column: str) -> bool:
+    """Whether a table has a column; what cannot be read is told of where it is read."""
+    path = Path(data)
+    if path.suffix.lower() not in (".csv", ".parquet"):
+        return True
+    try:
+        return column in read_columns(path)[0]
+    except DataError:
+        return True
 
 
 def check_kind(data: Dataset) -> None:

@@ -73,7 +73,7 @@ def recommend(
     asked = Circumstances(
         *(data, budgets(epsilon, delta), rounds, sites or 0),
         *(trust, honest, mirror),
-        **{**told_of_columns(columns, data), **typed},
+        **{**told_of_columns(columns, data, records), **typed},
         features=features,
         size=records,
     )

@@ -18,14 +18,15 @@ from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
 
 _NOBODY: Final = frozenset(
-    {"", "na", "nan", "nat", "null", "none", "nil", "1ind", "1qnan"}
+    {"", "na", "nan", "nat", "null", "none", "nil", "1ind", "1qnan", "inf", "infinity"}
     | {"unknown", "missing", "undefined", "anonymous"}
 )
 """Names that name nobody, by their letters and digits: "-", "#N/A" and "n. a." are of them."""
 
 # What spreadsheets and data frames make of long numbers: 3.2E+17, in some countries with a comma.
 _EXPONENT: Final = re.compile(r"[+-]?(?=[.,]?[0-9])[0-9]*[.,]?[0-9]*e[+-]?[0-9]+", re.IGNORECASE)
-_POINT: Final = re.compile(r"[+-]?[0-9]+\.[0-9]*")
+_POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
+_CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
 def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> list[str]:
@@ -60,7 +61,7 @@ def _shown(name: str) -> str:
     if name.isascii() and name.isprintable():
         return name
     text = unicodedata.normalize("NFC", name)
-    return "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf")).strip()
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").strip(_CONTROLS)
 
 
 def _names_nobody(name: str) -> bool:
@@ -74,11 +75,13 @@ def _rounded(name: str, value: Any) -> str:
     if isinstance(value, float | np.floating):
         exact = _exact(type(value))
         return "" if abs(value) < exact else f"is a float beyond {exact:.0f}"
+    if not isinstance(value, str | bytes):
+        return ""
     # A code such as 12E3 is none; 1.2e3 and 12E+3 are how numbers are written.
     if _EXPONENT.fullmatch(name) and re.search(r"[.,]|e[+-]", name, re.IGNORECASE):
         return "is a number in exponents, as a spreadsheet rounds long ones"
     exact = _exact(float)
-    too_far = _POINT.fullmatch(name) and abs(float(name)) >= exact
+    too_far = _POINT.fullmatch(name) and abs(float(name.replace(",", "."))) >= exact
     return f"is a number with a point beyond {exact:.0f}" if too_far else ""
 
 
