@@ -13,6 +13,7 @@ import fedpact
 from fedpact.data.datasets import from_frame, load
 from fedpact.data.form import Column, RecordForm
 from fedpact.data.given.persons import persons_of
+from fedpact.data.own import class_numbers
 from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
 
@@ -240,6 +241,14 @@ def test_bytes_are_the_text_that_they_spell(kind, tmp_path):
         data = load(str(path), "ill", person="who")
         assert data.classes == ("no", "yes")
     assert data.person == ("7", "8") * 10
+
+
+def test_bytes_name_a_declared_class_where_numbers_would_be_places():
+    """As at a site, where classes are declared and nothing says how labels are written."""
+    sieve = Sieve("t", 3, 1)
+    found = class_numbers([b"yes", "yes", b"no"], ("no", "yes"), None, "ill", sieve)
+    assert found.tolist() == [1, 1, 0]
+    assert sieve.good.all()
 
 
 def test_a_spreadsheets_error_is_no_class_and_no_site():

@@ -126,7 +126,7 @@ def class_numbers(
     given = readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
         text, k = text_of(label), -1
-        if how == "names" or (how is None and isinstance(label, str | bool)):
+        if how == "names" or (how is None and isinstance(label, str | bytes | bool)):
             k = _named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
             *_, number = _SPELLED.get(text.lower(), (unpointed(text, place),))

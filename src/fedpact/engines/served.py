@@ -4,10 +4,10 @@ They are read as the plan declares, scaled and turned into features by the same 
 what the sites released where they did. What is not fit to be used is answered with nothing.
 """
 
-import hashlib
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from fedpact.errors import DataError, InputError, ModelError
 from fedpact.folder import Folder, folder_of_run
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
+from fedpact.models.weights import checked
 from fedpact.own.named import model_again
 from fedpact.plan import Plan
 from fedpact.privacy.columns import scaled_by
@@ -254,15 +255,10 @@ def _begun_at(plan: Plan, folder: Path) -> Path:
 
     It was begun in a directory that it is mostly below, and may be asked from another.
     """
-    weights = plan.features.weights
-    above = folder.absolute().parents if weights is not None else ()
-    files = [at / str(weights) for at in (Path(), *above)]
-    there = (at for at, file in zip((Path(), *above), files, strict=True) if _is(file, plan))
-    return next(there, Path())
-
-
-def _is(file: Path, plan: Plan) -> bool:
-    """Whether a file is that of a plan's features, and not another of its name."""
-    if not file.is_file():
-        return False
-    return hashlib.sha256(file.read_bytes()).hexdigest() == plan.features.sha256
+    weights, sha256 = plan.features.weights, plan.features.sha256
+    for at in (Path(), *folder.absolute().parents) if weights is not None else ():
+        # Another file of that name is none, nor is one that may not be read.
+        with suppress(ModelError):
+            checked(at / str(weights), sha256, "features.weights")
+            return at
+    return Path()
