@@ -86,6 +86,18 @@ def check_out(out: Path) -> Path:
     return out
 
 
+def check_writable(run: Path) -> None:
+    """Find out that a run's folder cannot be written to before what is for it is computed.
+
+    Raises InputError.
+    """
+    if not os.access(run, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{run} may not be written to by this account, and what this command finds is kept "
+            "there: use the account whose folder it is, or a copy of the folder"
+        )
+
+
 _LOST = "put the run's folder back from a backup, or begin a new run in another one"
 
 

@@ -67,6 +67,44 @@ def test_a_full_disk_is_told_without_a_traceback_and_the_run_goes_on_later(tmp_p
     assert fedpact("resume", "r", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("number", "told"), [(errno.EFBIG, "fedpact resume"), (errno.EROFS, "may read and write")]
+)
+def test_what_the_machine_does_not_allow_is_told_without_a_traceback(
+    tmp_path, monkeypatch, number, told
+):
+    def refused(*given, **named):
+        raise OSError(number, os.strerror(number), "there")
+
+    monkeypatch.setattr(Folder, "commit", refused)
+    done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
+    assert done.returncode == 2
+    assert os.strerror(number) in done.stderr
+    assert told in done.stderr
+
+
+def test_a_folder_of_anothers_is_read_and_found_out_before_anything_is_computed(
+    tmp_path, monkeypatch
+):
+    assert fedpact("run", *QUICK, "--out", "r", cwd=tmp_path).returncode == 0
+
+    def refused(path, *given, **named):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    # As an ordinary user finds it; who runs the tests may be allowed everything.
+    monkeypatch.setattr("fedpact.report.page.write_whole", refused)
+    monkeypatch.setattr("fedpact.folder.os.access", lambda place, kind: not kind & os.W_OK)
+    shown = fedpact("report", "r", cwd=tmp_path)
+    assert (shown.returncode, "worst site" in shown.stdout) == (2, True)
+    assert "report.html" in shown.stderr
+    monkeypatch.setattr("fedpact.cli.audit._carry_out", None)
+    monkeypatch.setattr("fedpact.engines.joining._released", None)
+    for command in (("audit", "r"), ("personalise", "r")):
+        done = fedpact(*command, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "may not be written to" in done.stderr
+
+
 def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
     done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

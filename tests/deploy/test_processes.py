@@ -81,6 +81,22 @@ def test_what_was_started_then_and_there_is_ended(deployment, stranger):
     assert json.loads((deployment / "processes.json").read_bytes()) == {}
 
 
+@pytest.mark.parametrize("by", [".", "sites/site-00"])
+@pytest.mark.parametrize("asked", [".", "sites/site-00"])
+def test_a_party_is_found_and_ended_whether_it_was_started_alone_or_with_all(
+    deployment, stranger, by, asked
+):
+    recorded(deployment / by, Process.of(stranger.pid))
+    assert local.look(deployment / "sites" / "site-01")["running"] == {"site-01": False}
+    assert local.stop(deployment / "server") == []
+    assert local.look(deployment / asked)["running"]["site-00"] is True
+    # A start finds it as well, and starts no second one.
+    assert local.start(deployment / asked, "site-00") == {"site-00": stranger.pid}
+    assert local.stop(deployment / asked) == ["site-00"]
+    assert stranger.wait() in (0, -signal.SIGTERM)
+    assert not any(local.look(deployment / asked)["running"].values())
+
+
 def test_a_site_that_was_taken_out_of_the_federation_is_ended_as_well(deployment, stranger):
     path = deployment / "server" / "federation.toml"
     before, _, after = path.read_text().partition('[sites."site-00"]')

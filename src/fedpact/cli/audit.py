@@ -17,7 +17,7 @@ from fedpact.cli.console import show
 from fedpact.data.partition import Partition
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
-from fedpact.folder import Folder
+from fedpact.folder import Folder, check_writable
 from fedpact.params import one_thread
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
@@ -79,6 +79,7 @@ def _scene_of(run: Path, overrides: list[str]) -> Scene:
         )
     # A folder whose report cannot be written is found out before minutes of attacks.
     read_run(run)
+    check_writable(run)
     folder = Folder(run)
     if not folder.partition.exists():
         raise DataError(

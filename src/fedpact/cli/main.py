@@ -16,6 +16,12 @@ from fedpact.cli import commands
 from fedpact.cli.options import Group
 from fedpact.errors import FedpactError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
+
 
 class Commands(Group):
     """The sub-commands by name; a file is loaded when its command is asked for."""
@@ -69,9 +75,13 @@ def main() -> None:
     except FedpactError as error:
         _end(str(error))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")
+        if error.errno in _NO_ROOM:
+            _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")
+        if error.errno in _NOT_ALLOWED:
+            _end(
+                f"{error}: name a place that this account may read and write"
+            )
+        raise
     finally:
         # The interpreter ends: to look through all that was loaded once more finds nothing.
         gc.freeze()

@@ -26,22 +26,27 @@ from fedpact.report.reading import RunFolder, read_run
 def report(run: Path, as_json: bool) -> None:
     """Carry out `fedpact report` on a run's folder."""
     found = read_run(run)
-    path = write_page(found)
+    try:
+        path = write_page(found)
+    except OSError:
+        # Read in a folder that is another's: the figures are there all the same.
+        show(_document(found, None), as_json, lambda: _print(found, None))
+        raise
     show(_document(found, path), as_json, lambda: _print(found, path))
 
 
-def _document(run: RunFolder, path: Path) -> dict[str, Any]:
+def _document(run: RunFolder, path: Path | None) -> dict[str, Any]:
     statement = ("private", "unit", "adjacency", "mechanism", "accountant", "randomness")
     return {
         "summary": run.summary or {"status": run.status, "rounds": run.last.round},
         "privacy": {key: run.privacy.get(key) for key in statement},
         "sites": {name: asdict(site) for name, site in run.site_privacy.items()},
         "audit": asdict(run.audit) if run.audit else None,
-        "report": str(path),
+        "report": str(path) if path else None,
     }
 
 
-def _print(run: RunFolder, path: Path) -> None:
+def _print(run: RunFolder, path: Path | None) -> None:
     table = Table(title=Text(f"run {run.path}"), show_header=False)
     for card in headline(run):
         note = card.note + (" (simulator only)" if card.simulator_only else "")
@@ -53,7 +58,8 @@ def _print(run: RunFolder, path: Path) -> None:
     if run.private and run.seeded:
         console.print("A simulation: seeded noise protects nobody; ε is a deployment's.")
     # Not wrapped: a path must stay whole to be opened.
-    console.print(Text(str(path)), soft_wrap=True)
+    if path is not None:
+        console.print(Text(str(path)), soft_wrap=True)
 
 
 def _asked(run: Path, average: bool) -> Result:

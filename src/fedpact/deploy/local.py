@@ -220,15 +220,35 @@ def _with_former(
 
 
 def _running(directory: Path, places: Mapping[str, Path]) -> dict[str, Process]:
-    """Return the processes that were recorded, and still run for these parties or former ones."""
+    """Return the processes that were recorded, and still run for these parties or former ones.
+
+    Whether a party was started by itself or with the whole deployment, both directories tell it.
+    """
+    own = _recorded(directory)
+    known = _with_former(directory, places, own)
+    elsewhere = [_whole_of(directory)] if directory in places.values() else places.values()
+    running = dict[str, Process]()
+    for recorded in (*map(_recorded, elsewhere), own):
+        running |= {n: p for n, p in recorded.items() if n in known and p.runs(_words(n, known))}
+    return running
+
+
+def _whole_of(party: Path) -> Path:
+    """Return where the deployment of a party on this machine lies, if it is one as `init` wrote."""
+    above = party.resolve().parent
+    return above.parent if above.name == "sites" else above
+
+
+def _recorded(directory: Path) -> dict[str, Process]:
+    """Return the processes that a directory's record names, which may have ended."""
     path = directory / "processes.json"
-    found = dict[str, Process]()
     with suppress(FileNotFoundError), understood(path, "end what runs by hand, then remove it"):
-        for name, entry in json.loads(path.read_bytes()).items():
+        return {
             # Before starts were recorded an entry was a number.
-            found[name] = Process(entry, "") if isinstance(entry, int) else Process(**entry)
-    places = _with_former(directory, places, found)
-    return {n: p for n, p in found.items() if p.runs(_words(n, places))}
+            name: Process(entry, "") if isinstance(entry, int) else Process(**entry)
+            for name, entry in json.loads(path.read_bytes()).items()
+        }
+    return {}
 
 
 def _record(directory: Path, running: Mapping[str, Process]) -> None:

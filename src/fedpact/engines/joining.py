@@ -18,7 +18,7 @@ from fedpact.data.partition import Partition
 from fedpact.data.splits import numbered
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
-from fedpact.folder import Checkpoint, Folder
+from fedpact.folder import Checkpoint, Folder, check_writable
 from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel, one_thread
 from fedpact.personal.joining import (
@@ -53,6 +53,7 @@ def of_run(
     folder = Folder(path)
     plan = Plan.parse(folder.read_json("plan.json"))
     _check(folder)
+    check_writable(path)
     check_as_declared(plan.method)
     plan.task.check_plain("what joining was worth")
     partition = Partition.load(folder.partition)

@@ -58,8 +58,8 @@ _DOES_NOT_COVER = [
     "The sites' declared sizes, sampling rates and label names, which are public.",
 ]
 _EPSILON = (
-    "ε as the server knows it: every task that was sent counts as charged once, as does each new "
-    "attempt at a round under secure aggregation. A site that died "
+    "ε as the server knows it: every round that a site was asked in counts as charged once, though "
+    "it was absent, as does each new attempt at a round under secure aggregation. A site that died "
     "in mid-round may have charged a round twice; its own ledger says so, and stays within what "
     "was reserved."
 )
@@ -215,7 +215,10 @@ class Coordinator:
 
 
 class _Evaluator:
-    """See round.Evaluate: the public test set, and ε by the number of tasks sent."""
+    """See round.Evaluate: the public test set, and ε by the rounds that each site was asked in.
+
+    One that was absent is counted: what reached it nobody but itself knows.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._terms = coordinator.terms

@@ -18,7 +18,7 @@ from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.final import published, read_model
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.files import write_whole
-from fedpact.folder import RUN
+from fedpact.folder import RUN, check_writable
 from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel, one_thread
 from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
@@ -44,6 +44,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     Raises InputError of some kind: no final model, or one that is not the plan's.
     """
     settings = parse_toml(SiteSettings, directory / "site.toml")
+    check_writable(directory)
     federation = Federation.read(directory / "federation.toml")
     plan = read_plan(directory / "plan.json")
     check_as_declared(plan.method)
