@@ -3,12 +3,12 @@
     FEDPACT_DATA=DIR python experiments/beyond/table.py NAME [SITES ...]      results-NAME.json
     python experiments/beyond/table.py --page           README.md's tables, of what is stored
 
-NAME: adult, adult-iid, heart, shakespeare or shakespeare-transformer. Entrants: federated with each
-site's own noise, federated with noise for the sum (all but one site honest), each site alone under
-the same (ε, δ), and, in words below the table, each alone and exact. Rounds and η are chosen for
-each cell at seed 0; figures are of other seeds, each with other noise and, but for natural sites,
-another partition, on what each site holds out. Resumable: each result is stored as it comes, with
-the digest of its partition and what each site's receipt says was spent.
+NAME: adult, adult-iid, heart, shakespeare, shakespeare-transformer or shakespeare-ngram. Entrants:
+federated with each site's own noise, federated with noise for the sum (all but one site honest),
+each site alone under the same (ε, δ), and, in words below the table, each alone and exact. Rounds
+and η are chosen for each cell at seed 0; figures are of other seeds, each with other noise and, but
+for natural sites, another partition, on what each site holds out. Resumable: each result is stored
+as it comes, with the digest of its partition and what each site's receipt says was spent.
 """
 
 import hashlib
@@ -99,6 +99,16 @@ STUDIES = {
         (71,),
         ((30, 2.0), (30, 8.0)),
         local_ways=((30, 0.5), (30, 2.0)),
+        alone=False,
+    ),
+    "shakespeare-ngram": Study(
+        "Shakespeare, the same sites, logistic regression on the last three characters",
+        "../shakespeare/ngram.toml",
+        ["partition.held_out=0.2", "server={}"],
+        (71,),
+        # About as far as noise allows, by theory.full_batch, and three times that.
+        ((20, 120.0), (60, 120.0), (60, 400.0)),
+        local_ways=((4, 140.0), (8, 140.0), (14, 140.0)),
         alone=False,
     ),
 }

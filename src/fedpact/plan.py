@@ -51,8 +51,8 @@ class Plan(ShownPlan, BaseModel):
     data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
     label: the column of a table that is to be predicted. site: the column that names a record's
     site, for partition.kind = "natural". person: the column that says whose a record is.
-    model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, lstm, transformer, or one of your own as
-    package.module:factory, factory(shape, classes) -> nn.Module.
+    model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, ngram, lstm, transformer, or one of your
+    own as package.module:factory, factory(shape, classes) -> nn.Module.
     algorithm: its name; `fedpact algorithms` lists them.
     after: how many of the rounds were done under earlier reservations; `fedpact extend` writes it.
     rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.

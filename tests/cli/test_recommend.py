@@ -238,13 +238,45 @@ def test_numbers_that_get_further_have_a_longer_clip_and_a_shorter_step(tmp_path
 
 
 def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tmp_path):
-    file = tmp_path / "words.npz"
+    file, columns = tmp_path / "words.npz", tmp_path / "columns.toml"
     np.savez(file, x=np.arange(80).reshape(20, 4), y=np.arange(20) % 2)
-    columns = tmp_path / "columns.toml"
-    columns.write_text("[records]\nvocabulary = 80\n")
-    done = cli("recommend", str(file), "--epsilon", "1", "--columns", str(columns))
+    asked = ("recommend", str(file), "--epsilon", "1")
+    done = cli(*asked)
     assert done.exit_code != 0
-    assert "lstm" in f"{done.exception}{done.output}"
+    assert "declare of how many, vocabulary = " in f"{done.exception}{done.output}"
+    columns.write_text("[records]\nvocabulary = 80\n")
+    done = cli(*asked, "--columns", str(columns))
+    assert done.exit_code != 0
+    assert "rows whose next word is the label" in f"{done.exception}{done.output}"
+
+
+def test_of_a_text_it_recommends_logistic_regression_on_its_last_words(tmp_path):
+    """By its form alone: whichever characters stand in it, the configuration is the same."""
+    file, columns = tmp_path / "text.npz", tmp_path / "columns.toml"
+    classes = json.dumps([str(k) for k in range(6)])
+    columns.write_text(f"[records]\nvocabulary = 6\nclasses = {classes}\n")
+    asked = ("recommend", str(file), "--epsilon", "8", "--sites", "2", "--columns", str(columns))
+    found = []
+    for seed in (0, 1):
+        drawn = np.random.default_rng(seed).integers(0, 6, (300, 9))
+        np.savez(file, x=drawn[:, :8], y=(drawn[:, 7] + 1) % 6)
+        found.append(document(*asked))
+    one, other = found
+    assert one == other
+    assert one["configuration"]["model"] == "ngram"
+    assert one["configuration"]["records"]["vocabulary"] == 6
+    assert "logistic" not in one["configuration"]
+    # Weights of three places, and of the bias.
+    assert one["alternatives"][0]["weights"] == 6 * (3 * 6 + 1)
+    assert {each["what"] for each in one["alternatives"]} >= {"lstm", "transformer"}
+    plan = tmp_path / "study.toml"
+    assert cli(*asked, "--out", str(plan)).exit_code == 0
+    run = cli("run", str(plan), "--out", str(tmp_path / "run"))
+    assert run.exit_code == 0, run.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    # The next character follows from the last; the most frequent one is a sixth of them.
+    assert summary["accuracy"] > 0.5
+    assert max(summary["epsilon"].values()) <= 8
 
 
 def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):

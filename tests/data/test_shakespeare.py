@@ -41,7 +41,7 @@ def test_pieces_do_not_overlap_and_carry_their_next_character():
         shakespeare.of_roles(made())
 
 
-@pytest.mark.parametrize("model", ["lstm", "transformer"])
+@pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
 def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""
     data = shakespeare.of_roles(made(18), least=3)
@@ -63,12 +63,36 @@ def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
     assert simulate(plan, tmp_path / "run", data=data).summary["accuracy"] > 0.5
 
 
-@pytest.mark.parametrize(("model", "size"), [("lstm", 26257), ("transformer", 14049)])
+@pytest.mark.parametrize(
+    ("model", "size"), [("ngram", 12740), ("lstm", 26257), ("transformer", 14049)]
+)
 def test_their_sizes_are_those_that_are_told(model, size):
     example = torch.zeros(40, dtype=torch.int64)
     assert FlatModel(build(model, example, 65, 0)).size == size
     with pytest.raises(ModelError, match=r"expected words, \(length,\)"):
         build(model, torch.zeros(1, 8, 8), 10, 0)
+
+
+def test_logistic_regression_on_the_last_characters_is_what_it_says():
+    """Against its own formula: logits from three one-hot characters, the nearer ones longer."""
+    model = build("ngram", torch.zeros(40, dtype=torch.int64), 5, 0)
+    w, bias = (p.detach() for p in model.parameters())
+    assert not w.any()
+    assert not bias.any()
+    x = torch.tensor([[0, 1, 2, 3, 4], [4, 4, 0, 0, 1]])
+    with torch.no_grad():
+        w.copy_(torch.randn(w.shape))
+        bias.copy_(torch.randn(bias.shape))
+    length = torch.tensor([0.49, 0.7, 1.0])
+    length /= length.norm()
+    for record, logits in zip(x.tolist(), model(x), strict=True):
+        each = [
+            length[place] * w[:, place * 5 + character]
+            for place, character in enumerate(record[-3:])
+        ]
+        torch.testing.assert_close(logits, sum(each) + 0.3 * bias)
+    # Of records that are shorter than that, all of it.
+    assert FlatModel(build("ngram", torch.zeros(2, dtype=torch.int64), 5, 0)).size == 2 * 25 + 5
 
 
 def test_the_published_text(real_data):

@@ -63,7 +63,10 @@ def test_a_users_own_factory_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("resnet", "expected one of cnn, cnn_group_norm, cnn_padded, logistic, lstm, mlp, tr"),
+        (
+            "resnet",
+            "expected one of cnn, cnn_group_norm, cnn_padded, logistic, lstm, mlp, ngram, tr",
+        ),
         ("nowhere:make", "nowhere"),
         (":make", "package.module:factory"),
         ("..a:make", "package.module:factory"),

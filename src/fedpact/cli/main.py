@@ -78,9 +78,7 @@ def main() -> None:
         if error.errno in _NO_ROOM:
             _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")
         if error.errno in _NOT_ALLOWED:
-            _end(
-                f"{error}: name a place that this account may read and write"
-            )
+            _end(f"{error}: name a place that this account may read and write")
         raise
     finally:
         # The interpreter ends: to look through all that was loaded once more finds nothing.

@@ -15,7 +15,7 @@ from fedpact.own.named import own_factory
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (papers.cnn, papers.cnn_group_norm, papers.cnn_padded, papers.logistic, papers.mlp)
-_KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.lstm, text.transformer)}
+_KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.ngram, text.lstm, text.transformer)}
 
 
 def build(

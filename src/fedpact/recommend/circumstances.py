@@ -10,10 +10,14 @@ from fedpact.configuration import read_configuration
 from fedpact.data.columns.known import KNOWN, known
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
+from fedpact.data.partition import make_partition
 from fedpact.data.tables import read_columns
 from fedpact.errors import DataError, InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.theory.accounting import Budget
+
+MOST_WORDS: Final = 1000
+"""Of a vocabulary, for which there is something to recommend."""
 
 _NOTHING: Final = PlanRecords()
 # What is read of a configuration beside [records].
@@ -150,17 +154,32 @@ def _has(data: str, column: str) -> bool:
         return True
 
 
-def check_kind(data: Dataset) -> None:
-    """Raise InputError: records or labels that no model recommended here learns."""
+def check_kind(data: Dataset, vocabulary: int | None) -> None:
+    """Raise InputError: records or labels that no model recommended here learns.
+
+    vocabulary: of how many words texts are, where that is declared.
+    """
     begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
-    if not data.x.is_floating_point():
-        words = (
-            'whole numbers, as words are: see model = "lstm" or "transformer", or store '
-            "measurements as float32"
-        )
-        raise InputError(f"records of {data.name} are {words}; {begin}")
     if data.kind != "class":
         raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
+    if data.x.is_floating_point():
+        return
+    words = f"records of {data.name} are whole numbers, which mean words of a text"
+    if vocabulary is None:
+        raise InputError(
+            f"{words}: declare of how many, vocabulary = 65 in [records], by --columns; or store "
+            "measurements as float32"
+        )
+    if data.x.dim() != 2 or vocabulary != len(data.classes):
+        raise InputError(
+            f"{words}, {vocabulary} of them, in the form {tuple(data.x.shape[1:])}, and there are "
+            f"{len(data.classes)} classes: expected rows whose next word is the label; {begin}"
+        )
+    if vocabulary > MOST_WORDS:
+        raise InputError(
+            f"{words}, {vocabulary:,} of them: what is recommended has weights for each two, for "
+            f"{MOST_WORDS:,} at most, as characters are; {begin}"
+        )
 
 
 def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
@@ -170,6 +189,26 @@ def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
     or budgets for another.
     """
     return _with_budgets(_with_partition(asked, data))
+
+
+def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
+    """Return how many records train at each site; of a declared number an equal share, unnamed."""
+    if asked.size is not None:
+        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
+    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
+    share = _training(data, plan) / sum(map(len, parts.values()))
+    return {name: len(part) * share for name, part in parts.items()}
+
+
+def _training(data: Dataset, plan: Plan) -> int:
+    """Return how many records train: those that a data set or the plan holds out do not."""
+    if plan.evaluation.used:
+        share = plan.evaluation.share
+    elif plan.partition.held_out == "own":
+        return len(data.y) - (0 if data.held is None else int(data.held.sum()))
+    else:
+        share = plan.partition.held_out
+    return max(1, round((1 - share) * len(data.y)))
 
 
 def _with_budgets(asked: Circumstances) -> Circumstances:

@@ -9,8 +9,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from fedpact.data.columns.advice import advise, square, undeclared
-from fedpact.data.dataset import Dataset
-from fedpact.data.partition import make_partition
 from fedpact.engines.scene import is_table, loaded, undeclared_classes
 from fedpact.errors import InputError
 from fedpact.features.settings import FeatureSettings, suited
@@ -21,7 +19,7 @@ from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.columns import deviation
 from fedpact.privacy.settings import Privacy
-from fedpact.recommend.circumstances import Circumstances, check_kind, with_sites
+from fedpact.recommend.circumstances import Circumstances, check_kind, sizes_of, with_sites
 from fedpact.recommend.noise import SiteNoise
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY
@@ -37,6 +35,7 @@ FITTED_ON: Final = (
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _MANY_COLUMNS: Final = 4
+_NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
 # Of signal to noise: below it a column that says little costs more than it brings.
 _NOISY: Final = 5.0
 
@@ -65,15 +64,16 @@ class Recommendation:
     def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
         data, form = loaded(Plan.parse(asked.document)), asked.records.shared()
-        check_kind(data)
+        check_kind(data, form.vocabulary)
         asked = with_sites(asked, data)
         read = Plan.parse({**asked.document, "sites": asked.sites})
         example = read.stage().example(data.x[0])
         names = data.features or tuple(map(str, range(data.x[0].numel())))
-        sizes = _sizes(asked, data, read)
+        sizes = sizes_of(asked, data, read)
         public = _Public.of(asked, example, square(form, names), sizes, len(data.classes))
-        bare = undeclared(form, names) if is_table(asked.data) and not public.features else ""
-        if not public.features:
+        numbers = not (public.features or public.words)
+        bare = undeclared(form, names) if is_table(asked.data) and numbers else ""
+        if numbers:
             advise(data.name, form, data.x.shape[1:], data.features, None)
         rows = public.rows(chosen := public.chosen())
         if asked.little and rows[0].snr < _NOISY:
@@ -102,24 +102,8 @@ def _pay(chosen: FullBatch) -> str:
     return "pay at this signal to noise"
 
 
-def _sizes(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
-    """Return how many records train at each site; of a declared number an equal share, unnamed."""
-    if asked.size is not None:
-        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
-    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
-    share = _training(data, plan) / sum(map(len, parts.values()))
-    return {name: len(part) * share for name, part in parts.items()}
-
-
-def _training(data: Dataset, plan: Plan) -> int:
-    """Return how many records train: those that a data set or the plan holds out do not."""
-    if plan.evaluation.used:
-        share = plan.evaluation.share
-    elif plan.partition.held_out == "own":
-        return len(data.y) - (0 if data.held is None else int(data.held.sum()))
-    else:
-        share = plan.partition.held_out
-    return max(1, round((1 - share) * len(data.y)))
+def _words(example: Tensor) -> bool:
+    return not example.is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -156,7 +140,7 @@ class _Public:
                 "its own share"
             )
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
-        length = 1.0 if features else math.sqrt(square)
+        length = 1.0 if features or _words(example) else math.sqrt(square)
         granted = Privacy(**asked.granted)
         sites = tuple(map(str, range(asked.sites)))
         released = asked.records.released
@@ -186,8 +170,17 @@ class _Public:
     def clip(self) -> float:
         return self.noise.clip
 
+    @property
+    def words(self) -> bool:
+        """Whether a record is words of a text, or characters."""
+        return _words(self.example)
+
+    @property
+    def model(self) -> str:
+        return "ngram" if self.words else "logistic"
+
     def chosen(self) -> FullBatch:
-        weights = self._weights("logistic", self.features)
+        weights = self._weights(self.model, self.features)
         return full_batch(
             lambda rounds: self.noise.sigma(1.0, rounds, weights),
             self.records,
@@ -209,13 +202,13 @@ class _Public:
         records = {"records": given.pop("records")} if "records" in given else {}
         return {
             **given,
-            "model": "logistic",
+            "model": self.model,
             "algorithm": suits["algorithm"],
             "rounds": chosen.rounds,
             "sites": asked.sites,
             "sampling_rate": 1.0,
             **({"features": self.features} if self.features else {}),
-            "logistic": self._logistic(self.features),
+            **({} if self.words else {"logistic": self._logistic(self.features)}),
             "settings": {**rate, **suits["settings"]},
             **({"server": server} if chosen.momentum else {}),
             "privacy": {
@@ -296,14 +289,16 @@ class _Public:
 
     def rows(self, chosen: FullBatch) -> list[Alternative]:
         """Return the chosen row, and others at the same budget."""
-        d = self._weights("logistic", self.features)
+        d = self._weights(self.model, self.features)
         others = [("chosen", d, 1.0, chosen.rounds)]
         others += [(f"q = {q:g}", d, q, chosen.rounds) for q in (0.2, 0.05)]
         others += [(f"T = {t}", d, 1.0, t) for t in sorted({1, 4 * chosen.rounds})]
         if self.features:
             plain = self._weights("logistic", {})
             others.append(("logistic on the records", plain, 1.0, chosen.rounds))
-        if not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
+        if self.words:
+            others += [(m, self._weights(m, {}), 1.0, chosen.rounds) for m in _NETWORKS_OF_WORDS]
+        elif not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
             half = replace(self, example=self.example[: len(self.example) // 2])
             fewer = half._weights("logistic", {})
             others.append(("half of the columns", fewer, 1.0, chosen.rounds))

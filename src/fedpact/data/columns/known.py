@@ -16,6 +16,7 @@ KNOWN: Final = {
     "adult": (),
     "heart_disease": (*_LITTLE, "restecg=0"),
     "heart_disease_flamby": _LITTLE,
+    "shakespeare": (),
 }
 """Data set -> those of its columns that are known to say little beside the others."""
 
