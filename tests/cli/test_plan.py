@@ -195,6 +195,34 @@ def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
     assert told["passes"] <= (passes or case["configured"]["passes"]) * (1 + 1e-9)
 
 
+def test_of_shared_noise_every_site_is_told_the_loudest_ones():
+    """However much ε it has itself: all add what the most careful site needs."""
+    shared = {"trust": "sum", "honest": 2, "epsilon": [1.0, 2.0, 8.0]}
+    tables = {"sites": 3, "rounds": 10, "sampling_rate": 1.0, "settings": {"local_steps": 1}}
+    tables |= {"privacy": shared, "secure_aggregation": {"threshold": 3}}
+    cases = optimised(Scene.of(Plan.parse(tables)), None)["cases"]
+    assert [case["epsilon"] for case in cases] == [1.0, 2.0, 8.0]
+    for case in cases:
+        told = case["chosen"]
+        proposed = {key: told[key] for key in ("rounds", "sampling_rate")}
+        for terms in Scene.of(Plan.parse({**tables, **proposed})).terms.values():
+            assert terms.event.sigma == pytest.approx(told["sigma"], rel=1e-9)
+        # All records are in every step already.
+        assert case["gain"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_rounds_are_weighed_where_each_record_is_clipped_and_the_model_is_linear():
+    """Of a clipped mean over the batch noise is not what the rule takes it for."""
+    tables = {"sites": 3, "rounds": 10, "sampling_rate": 1.0}
+    for changed, known in (
+        ({}, True),
+        ({"privacy": {"mode": "batch_clipped"}}, False),
+        ({"model": "mlp"}, False),
+    ):
+        (case,) = optimised(Scene.of(Plan.parse({**tables, **changed})), None)["cases"]
+        assert (case["useful_rounds"] is not None) == known
+
+
 @pytest.mark.parametrize(
     ("tables", "passes", "why"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedpact.messages import SiteScore
+from fedpact.report.officer import stake
 from fedpact.report.page import write_report
 
 from .conftest import builder
@@ -302,3 +303,14 @@ def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
 def test_the_page_of_a_run_is_always_the_same(build: Build) -> None:
     folder = build(FIVE)
     assert page(folder).source == page(folder).source
+
+
+@pytest.mark.parametrize("delta", [1e-9, 0.95, 1 - 2**-53])
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, 300.0, 800.0, 1e300])
+def test_what_is_left_to_a_bet_is_told_of_every_budget(epsilon, delta):
+    """However large: a share of the wins is between what is lost without ε and certainty."""
+    found = stake("one record", epsilon, delta)
+    told = float(found.right.removeprefix("over ").removesuffix(" %"))
+    least = 100 / (1 + (1 - delta) / (math.exp(min(epsilon, 700.0)) + delta))
+    assert min(least, 99.9) - 1e-6 <= told <= 100
+    assert found.little == (least > 100 * 1000 / 1001)

@@ -111,7 +111,7 @@ def _by_round(scene: Scene, site: str, total: int, *, alone: bool = False) -> li
     return [
         after(
             terms.history(
-                min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done)
+                min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done), 1
             )
         )
         for done in accumulate(own)

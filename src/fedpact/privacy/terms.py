@@ -253,21 +253,22 @@ class Terms:
         divisor = self.batch_size if mechanism_of(self.mechanism).summed else 1.0
         return (sigma * self.clip / divisor) ** 2 if sigma else 0.0
 
-    def history(self, steps: int, openings: int | None = None) -> Counter[SampledGaussian]:
+    def history(
+        self, steps: int, openings: int | None = None, asked: int | None = None
+    ) -> Counter[SampledGaussian]:
         """Return the run's events up to `steps` batches and `openings`, by default all openings.
 
-        A released size, and what scales columns, come before them. No steps means no openings
-        either.
+        A released size, and what scales columns, come before them: of the latter as many as it was
+        `asked` for, by default as are reserved. No steps means no openings either.
         """
         opened = min(steps, self.openings) if openings is None else openings
-        opening = Counter({self.opening.event: opened}) if opened else Counter[SampledGaussian]()
-        return self.before + opening + Counter({self.event: steps})
-
-    @property
-    def before(self) -> Counter[SampledGaussian]:
-        """What is released once, before training."""
-        columns = Counter[SampledGaussian]() if self.columns is None else self.columns.history
-        return Counter(size_event(self.size_noise)) + columns
+        found = Counter(size_event(self.size_noise)) + Counter({self.event: steps})
+        if opened:
+            found[self.opening.event] += opened
+        if self.columns is not None:
+            times = self.columns.times
+            found[self.columns.event] += times if asked is None else min(asked, times)
+        return found
 
     def steps_after(self, spent: History) -> int:
         """Return how many of the reserved batches are left after `spent`, a public number >= 0.

@@ -1,17 +1,21 @@
 """How else a plan's budget could be spent: q, σ, rounds and τ, by signal to noise."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from fedpact.engines.scene import Scene
 from fedpact.errors import PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.recommend.noise import sigma_together
 from fedpact.theory.accounting import Budget
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
 from fedpact.theory.planner import MOST_STEPS, Choice, best
+
+LINEAR: Final = ("logistic", "ngram")
+"""Models of which the rule for rounds is known."""
 
 
 def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
@@ -72,10 +76,16 @@ def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
 
 
 def _calibrated(scene: Scene, terms: Terms, one: Choice, rounds: int) -> Choice:
-    asked = scene.plan.request(terms.site, terms.size, tuple(scene.terms), rounds)
-    steps = asked.steps // scene.plan.method.steps() * one.local_steps
-    planned = replace(asked, rate=one.rate, steps=steps).calibrated()
-    return replace(one, sigma=planned.event.sigma)
+    """Return a choice with the σ that a site has by it: of shared noise that of the loudest."""
+    plan, whose = scene.plan, [terms]
+    if plan.privacy.honest:
+        whose = list({one.budget: one for one in scene.terms.values()}.values())
+    sigmas = list[float]()
+    for each in whose:
+        asked = plan.request(each.site, each.size, tuple(scene.terms), rounds)
+        steps = asked.steps // plan.method.steps() * one.local_steps
+        sigmas.append(replace(asked, rate=one.rate, steps=steps).calibrated().event.sigma)
+    return replace(one, sigma=max(sigmas))
 
 
 def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
@@ -83,7 +93,7 @@ def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
 
     That ratio is nearly the same for one round and for 200, and the accuracy is not.
     """
-    if scene.plan.model != "logistic":
+    if scene.plan.model not in LINEAR or not mechanism_of(terms.mechanism).summed:
         return None
     records, shares = sum(scene.sizes.values()), len(scene.sites) / (terms.honest or 1)
     weights = FlatModel(scene.module()).size
@@ -97,7 +107,8 @@ def _together(scene: Scene, rounds: int) -> int | None:
     As they are weighed, of a plan that has all records in every step; None as of `_useful`.
     """
     plan = scene.plan
-    if plan.model != "logistic":
+    summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
+    if plan.model not in LINEAR or not summed:
         return None
     each = [
         _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()

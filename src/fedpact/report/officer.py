@@ -58,7 +58,7 @@ def stake(who: str, epsilon: float, delta: float) -> Stake:
     wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
     little = wins > _MOST
     # Rounded up to a tenth, as bounds are.
-    tenths = math.ceil(1000 * wins / (1 + wins) - 1e-9)
+    tenths = math.ceil(1000 / (1 + 1 / wins) - 1e-9)
     return Stake(
         who,
         upper(epsilon),

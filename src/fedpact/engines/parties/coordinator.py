@@ -252,7 +252,7 @@ class _Evaluator:
         extra = Attempts(self._attempts).extra
         spent = {
             name: _history(
-                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra
+                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra, 1 + extra
             )
             for name, terms in self._terms.items()
         }
@@ -275,9 +275,9 @@ class _Evaluator:
         return evaluate(self._model.module, self._loss, x, y)
 
 
-def _history(terms: Terms, steps: int, rounds: int) -> History:
+def _history(terms: Terms, steps: int, rounds: int, asked: int) -> History:
     # A round has at most one opening.
-    return terms.history(min(terms.steps, steps), min(terms.openings, rounds))
+    return terms.history(min(terms.steps, steps), min(terms.openings, rounds), asked)
 
 
 def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
