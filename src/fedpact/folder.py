@@ -64,6 +64,24 @@ def folder_of_run(place: Path) -> Path:
     return place / RUN if (place / "federation.toml").exists() else place
 
 
+def instead_of_run(folder: Path) -> str:
+    """Return which folder to give in place of one that is no run's."""
+    if (folder / "comparison.json").exists():
+        return (
+            f"this is a comparison, whose page is {folder / 'comparison.html'}; its runs are in "
+            "NAME/seed-S below it"
+        )
+    if (folder / "site.toml").exists():
+        return (
+            "this is a deployed site's directory, which has no page: `fedpact deploy status` tells "
+            "its owner of it, and the run's folder is the server's"
+        )
+    for party in (folder, folder / "server"):
+        if (party / "federation.toml").exists():
+            return f"the run of this deployment is in {party / RUN}, once its server has begun it"
+    return "give the folder that `fedpact run` wrote with --out, or run the plan again"
+
+
 def named_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float]]:
     """Return columns.json's content. by: means and deviations of the columns [2 m]."""
     mean, deviation = by.chunk(2)

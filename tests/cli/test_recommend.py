@@ -14,6 +14,7 @@ from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
 from fedpact.deploy.write import Choices, write
 from fedpact.engines.scene import Scene
+from fedpact.errors import InputError
 from fedpact.messages import Reply
 from fedpact.plan import Plan
 from fedpact.recommend.recommendation import Recommendation
@@ -248,6 +249,19 @@ def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tm
     done = cli(*asked, "--columns", str(columns))
     assert done.exit_code != 0
     assert "rows whose next word is the label" in f"{done.exception}{done.output}"
+
+
+@pytest.mark.parametrize("far", [1e300, 1e20, 0.0])
+def test_ranges_that_no_record_has_are_told_of_by_what_they_make(tmp_path, far):
+    """As where "no limit" is written as a huge number, or every column may hold one value alone."""
+    np.savez(tmp_path / "x.npz", x=np.zeros((20, 3), np.float32), y=np.arange(20) % 2)
+    declared = tmp_path / "declared.toml"
+    declared.write_text(f"[records]\nlow = {-far}\nhigh = {far}\n")
+    asked = ("recommend", str(tmp_path / "x.npz"), "--epsilon", "2", "--columns", str(declared))
+    done = cli(*asked)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, InputError)
+    assert "declare the ranges that their numbers do have" in str(done.exception)
 
 
 def test_of_a_text_it_recommends_logistic_regression_on_its_last_words(tmp_path):

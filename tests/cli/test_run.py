@@ -105,6 +105,32 @@ def test_a_folder_of_anothers_is_read_and_found_out_before_anything_is_computed(
         assert "may not be written to" in done.stderr
 
 
+def test_what_is_no_runs_folder_is_answered_with_where_that_is(tmp_path):
+    compared = ("compare", "--algorithms", "fedavg", "--seeds", "1", "--set", "rounds=1")
+    assert fedpact(*compared, "--out", "c", cwd=tmp_path).returncode == 0
+    found = next((tmp_path / "c").glob("*/seed-*"))
+    places = {"c": "c/comparison.html", "d/server": "d/server/run", "d": "d/server/run"}
+    for name in ("d/server", "d/sites/a"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "federation.toml").touch()
+    (tmp_path / "d" / "sites" / "a" / "site.toml").touch()
+    for folder, told in {**places, "d/sites/a": "deploy status"}.items():
+        shown = fedpact("report", folder, cwd=tmp_path)
+        assert shown.returncode == 2
+        assert told in shown.stderr
+    # A comparison does not go into a run's folder, as a run does not into a comparison's.
+    for mixed in ((*compared, "--out", str(found)), ("run", *QUICK, "--out", "c")):
+        done = fedpact(*mixed, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "another" in done.stderr
+    # As of a deployment's server, whose records are at its sites.
+    (found / "summary.json").unlink()
+    (found / "partition.json").unlink()
+    done = fedpact("resume", str(found), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "fedpact deploy up" in done.stderr
+
+
 def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
     done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +39,7 @@ def init(directory: Path, config: Path | None, overrides: Sequence[str], choices
     _out().print(
         f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
         f"{federation.address}. Read {directory / 'README.md'} next; `fedpact deploy up "
-        f"{directory} --wait` tries it on this machine."
+        f"{quote(str(directory))} --wait` tries it on this machine."
     )
     if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
@@ -54,7 +55,8 @@ def up(directory: Path, wait: bool) -> None:
     started = local.start(directory)
     _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
     if not wait:
-        _out().print(f"Who has ended, and why: `fedpact deploy status {directory}`.", markup=False)
+        asked = f"fedpact deploy status {quote(str(directory))}"
+        _out().print(f"Who has ended, and why: `{asked}`.", markup=False)
     else:
         try:
             _follow(directory)

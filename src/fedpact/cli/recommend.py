@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from rich.table import Table
@@ -45,9 +46,9 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
     if out is None:
         console.print(found.toml(), markup=False)
     else:
-        run = "" if asked.size else f"; run it with `fedpact run {out}`"
+        run = "" if asked.size else f"; run it with `fedpact run {quote(str(out))}`"
         console.print(f"Written: {out}{run}.")
-    counted = "classes" if asked.size else "classes, number of records"
+    counted = "classes" if asked.size else "classes, number of records that fit what is declared"
     table = Table("", "weights", "q", "T", "σ", "signal to noise")
     for row in found.rows:
         weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"

@@ -19,7 +19,7 @@ from fedpact.comparison.sweep import swept
 from fedpact.data.dataset import Dataset
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
-from fedpact.errors import PlanError
+from fedpact.errors import InputError, PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Folder, check_out, unused
 from fedpact.methods.released import check_as_declared
@@ -84,7 +84,7 @@ def compare(
     if counted:
         _countable(entries, seeds)
     chosen = seeds_of(entries, seeds)
-    folder = check_out(comparison_folder() if out is None else Path(out))
+    folder = _own_folder(out)
     side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
     wanted = [
         Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed), records[name])
@@ -206,6 +206,17 @@ def untimed(plans: Mapping[str, Plan], jobs: int) -> int:
             "rounds"
         )
     return 1 if timed else jobs
+
+
+def _own_folder(out: Path | str | None) -> Path:
+    """Return the comparison's folder. Raises InputError: it cannot be written, or is a run's."""
+    folder = check_out(comparison_folder() if out is None else Path(out))
+    if (folder / "plan.json").exists():
+        raise InputError(
+            f"out is {str(folder)!r}, which is the folder of a run: name another one for a "
+            "comparison, which may be new"
+        )
+    return folder
 
 
 def comparison_folder() -> Path:

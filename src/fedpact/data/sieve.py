@@ -157,7 +157,14 @@ def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
     )
 
 
+NO_NUMBER: Final = "is no number, which labels are"
+"""Of a label, where the task is to learn numbers."""
+
 _WHOLLY: Final = {
+    NO_NUMBER: (
+        "hold labels that are no numbers",
+        "learn them as classes, without [task], or name the column of numbers as label",
+    ),
     "is no finite number": (
         "hold text or dates",
         "leave them out with drop = {names} or name the others in features ([records]); declare "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 import numpy as np
@@ -69,7 +70,8 @@ class GivenForm:
         if not (folder / FORM).exists():
             raise DataError(
                 f"{folder} has no {FORM}, which says what a record is: the run has not ended, or "
-                f"an earlier version made it; `fedpact resume {folder}` ends it, and writes that"
+                f"an earlier version made it; `fedpact resume {quote(str(folder))}` ends it, and "
+                "writes that"
             )
         raw = Folder(folder).read_json(FORM)
         shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))

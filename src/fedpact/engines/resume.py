@@ -9,7 +9,7 @@ from fedpact.draws.seeded import DRAWS
 from fedpact.engines.process import available_cores
 from fedpact.engines.run import environment_of
 from fedpact.engines.scene import Scene
-from fedpact.errors import LedgerError, PlanError
+from fedpact.errors import DataError, LedgerError, PlanError
 from fedpact.files import PARTIAL
 from fedpact.folder import LOCK, Checkpoint, Folder
 from fedpact.ledger.ledger import Ledger
@@ -24,7 +24,7 @@ _CHANGED: Final = {"records": "its data have", "features": "what makes them of i
 def is_known(folder: Folder, plan: Plan) -> bool:
     """Whether the folder holds a run of this plan that was begun.
 
-    Raises PlanError: a run of another plan. DataError: its plan cannot be read.
+    Raises PlanError: a run of another plan. DataError: its plan cannot be read, or a deployment's.
     """
     # A start that was cut off within its first file left a part of that, and no run.
     names = [path.name for path in folder.path.iterdir()] if folder.path.exists() else []
@@ -46,7 +46,14 @@ def is_known(folder: Folder, plan: Plan) -> bool:
             "--out, or remove that one"
         )
     # Without a state it ended before round 0 was written: nothing was released, so begin again.
-    return (folder.path / "state.safetensors").exists()
+    begun = (folder.path / "state.safetensors").exists()
+    if begun and not folder.partition.exists():
+        raise DataError(
+            f"{folder.path} has no partition.json, so its records are not on this machine: a "
+            "deployment's run goes on when its parties are started, as by `fedpact deploy up`; a "
+            "simulation's needs its files back from a backup"
+        )
+    return begun
 
 
 def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def put_back(*places: Path) -> None:
         if note["folders"] > len(roots):
             raise DataError(
                 f"{root} was being extended together with other folders when that was cut off "
-                f"(its {NOTE}): `fedpact deploy start DIRECTORY` or `fedpact extend`, with the "
+                f"(its {NOTE}): `fedpact deploy up DIRECTORY` or `fedpact extend`, with the "
                 "directory that was extended, makes all of them what they were, or what they were "
                 "to be; then this one can be used"
             )

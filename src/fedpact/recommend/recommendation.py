@@ -30,11 +30,12 @@ _logger = logging.getLogger("fedpact")
 FITTED_ON: Final = (
     "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32; beside it, figures of records set "
     "aside of three image sets had been seen, and the bias and the columns of tables are those of "
-    "the hospitals' heart disease"
+    "the hospitals' heart disease; what counts of a text was chosen on Python's manual"
 )
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _MANY_COLUMNS: Final = 4
+_LONGEST: Final = 1e12
 _NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
 # Of signal to noise: below it a column that says little costs more than it brings.
 _NOISY: Final = 5.0
@@ -141,6 +142,12 @@ class _Public:
             )
         features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
         length = 1.0 if features or _words(example) else math.sqrt(square)
+        if not 0 < length <= _LONGEST:
+            raise InputError(
+                f"columns as they are declared make records about {length:.3g} long: expected "
+                f"between 0 and {_LONGEST:g}; declare the ranges that their numbers do have, or "
+                'scale = "range" ([records])'
+            )
         granted = Privacy(**asked.granted)
         sites = tuple(map(str, range(asked.sites)))
         released = asked.records.released

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from fedpact.engines.together import restored
 from fedpact.errors import DataError
+from fedpact.folder import instead_of_run
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.report.audits import Audit
 from fedpact.report.charts.labels import LabelTable
@@ -263,7 +264,7 @@ def _read(path: Path, *, needed: bool = True) -> Document:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
-            f"give the folder that `fedpact run` wrote with --out, or run the plan again"
+            f"{instead_of_run(path.parent)}"
         ) from error
     if not isinstance(document, dict):
         raise DataError(

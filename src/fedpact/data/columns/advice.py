@@ -148,7 +148,9 @@ def _square(own: ValueRange) -> float:
     if own.scale in ("one-hot", "standard", "released"):
         return 1.0
     far = _extent(own)
-    return (1.0 if far is None else far) ** 2 / 3
+    far = 1.0 if far is None else far
+    # Infinite, where it is beyond what floats hold, in place of Python's OverflowError.
+    return far * far / 3
 
 
 def _extent(own: ValueRange) -> float | None:

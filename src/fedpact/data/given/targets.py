@@ -13,7 +13,7 @@ import numpy as np
 from fedpact.data.cells import Cells
 from fedpact.data.form import LabelForm, RecordForm
 from fedpact.data.own import class_numbers, is_blank, number_of
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import NO_NUMBER, Sieve
 
 
 def targets_of(
@@ -76,7 +76,7 @@ def _numbers(
     for row, label in enumerate(labels):
         number = number_of(label)
         if not np.isfinite(number):
-            why = "is missing" if is_blank(label) else "is no finite number"
+            why = "is missing" if is_blank(label) else NO_NUMBER
             sieve.leave_out(row, column, why, label)
             number = target.low
         elif not target.low <= number <= target.high:
