@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from experiments.beyond.publish import Archive, alike
 from experiments.beyond.table import Stored, tallied
+from experiments.recommend import unlike
 
 ROOT = Path(__file__).parents[1] / "experiments" / "beyond"
 ARCHIVES = sorted((ROOT / "published").glob("*.zip"))
@@ -59,3 +60,10 @@ def test_what_was_spent_is_alike_to_a_two_thousandth_and_no_further():
     assert alike({"1.000000": 4}, {"0.999600": 4})
     assert not alike({"1.000000": 4}, {"0.999400": 4})
     assert not alike({"1.000000": 4}, {"1.000000": 3})
+
+
+@pytest.mark.parametrize("row", [row for row in unlike.ROWS if unlike.ROWS[row][0] == "digits"])
+def test_what_is_recommended_for_unlike_budgets_is_what_the_figures_are_of(row):
+    stored = json.loads(unlike.STORED.read_text())
+    for name, plan in unlike.both(row).items():
+        assert stored[f"{row}: {name}"]["plan"] == json.loads(json.dumps(plan))

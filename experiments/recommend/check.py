@@ -25,6 +25,7 @@ STORED = HERE / "check.json"
 LABELS = {"kind": "labels", "labels_per_site": 2, "held_out": 0.0}
 DIRICHLET = {"kind": "dirichlet", "beta": 0.1, "held_out": 0.0}
 HOSPITALS = {"kind": "natural", "held_out": "own"}
+ROLES = {"kind": "natural", "held_out": 0.2}
 # Data, ε, δ, sites, whether images mean the same mirrored, partition, seeds.
 ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]] = {
     "heart ε = 1": ("heart_disease_flamby", 1.0, 1e-4, 4, None, HOSPITALS, 20),
@@ -32,14 +33,16 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
     "fashion_mnist": ("fashion_mnist", 2.0, 1e-5, 10, True, LABELS, 1),
     "cifar10": ("cifar10", 2.0, 1e-5, 10, True, LABELS, 1),
     "mnist": ("mnist", 3.52, 1e-5, 10, False, DIRICHLET, 1),
+    "shakespeare ε = 1": ("shakespeare", 1.0, 1e-5, 71, None, ROLES, 3),
+    "shakespeare ε = 8": ("shakespeare", 8.0, 1e-5, 71, None, ROLES, 3),
 }
 
 
 def configuration(row: str, trust: str) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
-    known = told_of_columns(None, data)
-    where = {} if partition is HOSPITALS else {"partition": partition}
+    known = told_of_columns(None, data, None)
+    where = {} if partition["kind"] == "natural" else {"partition": partition}
     asked = Circumstances(
         data, (Budget(epsilon, delta),), 100, sites, trust, 0, mirror, **known, **where
     )
@@ -48,10 +51,10 @@ def configuration(row: str, trust: str) -> dict[str, Any]:
 
 
 def accuracy(raw: dict[str, Any]) -> float:
-    """Return the accuracy of a run's last model; of hospitals the mean, each counting alike."""
+    """Return the accuracy of a run's last model; of natural sites the mean, each counting alike."""
     with tempfile.TemporaryDirectory() as folder:
         last = fedpact.run(fedpact.Plan.parse(raw), Path(folder) / "run").records[-1]
-    if raw["partition"] is HOSPITALS:
+    if raw["partition"]["kind"] == "natural":
         return statistics.fmean(score.accuracy for score in last.scores.values())
     return last.accuracy
 

@@ -42,11 +42,12 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     """Return the configuration that is recommended, and the one in which all records are alike."""
     data, epsilons, delta, partition, _ = ROWS[row]
     budgets = tuple(Budget(epsilon, delta) for epsilon in epsilons)
+    # Of sites that are not dealt their number is declared.
+    size = 1154 if partition else None
     asked = Circumstances(
         *(data, budgets, 100, 0 if data == FLAMBY else len(budgets), "own", 0),
-        # Of sites that are not dealt their number is declared.
-        size=1154 if partition else None,
-        **told_of_columns(None, data),
+        size=size,
+        **told_of_columns(None, data, size),
     )
     found = Recommendation.of(asked).raw
     scene, clip = Scene.of(fedpact.Plan.parse(found)), found["privacy"]["clip"]

@@ -1,11 +1,13 @@
 """The real data sets against what their sites publish; skipped where FEDPACT_DATA is not set."""
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from experiments.recommend import check
 
 from fedpact.data import files, heart, images
 from fedpact.data.datasets import load
@@ -163,3 +165,12 @@ def test_flambys_first_record_by_hand(real_data):
     x = load("heart_disease_flamby").x[0]
     five = (63 - 50) / 30, (145 - 140) / 60, (233 - 250) / 150, (150 - 135) / 75, (2.3 - 3) / 3
     torch.testing.assert_close(x, torch.tensor([*five, 1, 1, 0, 0, 0, 0, 0, 1]))
+
+
+@pytest.mark.parametrize("trust", ["own", "sum"])
+# But for that whose filters take half a minute.
+@pytest.mark.parametrize("row", [row for row in check.ROWS if row != "cifar10"])
+@pytest.mark.usefixtures("real_data")
+def test_what_is_recommended_is_what_the_figures_are_of(row, trust):
+    stored = json.loads(check.STORED.read_text())[f"{row} {trust}"]["plan"]
+    assert json.loads(json.dumps(check.configuration(row, trust))) == stored
