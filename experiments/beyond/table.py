@@ -108,7 +108,7 @@ STUDIES = {
         (71,),
         # About as far as noise allows, by theory.full_batch, and three times that.
         ((20, 120.0), (60, 120.0), (60, 400.0)),
-        local_ways=((4, 140.0), (8, 140.0), (14, 140.0)),
+        local_ways=((4, 14.0), (4, 40.0), (4, 140.0), (14, 14.0), (14, 40.0), (14, 140.0)),
         alone=False,
     ),
 }
