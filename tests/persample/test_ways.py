@@ -52,6 +52,58 @@ def test_a_transformer_like_block_with_parameters_of_its_own(reference, keep, mo
     reference.check_structure(Block(), words())
 
 
+def masked(kind, length):
+    ahead = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+    if kind == "others":
+        return ahead.flip(0).fill_diagonal_(False)
+    return ahead if kind == "causal" else torch.zeros(length, length).masked_fill(ahead, -torch.inf)
+
+
+# The reference's.
+UNBATCHED = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@UNBATCHED
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "causal, added", "others"])
+def test_torchs_transformer_with_a_mask_that_it_is_not_told_the_kind_of(reference, kind, padded):
+    """It looks into the mask whether it is the causal one, which a trace does not."""
+
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x):
+            mask, left_out = masked(kind, x.shape[1]), None
+            if padded:
+                added = torch.zeros(x.shape).masked_fill(x == 6, -torch.inf)
+                left_out = added if mask.is_floating_point() else x == 6
+            h = self.encoder(self.embedding(x), mask=mask, src_key_padding_mask=left_out)
+            return self.last(h).mean(1)
+
+    looks = nn.modules.transformer._detect_is_causal_mask
+    reference.check_structure(Causal(), words())
+    assert nn.modules.transformer._detect_is_causal_mask is looks
+
+
+@UNBATCHED
+def test_torchs_encoder_and_decoder_with_causal_masks(reference):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
+            self.both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            h, mask = self.embedding(x), masked("causal", x.shape[1])
+            return self.last(self.both(h, h, src_mask=mask, tgt_mask=mask)[:, -1])
+
+    reference.check_structure(Both(), words())
+
+
 def test_modules_with_parameters_of_their_own(reference):
     class Maybe(reference.Shift):
         def forward(self, x):

@@ -28,6 +28,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
+from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
 from fedpact.persample.products import ALIKE, Evenly, evenly, evenly_addmm, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
@@ -67,7 +68,14 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     dynamic = None if batch else ({0: any_size}, {0: any_size})
     # What a module writes on itself while it is traced has no values, and is forgotten.
     held = [(vars(m), dict(vars(m))) for m in module.modules()]
-    with _TRACING, _quiet(), _kept(batch), _sizes_by_len(module, loss), warnings.catch_warnings():
+    with (
+        _TRACING,
+        _quiet(),
+        _kept(batch),
+        sizes_by_len(module, loss),
+        masks_unseen(),
+        warnings.catch_warnings(),
+    ):
         # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
         warnings.simplefilter("ignore")
         try:
@@ -120,26 +128,6 @@ def _form_anew(program: Any) -> None:
 
 
 @contextmanager
-def _sizes_by_len(module: nn.Module, loss: Loss) -> Generator[None]:
-    """Let `len(x)` be x.shape[0] in the files of the model, which may be any number.
-
-    Python's own has to give a number, so a model that calls it, as many do, would be traced for
-    batches of one size alone.
-    """
-    functions = [vars(m).get("forward", type(m).forward) for m in module.modules()]
-    scopes = [getattr(f, "__globals__", {}) for f in (*functions, loss)]
-    own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
-    changed = [s for s in own.values() if "len" not in s]
-    for scope in changed:
-        scope["len"] = _size
-    try:
-        yield
-    finally:
-        for scope in changed:
-            del scope["len"]
-
-
-@contextmanager
 def _told(module: nn.Module) -> Generator[None]:
     """Say what goes on where it takes long, as of a loop over many positions."""
     words = (
@@ -153,11 +141,6 @@ def _told(module: nn.Module) -> Generator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _size(of: Any) -> Any:
-    size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
-    return size if isinstance(size, torch.SymInt) else len(of)
 
 
 def _kept(batch: int | None) -> AbstractContextManager[Any]:
