@@ -109,7 +109,6 @@ STUDIES = {
         # About as far as noise allows, by theory.full_batch, and three times that.
         ((20, 120.0), (60, 120.0), (60, 400.0)),
         local_ways=((4, 14.0), (4, 40.0), (4, 140.0), (14, 14.0), (14, 40.0), (14, 140.0)),
-        alone=False,
     ),
 }
 
