@@ -35,9 +35,10 @@ def test_receipts_and_partitions_are_those_of_the_stored_figures(path):
         assert sorted(json.loads(partition)["train"]) == sorted(receipts)
 
 
-def test_every_figure_of_the_hospitals_has_its_receipts():
-    study = Stored("heart")
-    with zipfile.ZipFile(ROOT / "published" / "heart.zip") as archive:
+@pytest.mark.parametrize("name", ["heart", "shakespeare-ngram"])
+def test_every_figure_of_these_has_its_receipts(name):
+    study = Stored(name)
+    with zipfile.ZipFile(ROOT / "published" / f"{name}.zip") as archive:
         names = set(archive.namelist())
     for cell in study.cells():
         rounds, rate = study.chosen(cell)
