@@ -129,6 +129,15 @@ def test_numbers_alone_as_earlier_versions_recorded_them_are_read(deployment, st
     assert local.look(deployment)["running"]["site-00"] is False
 
 
+@pytest.mark.parametrize("act", [local.start, local.stop, local.look])
+def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        with pytest.raises(DataError, match="holds no deployment"):
+            act(tmp_path / name)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
+
+
 def test_a_damaged_record_of_processes_is_told(deployment):
     (deployment / "processes.json").write_bytes(b"\xff{")
     with pytest.raises(DataError, match=r"processes\.json cannot be understood"):

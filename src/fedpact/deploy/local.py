@@ -49,6 +49,7 @@ def parties(directory: Path) -> dict[str, Path]:
 
 def start(directory: Path, only: str | None = None) -> dict[str, int]:
     """Start every party that does not run, or one of them; return name -> process number."""
+    parties(directory)  # before there is a lock in a folder that is no deployment
     with one_at_a_time(directory):
         places = parties(directory)
         restored(*places.values())
