@@ -73,6 +73,14 @@ def test_their_sizes_are_those_that_are_told(model, size):
         build(model, torch.zeros(1, 8, 8), 10, 0)
 
 
+@pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
+def test_words_that_no_class_is_of_are_told_of_before_records_are_left_out(model):
+    plan = Plan.parse({"model": model, "records": {"vocabulary": 7}})
+    with pytest.raises(ModelError, match=r"vocabulary = 7 and 6 classes"):
+        Workshop(plan, torch.zeros(5, dtype=torch.int64), 6).module()
+    Workshop(plan, torch.zeros(5, dtype=torch.int64), 7).module()
+
+
 def test_logistic_regression_on_the_last_characters_is_what_it_says():
     """Against its own formula: logits from three one-hot characters, the nearer ones longer."""
     model = build("ngram", torch.zeros(40, dtype=torch.int64), 5, 0)

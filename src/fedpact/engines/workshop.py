@@ -19,6 +19,7 @@ from fedpact.methods.heads import check_head
 from fedpact.models.build import build
 from fedpact.models.held import check_apart, check_repeated
 from fedpact.models.initial import fill
+from fedpact.models.text import check_vocabulary
 from fedpact.models.views import Views
 from fedpact.own.named import is_own
 from fedpact.params import FlatModel
@@ -71,6 +72,7 @@ class Workshop:
 
     def _drawn(self, seed: int) -> nn.Module:
         plan, kind = self.plan, self.plan.task.target.kind
+        check_vocabulary(plan.model, plan.records.vocabulary, self.classes)
         return build(plan.model, self.example, self.classes, seed, plan.logistic, kind)
 
     @cached_property

@@ -106,3 +106,17 @@ def _length(name: str, shape: tuple[int, ...]) -> int:
             "numbers that are places in a vocabulary of as many entries as there are classes"
         )
     return shape[0]
+
+
+def check_vocabulary(model: str, vocabulary: int | None, classes: int) -> None:
+    """Raise ModelError: a model of text whose words are more than its classes, which it predicts.
+
+    Records with the others would be left out, each by itself. vocabulary: None: it is not declared.
+    """
+    of_text = {f.__name__ for f in (ngram, lstm, transformer)}
+    if model in of_text and vocabulary is not None and vocabulary > classes:
+        raise ModelError(
+            f"model {model!r} with records.vocabulary = {vocabulary} and {classes} classes: it "
+            "predicts the next word, so expected a class for each; name all of them in "
+            "records.classes, or use a model of your own"
+        )
