@@ -13,7 +13,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample import columns, norms, products
+from fedpact.persample import chain, columns, norms, products
 from fedpact.persample.kernel import PerSampleKernel
 
 WAYS = ("dense", "chain", "graph")
@@ -89,6 +89,26 @@ def test_batches_of_every_size_in_turn(reference):
         a, b = (k.clipped_sum(x[:n], y[:n], 0.1) for k in kernels)
         assert torch.allclose(a, b, rtol=0, atol=1e-6 * max(n, 1) * 0.1)
         assert bool(a.any()) == (n > 0)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 16])
+def test_images_reach_every_layer_by_pixel(monkeypatch, batch):
+    # Of several channels torch pools images that lie by channel at a tenth of the speed.
+    layouts = []
+
+    class Images(chain.MaxPool2d):
+        def forward(self, x):
+            y = super().forward(x)
+            layouts.extend((x, y))
+            return y
+
+    monkeypatch.setattr(chain, "MaxPool2d", Images)
+    x, y = torch.rand(batch, 3, 32, 32), torch.arange(batch) % 10
+    PerSampleKernel(FlatModel(papers.cnn_padded((3, 32, 32), 10)), cross_entropy).clipped_sum(
+        x, y, 1.0
+    )
+    assert len(layouts) >= 4
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in layouts)
 
 
 def test_the_loss_may_be_any(reference):

@@ -270,7 +270,7 @@ class Chain:
     def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Shares]:
         """Losses, and the shares of each parameter: none where no loss depends on the output.
 
-        Both may be of a few records more, which are zeros.
+        x: with rows of zeros behind, as `padded` adds them of `alike`; results are of those, too.
         """
         losses, g = _differentiated(loss, *self._outputs(x, y))
         if g is None:
@@ -285,7 +285,6 @@ class Chain:
 
     def _outputs(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's outputs and the targets, both with zeros behind."""
-        x = padded(x, self.alike)
         for stage in self._stages:
             x = stage.forward(x)
         return x, padded(y, x.shape[0])

@@ -219,7 +219,8 @@ class Passes:
         """
         images = self._images and x.dim() == 4
         if (chain := self._chain(x)) is not None:
-            return (pixelwise(padded(x, chain.alike)) if images else x), y
+            x = padded(x, chain.alike)  # first: what it puts together is by channel
+            return (pixelwise(x) if images else x), y
         way = self._traced(x, y)
         count = x.shape[0]
         more = (-count % way.step) if isinstance(way, Alone) else wanted(count, way.alike) - count
