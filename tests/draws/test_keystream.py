@@ -87,8 +87,46 @@ def test_extreme_words_give_finite_numbers(monkeypatch, numpy_is_fast):
             z = drawn(Fixed(*words[turn:], *words[:turn]), 12)
             assert z.isfinite().all()
             assert float(z.abs().max()) <= longest + 1e-12
-    # What is beyond: less than 1e-9 in a thousand releases of two million numbers.
-    assert 2 * stats.norm.sf(longest) * 2e9 < 1e-7
+
+
+class Later:
+    """Further words, by call: those that are there, and then 2^63. V = 1/2 + 2^-53 ends it."""
+
+    def __init__(self, *calls):
+        self.calls = list(calls)
+
+    def __call__(self, count):
+        words = self.calls.pop(0) if self.calls else []
+        return np.array([*words, *[2**63] * count][:count], dtype=np.uint64)
+
+
+@both
+def test_small_numbers_go_on_below_their_first_52_bits(monkeypatch, numpy_is_fast):
+    """U = (k + V) 2^-52 where U < 2^-12, V a number of the same kind; to 5e-16 of r."""
+    monkeypatch.setattr(keystream, "_NUMPY_IS_FAST", numpy_is_fast)
+    limit = 2**40
+    firsts = [limit - 1, limit, 0, 5, 0, 0]
+    seconds = [limit, 2**52 - 1, 9, 0, 0]  # of all but the first number that is not small
+    thirds, fourths = [limit + 1, 3, 0], [2**51, 0]
+    with mpmath.workdps(70):
+        half, step = mpmath.mpf("0.5"), mpmath.mpf(2) ** -52
+        end = (2**51 + half) * step
+        third = [(limit + 1 + half) * step, (3 + end) * step, (0 + (0 + end) * step) * step]
+        second = [(k + half) * step for k in seconds[:2]]
+        second += [(k + v) * step for k, v in zip(seconds[2:], third, strict=True)]
+        inside = [second[0], half, *second[1:]]
+        expected = [
+            mpmath.sqrt(-2 * mpmath.log((k + v) * step))
+            for k, v in zip(firsts, inside, strict=True)
+        ]
+        # Half a turn: z = -r.
+        words = [k << 12 for k in firsts] + [0] * 6
+        later = Later(*([k << 12 for k in more] for more in (seconds, thirds, fourths)))
+        found = next(normals(Fixed(*words), 12, DOUBLE, later)).tolist()
+        for z, r in zip(found, expected, strict=False):
+            assert abs(z + r) <= 5e-16 * r
+    assert -found[5] == pytest.approx(math.sqrt(2 * 209 * math.log(2)), rel=1e-3)
+    assert later.calls == []
 
 
 @both

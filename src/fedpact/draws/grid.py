@@ -14,9 +14,10 @@ coordinate by at most Λ/2. A sum on the grid commutes with rounding, so the rel
 rounding makes of (grid sum + ν z): post-processing of a Gaussian mechanism with multiplier σ.
 That is the proof, up to z itself, a float64 that is off by 5e-16 of its pair's length r at most.
 That moves both ends of the interval that is rounded to a value, and so the value's probability: by
-6e-8 of itself or less for sqrt(d) σ up to 1e4 and r up to 4, up and down from value to value, and
-of every pair 104 random bits stand behind it. The grid costs 0.1 % more noise. Zero is released
-with one sign, whatever was added to make it, as -0.0 would be a number of its own.
+1.5e-8 r of itself or less for sqrt(d) σ up to 1e4, up and down from value to value. Behind every
+pair stand 104 random bits, and more where r > 4, so that the tail has no end. The grid costs 0.1 %
+more noise. Zero is released with one sign, whatever was added to make it, as -0.0 would be a number
+of its own.
 
 Not covered: errors of the float32 sum s itself (the clip's slack bounds each record's share, not
 the rounding of the others), and how long anything takes.

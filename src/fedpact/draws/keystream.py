@@ -10,17 +10,20 @@ floor(2^53 q) 2^-53, at most q. Normal numbers are Box and Muller's, in pairs of
     with t = tan(Θ/2):  cos Θ = 2/(1 + t²) - 1,  sin Θ = t · 2/(1 + t²)
 
     type     U                                Θ                              |z| at most
-    float64  (2k + 1) 2^-53 for 2^52 whole k  2^52 equal steps               8.58
+    float64  (2k + 1) 2^-53 for 2^52 whole k  2^52 equal steps               8.58, see below
     float32  (2k + 1) 2^-32 for 2^31 whole k  2^32 equal steps, in float32   6.66
 
 U is never 0, so no number is infinite. Beyond 8.58 a normal number lies with probability 1e-17,
-beyond 6.66 with 3e-11: with a million coordinates and a thousand releases that is a matter of
-course, and its absence would cost part of δ. So float32 is for simulations, in a third of the time.
+beyond 6.66 with 3e-11. Who sees a number there, from a sum with a record, knows that the record
+is in: with σ of 1 or less, or a small rate's, that is more than many a δ. So float32 is for
+simulations, in a third of the time; and for a deployment's float64 there are `Further` words, with
+which there is no end: U below 2^-12 is (k + V) 2^-52, V again of such a law, so that steps of U are
+never more than 2^-40 of it.
 """
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -41,6 +44,8 @@ _ZEROS: Final = memoryview(bytes(8 * CHUNK))
 # The upper 12 bits of a float64 in [1, 2); the others are then uniform there.
 _ONE: Final = np.uint64(0x3FF0_0000_0000_0000)
 _NOT_NEGATIVE: Final = np.int32(0x7FFF_FFFF)
+# Of numbers below this, one in 4096, steps of 2^-52 are more than 2^-40.
+_SMALL: Final = 2.0**-12
 # numpy's own logarithm and tangent are all vectorised with AVX-512 only, torch's always. Those are
 # asked for on one thread: whoever draws much has threads of its own, and in a fork torch waits for
 # ever for the threads that only its parent has.
@@ -49,6 +54,8 @@ _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
+Further = Callable[[int], Words]
+"""(count) -> so many uniform words of 64 bits that nothing else is made of, not in `_room`."""
 
 
 class WordSource(Protocol):
@@ -107,16 +114,20 @@ def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
     return (np.right_shift(words, 11, out=words) < limit).nonzero()[0]
 
 
-def normals(source: WordSource, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+def normals(
+    source: WordSource, size: int, dtype: torch.dtype, further: Further | None = None
+) -> Iterator[Tensor]:
     """Yield `size` standard normal numbers, part by part; the next part overwrites the last.
 
-    dtype: float64, or anything else for float32.
+    dtype: float64, or anything else for float32. further: where float64's tail comes from; without
+    it, it ends at 8.58.
     """
     double = dtype == torch.float64
     most = CHUNK if double else 2 * CHUNK
     for start in range(0, size, most):
         count = min(most, size - start)
-        yield from_numpy(_paired(source.words(_words_for(count, dtype)), dtype)[:count])
+        words = source.words(_words_for(count, dtype))
+        yield from_numpy(_paired(words, dtype, further)[:count])
 
 
 def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:
@@ -140,20 +151,18 @@ def _words_for(size: int, dtype: torch.dtype) -> int:
     return size + size % 2 if dtype == torch.float64 else (size + 1) // 2
 
 
-def _paired(words: Words, dtype: torch.dtype) -> Floats:
+def _paired(words: Words, dtype: torch.dtype, further: Further | None = None) -> Floats:
     """Return standard normal numbers [..., n] in the place of uniform words, of 32 bits or of 64.
 
     The first half of a row's words are the lengths of its pairs, the second half their angles.
     """
     if dtype != torch.float64:
         return _of_31_bits(words.view(np.uint32))
-    # 52 random bits as the fraction of a number in [1, 2): no conversion, no rounding, no branch.
-    np.right_shift(words, 12, out=words)
-    np.bitwise_or(words, _ONE, out=words)
-    z = words.view(np.float64)
+    z = _from_one(words)
     first, second = _halves(z)
-    # Exact, as numbers below 1 have a bit more: the middles of 2^52 steps of (0, 1), never 0.
-    first -= 1 - 2.0**-53
+    _middles(first)
+    if further is not None:
+        _refine(first, further)
     _log(first)
     first *= -2
     r, twice = _between(first)
@@ -162,6 +171,33 @@ def _paired(words: Words, dtype: torch.dtype) -> Floats:
     second -= 1.5
     second *= math.pi
     return _turned(z, r, twice)
+
+
+def _from_one(words: Words) -> NDArray[np.float64]:
+    """Write numbers in [1, 2) over words, whose 52 random bits are the fraction.
+
+    No conversion, no rounding, no branch.
+    """
+    np.right_shift(words, 12, out=words)
+    np.bitwise_or(words, _ONE, out=words)
+    return words.view(np.float64)
+
+
+def _middles(u: Floats) -> Floats:
+    """Take [1, 2) to (0, 1): the middles of 2^52 steps, never 0. Exact: there is a bit more."""
+    u -= 1 - 2.0**-53
+    return u
+
+
+def _refine(u: Floats, further: Further) -> None:
+    """Put small ones of the numbers u [n] anywhere in their steps of 2^-52, not in the middle."""
+    small = np.flatnonzero(u < _SMALL)
+    if len(small) == 0:
+        return
+    inside = _middles(_from_one(further(len(small))))
+    # The first of all steps has no end towards 0: there, this number's own steps count.
+    _refine(inside, further)
+    u[small] = (u[small] - 2.0**-53) + inside * 2.0**-52
 
 
 def _of_31_bits(words: NDArray[np.uint32]) -> Floats:

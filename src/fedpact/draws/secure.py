@@ -4,9 +4,9 @@ Each thread of each object has a key of the operating system's of its own, and a
 or a fork; an object can be neither copied nor pickled. So no stretch of a key stream is used twice.
 (A snapshot of a running virtual machine that is started twice would: make none of a site in a run.)
 
-Noise is drawn in float64 for either type (keystream says why); floating-point attacks (Mironov
-2012) are `grid`'s to defend against, and it needs the float64. Noise for long vectors is drawn by
-as many threads as torch may use where it is asked for.
+Noise is drawn in float64 for either type, with all of its tail (keystream says why);
+floating-point attacks (Mironov 2012) are `grid`'s to defend against, and it needs the float64.
+Noise for long vectors is drawn by as many threads as torch may use where it is asked for.
 """
 
 import os
@@ -59,6 +59,11 @@ class FreshStream(KeyStream):
         raise TypeError("a key stream is never copied: its copy would draw the same noise again")
 
 
+def _further(count: int) -> Words:
+    """See keystream.Further. The stream's own would be written over what it has just given."""
+    return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=np.uint64)
+
+
 class _OfThread(threading.local):
     """What each thread has for itself."""
 
@@ -89,7 +94,7 @@ class SecureDraws:
         del step, purpose
         noise = empty(size, like.dtype)
         numbers, start = noise.numpy(), 0
-        for z in normals(self._own.stream, size, torch.float64):
+        for z in normals(self._own.stream, size, torch.float64, _further):
             np.copyto(numbers[start : start + len(z)], z.numpy(), casting="same_kind")
             start += len(z)
         return noise.to(like.device, non_blocking=True)
@@ -110,4 +115,4 @@ class SecureDraws:
 
     def _part(self, size: int, like: Tensor) -> Tensor:
         """See grid.Gaussian, for a part of at most CHUNK numbers."""
-        return next(normals(self._own.stream, size, like.dtype))
+        return next(normals(self._own.stream, size, like.dtype, _further))
