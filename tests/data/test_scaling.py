@@ -306,7 +306,7 @@ def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
     scaled = RecordForm.model_validate(
         {"columns": {"rate": {"range": [0, 0.001], "scale": "range"}}}
     )
-    for of, some in ((scaled, x), (form, x * torch.tensor([20.0, 1.0]))):
+    for of, some in ((scaled, x), (form, x * torch.tensor([200.0, 1.0]))):
         advise("t.csv", of, (2,), names, some)
     # Pixels have no names, and many of them are dark.
     advise("t.npz", form, (2,), (), x)

@@ -1,8 +1,9 @@
-"""Advice to who reads records in: numbers that get far from 0 keep a model from learning.
+"""Advice to who reads records in: numbers far from 0, or near it, keep a model from learning.
 
 A record's gradient is as long as its numbers: beside an age of 60 a 0 or 1 is lost, clipping
-shortens both alike, and a step that suits pixels of 0 .. 1 throws a model of 0 .. 255 far off.
-Nobody notices but by a model that guesses.
+shortens both alike, and a step that suits pixels of 0 .. 1 throws a model of 0 .. 255 far off; of
+numbers of a thousandth it sees nothing, and noise that suits the bound drowns them. Nobody notices
+but by a model that guesses.
 """
 
 import logging
@@ -10,13 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.text import toml, toml_key
 
 _WIDE: Final = 10.0
-_NARROWER: Final = 100.0
+_NARROWER: Final = 10.0
+# A record's length, below which noise that suits a bound of 1 or so is more than its share.
+_SHORT: Final = 0.3
 _SHOWN: Final = 5
 _REMEDY: Final = (
     "Declare what the values can be, by public knowledge and not by what is in the file, and have "
@@ -49,6 +53,8 @@ def advise(
         far = _furthest(form, x)
         if far >= _WIDE:
             _logger.warning(_told_of_all(origin, form, far, tell))
+        elif x is not None:
+            _advise_of_short(origin, (form,), x, tell)
         return
     names = features or tuple(map(str, range(shape[0])))
     wide = list[tuple[str, ValueRange, float]]()
@@ -66,6 +72,7 @@ def advise(
     if x is not None:
         if features and not wide:
             _advise_of_narrow(origin, form, names, x, tell)
+        _advise_of_short(origin, [form.of(name) for name in names], x, tell)
         _advise_of_standards(origin, form, names, x, tell)
 
 
@@ -93,6 +100,23 @@ def _advise_of_narrow(
             f"records; others reach {tell(most)}, and a model hardly sees these beside them. "
             "Declare what they can be, and have it scaled: [records.columns.NAME] with range = "
             '[LEAST, MOST] and scale = "range"'
+        )
+
+
+def _advise_of_short(origin: str, own: Sequence[ValueRange], x: Tensor, tell: _Tell) -> None:
+    """Warn where nothing is scaled and whole records stay near 0, as in too large a unit."""
+    if any(one.scale != "none" for one in own):
+        return
+    longest = _found(torch.linalg.vector_norm(x.flatten(1), dim=1))
+    if 0 < longest < _SHORT:
+        _logger.warning(
+            f"{origin}: all numbers stay near 0: no record is longer than {tell(longest)}"
+            f"{_how(True)}; expected about 1. A gradient is as long as its record's numbers, so a "
+            "step that suits numbers of about 1 is far too short for these, noise is louder, and a "
+            f"model may do no better than chance. {_REMEDY}\n\n"
+            '[records]\nlow = ...\nhigh = ...\nscale = "range"\n\n'
+            "or columns by their names: [records.columns.NAME] with range = [LEAST, MOST] and "
+            'scale = "range".'
         )
 
 
