@@ -277,12 +277,12 @@ def test_parquet_is_sifted_alike(tmp_path):
 
 
 def test_a_clamped_value_leaves_the_bits_of_all_others(tmp_path):
-    """An int64 that no float64 holds, and -0.0, beside a value that is clamped and without it."""
+    """A whole number that no float32 holds, and -0.0, beside a value that is clamped and without it."""
     form = RecordForm(low=0.0, clamp=True)
-    whole = np.array([[2**60 + 1, 3], [-5, 1]], np.int64)
+    whole = np.array([[2**53 - 1, 3], [-5, 1]], np.int64)
     both = arrays(tmp_path / "a.npz", whole, [0, 1], form, values="int64")
     alone = arrays(tmp_path / "b.npz", whole[:1], [0], form, values="int64")
-    assert both.x.tolist() == [[2**60 + 1, 3], [0, 1]]
+    assert both.x.tolist() == [[2**53 - 1, 3], [0, 1]]
     assert torch.equal(both.x[:1], alone.x)
     x = np.array([[-0.0, 1.0], [-5.0, 1.0]], np.float32)
     found = arrays(tmp_path / "c.npz", x, [0, 1], form).x
@@ -361,3 +361,27 @@ def test_a_column_without_a_name_is_left_out_where_it_numbers_rows_and_told_else
         assert read_table(second, "y", None, form=dropped).features == ("a",)
     chosen = RecordForm(features=["a"])
     assert read_table(second, "y", None, form=chosen).features == ("a",)
+
+
+@pytest.mark.parametrize("values", ["float32", "int64"])
+@pytest.mark.parametrize(
+    "kind", [np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64]
+)
+def test_numbers_are_the_same_beside_text_and_beside_a_missing_value(tmp_path, kind, values):
+    """2^60 + 2^36 + 1 is 2^60 in float32 by way of float64, and the number above it by itself."""
+    draw = np.random.default_rng(0)
+    bits = draw.integers(0, 2, (60, 1)) << draw.integers(0, 56, (60, 4))
+    x = (bits + draw.integers(0, 3, (60, 4))).astype(kind)
+    x[:2] = np.array([[2**60 + 2**36 + 1, 2**53 + 1, 2**53 - 1, 7]] * 2, np.uint64).astype(kind)
+    whole = RecordForm()
+    alone = [load_one(tmp_path, x[i : i + 1], whole, values) for i in range(60)]
+    expected = [row for rows in alone for row in rows]
+    assert 20 < len(expected) < 60 or values == "float32" or x.itemsize < 8
+    for other in (["word"] * 4, [math.nan] * 4):
+        beside = np.array([*x.tolist(), other])
+        assert load_one(tmp_path, beside, whole, values) == expected
+
+
+def load_one(folder, x, form, values):
+    np.savez(folder / "r.npz", x=x, y=np.zeros(len(x), np.int64))
+    return load_site(folder / "r.npz", None, ("a", "b"), (4,), values, form).x.tolist()

@@ -33,7 +33,8 @@ _SPELLED: Final = {
 _Value = Callable[[int, int], Any]
 """(row, place in a flattened record) -> what stands in the file."""
 
-_LARGEST: Final = 2.0**63
+# Whole numbers from here on are others beside text or a missing value, as floats.
+_LARGEST: Final = 2**53
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,11 @@ def _fitted(source: _Source, form: RecordForm, values: str, features: Sequence[s
         x = _whole(source)
     else:
         _mark_infinite(source, source.x)
+        wide = source.x.dtype.itemsize >= 8
         with np.errstate(over="ignore"):
-            x = np.array(source.x, np.float32)
+            # By way of float64, as beside text or a missing value: a whole number of 60 bits can
+            # be another when it is rounded once.
+            x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
     if form.vocabulary is not None:
         source.mark((x < 0) | (x >= form.vocabulary), f"is none of {form.vocabulary} words")
     if not form.columns:
@@ -237,12 +241,13 @@ def _whole(source: _Source) -> np.ndarray:
     """Return int64, 0 for what is no whole number."""
     x = source.x
     if x.dtype.kind != "f":
-        source.mark(x >= _LARGEST, "is no whole number below 2^63")
-        return x.astype(np.int64)
+        good = (x > -_LARGEST) & (x < _LARGEST)
+        source.mark(~good, "is no whole number below 2^53")
+        return np.where(good, x, 0).astype(np.int64)
     with np.errstate(invalid="ignore"):
         good = np.isfinite(x) & (np.rint(x) == x) & (np.abs(x) < _LARGEST)
     if not good.all():
-        source.mark(~good, "is no whole number")
+        source.mark(~good, "is no whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
 
