@@ -277,7 +277,7 @@ def test_parquet_is_sifted_alike(tmp_path):
 
 
 def test_a_clamped_value_leaves_the_bits_of_all_others(tmp_path):
-    """A whole number that no float32 holds, and -0.0, beside a value that is clamped and without it."""
+    """A whole number that no float32 holds, and -0.0, beside a clamped value and without it."""
     form = RecordForm(low=0.0, clamp=True)
     whole = np.array([[2**53 - 1, 3], [-5, 1]], np.int64)
     both = arrays(tmp_path / "a.npz", whole, [0, 1], form, values="int64")
