@@ -429,6 +429,31 @@ def test_the_reason_for_few_rounds_is_that_no_more_were_allowed():
     assert few["reasons"]["rounds"].startswith(f"as many as were allowed; {pay} would pay")
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "trust", "ways"),
+    [
+        ("0.001", "own", "a larger ε or δ, more records, fewer columns, --trust sum"),
+        ("0.001", "sum", "a larger ε or δ, more records, fewer columns"),
+        ("8", "own", None),
+    ],
+)
+def test_noise_that_drowns_all_records_is_said(caplog, epsilon, trust, ways):
+    """Below a signal to noise of 1 no configuration is of use, whatever is said of its rounds."""
+    asked = ("recommend", "digits", "--epsilon", epsilon, "--trust", trust, "--no-features")
+    found = document(*asked)
+    snr, why = found["alternatives"][0]["snr"], found["reasons"]["rounds"]
+    assert (snr < 1) == (ways is not None)
+    if ways is None:
+        assert "pay at this signal" in why
+        assert not caplog.records
+        return
+    far = f"noise goes {1 / snr:.2g} times as far as all records together can"
+    assert why == f"the fewest: {far}"
+    (told,) = caplog.records
+    assert told.message.startswith(f"digits: {far}")
+    assert told.message.endswith(f"help: {ways}")
+
+
 def test_fewer_rounds_than_pay_have_no_longer_way():
     """The way is sqrt(R / R*) of that of the R* rounds that pay, so that a step grows less."""
     sigma, sites = partial(smallest_sigma, Budget(10.0, 1e-5), 1.0), 4

@@ -122,6 +122,14 @@ def test_bad_numbers_are_refused(bad):
         noisy(torch.zeros(2), 1.0, bad, secure)
 
 
+def test_a_sensitivity_whose_spacing_has_no_reciprocal_is_refused():
+    """1/Λ was infinite: NaN for a sum of 0 and infinity for others told the two apart."""
+    for tiny in (1e-306, 5e-324):
+        with pytest.raises(InputError, match=f"sensitivity is {tiny!r}"):
+            noisy(torch.zeros(1, dtype=torch.float64), 1.0, tiny, secure)
+    assert noisy(torch.zeros(1, dtype=torch.float64), 1.0, 1e-300, secure).isfinite().all()
+
+
 LONG = 8 * grid.CHUNK
 
 

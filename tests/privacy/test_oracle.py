@@ -132,6 +132,13 @@ def test_the_loss_is_the_clipped_sum_plus_noise_over_the_expected_size() -> None
         assert batch.loss(w, bound) == pytest.approx(total / (0.3 * 40), rel=1e-12)
 
 
+@pytest.mark.parametrize("bound", [1e-306, 2.0**-101, 2.0**101, math.inf, math.nan, 0.0, -1.0])
+def test_a_loss_bound_that_has_no_digits_is_refused(bound) -> None:
+    batch = next(iter(private(records()).batches(1, "loss")))
+    with pytest.raises(InputError, match="bound is"):
+        batch.loss(point(8), bound)
+
+
 def test_the_share_below_is_a_sum_of_halves_plus_noise() -> None:
     held, w, bound = records(), point(8), 0.6
     losses, _ = each(held, w)

@@ -37,10 +37,12 @@ from torch import Tensor
 from fedpact.check import positive
 from fedpact.draws.keystream import CHUNK
 from fedpact.draws.seeded import empty
-from fedpact.errors import PrivacyError
+from fedpact.errors import InputError, PrivacyError
 from fedpact.params import at_hand
 
 _COARSENESS: Final = 2.0**-10
+# Of a smaller Λ 1/Λ is infinite, and times 0 no number: whether a sum is 0 would be seen.
+_FINEST: Final = 2.0**-1022
 
 Gaussian = Callable[[int, Tensor], Tensor]
 """(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call.
@@ -56,6 +58,11 @@ def spacing(sensitivity: float, size: int) -> float:
     0.0009765625
     """
     limit = positive(sensitivity=sensitivity) * _COARSENESS / math.sqrt(max(1, size))
+    if limit < _FINEST:
+        raise InputError(
+            f"sensitivity is {sensitivity!r}: expected a number whose share for {size} coordinates "
+            "has a reciprocal, as 2^-100 to 2^100 have; scale loss or weights"
+        )
     return math.ldexp(1.0, math.frexp(limit)[1] - 1)
 
 

@@ -219,7 +219,7 @@ class NoisyBatch(Channels, Generic[K]):
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch."""
         self.use("loss")
-        positive(bound=bound)
+        check_clip("bound", positive(bound=bound))
         losses, finite = self._losses(w)
         each = shared(torch.where(finite, losses.clamp(0, bound), 0), self._shares)
         total = each.sum().reshape(1)

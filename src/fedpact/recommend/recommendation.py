@@ -82,6 +82,10 @@ class Recommendation:
             why = "they say little beside the others, and noise goes nearly as far as the signal"
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
+        if (snr := rows[0].snr) < 1:
+            far = f"noise goes {1 / snr:.2g} times as far as all records together can"
+            reasons["rounds"] = f"the fewest: {far}"
+            _logger.warning("%s: %s", data.name, public.drowned(far))
         if told := undeclared_classes(read, data):
             _logger.warning("%s: %s", data.name, told)
             raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
@@ -257,6 +261,16 @@ class _Public:
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
+
+    def drowned(self, far: str) -> str:
+        """Return what to say where noise goes as far as `far` says, and what would help."""
+        ways = ["a larger ε or δ", "more records"]
+        ways += ["fewer columns"] if not (self.features or self.words) else []
+        ways += ["--trust sum"] if self.honest == 1 and self.asked.sites > 2 else []
+        return (
+            f"{far}: expected the opposite, ten times; what is trained is no better than a guess. "
+            f"What would help: {', '.join(ways)}"
+        )
 
     def _whose(self) -> str:
         """Return whose each of unlike budgets is; "" where they are alike."""
