@@ -179,8 +179,9 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         ("x\ty\n1\ta\n", "y", None, r"no comma, and '\\t' in it"),
         ('x,y\n"1,5",a\n', "y", None, "a number with a point, not a comma"),
         ("x y,y\nb,a\n", "y", None, r'drop = \["x y"\] .* records\.columns\."x y"\.categories'),
-        ("x,y\n", "y", None, "0 records"),
-        ("", "y", None, "expected a header line"),
+        ("x,y\n", "y", None, "has 0 records: expected at least one below the header"),
+        ("", "y", None, "is empty: expected a header line"),
+        ("x,y\n1\n2\n", "y", None, 'every one has 1 values: .* "CSV UTF-8'),
         ("y\na\n", "y", None, "at least one more"),
         ('x,y\n1,"a\n', "y", None, "cannot be read as CSV"),
     ],
@@ -199,7 +200,7 @@ def test_no_error_quotes_a_value(tmp_path):
 
 def test_a_csv_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "t.csv").write_bytes("x,y\n1,é\n".encode("latin-1"))
-    with pytest.raises(DataError, match="UTF-8"):
+    with pytest.raises(DataError, match=r'every one is not UTF-8 text; .* "CSV UTF-8"'):
         load(str(tmp_path / "t.csv"), label="y")
 
 

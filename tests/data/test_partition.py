@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -253,6 +254,15 @@ def test_a_split_that_the_records_do_not_allow_is_explained(given, sites, messag
     data = records([4, 16, 0])
     with pytest.raises(DataError, match=message):
         make_partition(data, PartitionSettings(**given), sites, 0)
+
+
+@pytest.mark.parametrize("kind", ["iid", "natural"])
+def test_no_number_of_sites_is_advised_for_a_single_record(kind):
+    data = records([1], ["a"])
+    with pytest.raises(DataError) as error:
+        make_partition(data, PartitionSettings(kind=kind), 1, 0)
+    assert "take" not in str(error.value)
+    assert re.search(r"expected (at least )?2", str(error.value))
 
 
 def test_natural_sites_have_to_agree_in_number_and_size():

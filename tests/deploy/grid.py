@@ -1,5 +1,8 @@
 """Flower's network in memory, and real sites behind it, for tests of what goes over it."""
 
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from flwr.app import Message
@@ -121,7 +124,13 @@ class Grid:
 
 
 def charged(node):
-    runs = receipt(node.directory / "ledger.jsonl")["runs"]
+    return events_in(node.directory / "ledger.jsonl")
+
+
+def events_in(ledger):
+    """How many events a ledger's runs were charged, whether or not it has been put back."""
+    with TemporaryDirectory() as alone:
+        runs = receipt(Path(shutil.copy(ledger, alone)))["runs"]
     return sum(event["spent"] for run in runs.values() for event in run["events"])
 
 

@@ -77,6 +77,35 @@ def test_an_older_ledger_beside_later_files_does_not_open(site_dir, tmp_path, wi
         assert codes(told(site, 4)) == [""]
 
 
+@pytest.mark.parametrize("command", ["verify", "show", "export"])
+def test_no_receipt_is_made_of_an_older_ledger(site_dir, tmp_path, command):
+    """It is intact, and lacks what the file beside it names: so it said of less than was spent."""
+    out = ["--out", str(tmp_path / "receipt.json")] if command == "export" else []
+    with Site(site_dir) as site:
+        told(site, 1)
+        backup = (site_dir / "ledger.jsonl").read_bytes()
+        # A site that runs has both files read, too.
+        assert CliRunner().invoke(app, ["ledger", command, str(site_dir), *out]).exit_code == 0
+        told(site, 2)
+    (site_dir / "ledger.jsonl").write_bytes(backup)
+    (tmp_path / "receipt.json").unlink(missing_ok=True)
+    done = CliRunner().invoke(app, ["ledger", command, str(site_dir), *out])
+    assert isinstance(done.exception, LedgerError)
+    assert "put back to an older state" in str(done.exception)
+    assert not (tmp_path / "receipt.json").exists()
+
+
+def test_a_cut_last_line_is_told_as_another_entry(site_dir):
+    """Opening writes down what the line may have cost, under the number that it had."""
+    with Site(site_dir) as site:
+        told(site, 1, 2)
+    path = site_dir / "ledger.jsonl"
+    number = len(read_entries(path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(LedgerError, match=f"has another entry in place of number {number}, "):
+        Site(site_dir)
+
+
 @pytest.mark.parametrize("how", ["missing", "emptied", "fresh"])
 @pytest.mark.parametrize("left", EVIDENCE)
 def test_a_site_that_has_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):

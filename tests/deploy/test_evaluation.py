@@ -236,6 +236,24 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     assert look(server)["own_figures"] is look(ran.directory)["own_figures"] is None
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys, left):
+    """left: by an earlier version, which kept sums of no records and could not read them."""
+    run = federate(None, rounds=2)
+    run()
+    site = run.nodes[0].directory
+    assert not (site / "own-figures.json").exists()
+    if left:
+        settings = {"share": 0.0, "releases": ["hits", "loss"]}
+        named = {"settings": settings, "classes": ["a"], "groups": [], "unit": "record"}
+        (site / "own-figures.json").write_text(json.dumps({"run": "r", "rounds": {}, **named}))
+    command.status(site, as_json=False)
+    assert look(site)["own_figures"] is None
+    told = capsys.readouterr().out
+    assert run.nodes[0].site.name in told
+    assert "Exact figures" not in told
+
+
 def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
     command.status(ran.directory / "sites" / "site-01", as_json=False)
     told = capsys.readouterr().out

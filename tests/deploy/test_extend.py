@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -19,9 +20,11 @@ from fedpact.deploy.extend import extend
 from fedpact.deploy.receipts import handed_on
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
+from fedpact.engines.simulation import simulate
 from fedpact.engines.together import held, restored
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
+from fedpact.plan import Plan
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
 from fedpact.watch.snapshot import look
@@ -35,7 +38,7 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
     run()
     for node in run.nodes:
         node.site.ledger.close()
-    extended, name = extend(run.directory, 2, None)
+    extended, name, least = extend(run.directory, 2, None)
     assert (extended.rounds, extended.after) == (4, 2)
     site = run.nodes[0].directory
     before = (site / "ledger.jsonl").read_bytes()
@@ -55,6 +58,8 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         told = receipt(node.directory / "ledger.jsonl")
         assert [*told["runs"]][1] == name
         first, second = told["runs"].values()
+        # What a policy is told to allow is what the site adds.
+        assert least <= min(e["sigma"] for e in second["events"]) <= least * 1.00002
         # The plan's accountant is RDP, a receipt's the best.
         costs = [
             epsilon({SampledGaussian(e["q"], e["sigma"]): e["spent"]}, part["delta"], "rdp")
@@ -225,6 +230,21 @@ def test_the_last_round_of_a_site_is_the_last_that_is_its_own(federate):
     # What it was never asked cannot tell it that the run has ended.
     with pytest.raises(PlanError, match="up to round 0 of 0"):
         extend(node.directory, 1, None)
+
+
+def test_a_partys_directory_is_no_simulations(ended):
+    """`fedpact resume` of a server that had not begun simulated the run into its directory."""
+    plan = Plan.parse(json.loads((ended / "server" / "plan.json").read_text()))
+    before = files_of(ended)
+    for place in (ended / "server", ended / "sites" / "site-00"):
+        with pytest.raises(DataError, match="a deployment's party, whose run goes on"):
+            simulate(plan, place)
+    assert files_of(ended) == before
+    extend(ended, 1, None)
+    with pytest.raises(DataError, match="a deployment's party, whose run goes on"):
+        simulate(plan, ended / "server")
+    with pytest.raises(PlanError, match="of a deployment `fedpact deploy up`"):
+        extend(ended, 1, None)
 
 
 def test_what_is_extended_is_nobody_elses_meanwhile(ended, monkeypatch):

@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.waiting import wait_for
 from typer.testing import CliRunner
 
+from fedpact.cli.deploy import _follow
 from fedpact.cli.main import app
 from fedpact.deploy import local, processes, running
 from fedpact.deploy.running import Process
 from fedpact.engines.flower import program
-from fedpact.errors import DataError, InputError
+from fedpact.errors import DataError, FedpactError, InputError
 from fedpact.files import only_one
 
 
@@ -110,6 +112,28 @@ def test_a_site_that_was_taken_out_of_the_federation_is_ended_as_well(deployment
     assert local.stop(deployment) == ["site-00"]
     assert stranger.wait() in (0, -signal.SIGTERM)
     assert local.look(deployment)["running"].keys() == local.parties(deployment).keys()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_who_waits_is_told_when_no_site_is_left(monkeypatch, capsys, elsewhere):
+    """The server waits for answers for minutes; of sites on other machines nobody here knows."""
+    looked = []
+
+    def look(directory):
+        looked.append(directory)
+        sites = {} if elsewhere else {"site-00": len(looked) < 2, "site-01": False}
+        running = {"server": len(looked) < 4, **sites}
+        ended = {name: "refused" for name, there in running.items() if not there}
+        found = {"running": running, "ended": ended, "ledgers": dict.fromkeys(sites)}
+        return {**found, "round": None, "status": "not ended"}
+
+    monkeypatch.setattr(local, "look", look)
+    monkeypatch.setattr("fedpact.cli.deploy._POLL_SECONDS", 0)
+    why = "server ended before" if elsewhere else "every site has ended by itself, as said above"
+    with pytest.raises(FedpactError, match=why):
+        _follow(Path("fed"))
+    assert len(looked) == (4 if elsewhere else 2)
+    assert ("site-00 has ended: refused" in capsys.readouterr().out) != elsewhere
 
 
 def test_a_signal_goes_to_what_was_looked_at(stranger):

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from tests.deploy.grid import events_in
 
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.site import Site, answer
@@ -30,8 +31,7 @@ def task_of(site, number=1, included=-1, **changes):
 
 
 def charged(directory):
-    runs = receipt(directory / "ledger.jsonl")["runs"]
-    return sum(event["spent"] for run in runs.values() for event in run["events"])
+    return events_in(directory / "ledger.jsonl")
 
 
 def change(path, old, new):

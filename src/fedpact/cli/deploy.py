@@ -38,8 +38,12 @@ def init(directory: Path, config: Path | None, overrides: Sequence[str], choices
     federation = write_deployment(directory, plan, choices)
     _out().print(
         f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
-        f"{federation.address}. Read {directory / 'README.md'} next; `fedpact deploy up "
-        f"{quote(str(directory))} --wait` tries it on this machine."
+        f"{federation.address}. Read {directory / 'README.md'} next"
+        + (
+            f"; `fedpact deploy up {quote(str(directory))} --wait` tries it on this machine."
+            if choices.records
+            else ", and give every site its records (site.toml)."
+        )
     )
     if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
@@ -115,8 +119,15 @@ def _follow(directory: Path) -> None:
         if last is not None and last["round"] != seen:
             seen = last["round"]
             out.print(_line(RoundRecord(**last)))
-        if not found["running"]["server"]:
+        running = found["running"]
+        if not running["server"]:
             break
+        # A site's process goes on until it is ended, so those that are not there have failed.
+        if (here := found["ledgers"]) and not any(running[name] for name in here):
+            raise FedpactError(
+                "every site has ended by itself, as said above, so no answer can come and the "
+                "server is ended, too: mend what they say, then start them again"
+            )
         time.sleep(_POLL_SECONDS)
     if found["status"] == "not ended":
         raise FedpactError(

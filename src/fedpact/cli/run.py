@@ -57,7 +57,8 @@ def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_jso
         return
     from fedpact.deploy.extend import extend as extend_parties
 
-    plan, name = extend_parties(folder, rounds, epsilon)
+    plan, name, least = extend_parties(folder, rounds, epsilon)
+    sigma = f"; smallest_sigma, of which this one has {least:.6g}" if least else ""
     told = {"run": name, "rounds": plan.rounds, "after": plan.after}
     out = Console(highlight=False, soft_wrap=True)
     show(
@@ -66,7 +67,8 @@ def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_jso
         lambda: out.print(
             f"{folder}: run {name} goes on from round {plan.after} to {plan.rounds}, under a new "
             "reservation. Every party needs the same plan.json and federation.toml, and every "
-            "site's owner allows it in policy.toml (epsilon_ever, delta_ever); start them again",
+            "site's owner allows it in policy.toml (epsilon_ever and delta_ever, which are of all "
+            f"reservations together{sigma}); start them again",
             markup=False,
         ),
     )

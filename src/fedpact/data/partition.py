@@ -170,10 +170,11 @@ def make_partition(
         groups = splits.grouped(whose, len(free))
         what = "records" if dataset.person is None else "persons"
         if sites * least > len(groups):
+            most = len(groups) // least
             raise DataError(
-                f"sites is {sites} for the {len(groups)} {what} of data set {dataset.name}: a "
-                f"{settings.kind} split gives every site at least {least}; take at most "
-                f"{len(groups) // least} sites"
+                f"sites is {sites} for the {len(groups)} {what} of data set {dataset.name}: the "
+                f"split {settings.kind!r} gives every site at least {least}; "
+                + (f"take at most {most} sites" if most else f"expected {least} {what} or more")
             )
         firsts = _strata(dataset, settings)[free][groups.firsts]
         parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
@@ -183,8 +184,8 @@ def make_partition(
         if len(part) < 2:
             raise DataError(
                 f"site {name} would have {len(part)} of the {len(dataset.y)} records of data set "
-                f"{dataset.name} with kind = {settings.kind!r}: expected at least 2; take fewer "
-                "sites or a more even split"
+                f"{dataset.name} with kind = {settings.kind!r}: expected at least 2; "
+                + ("take fewer sites or a more even split" if sites > 1 else "collect more")
             )
     train, held_out = {}, {}
     for name, part in records.items():

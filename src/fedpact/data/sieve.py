@@ -74,6 +74,16 @@ class Sieve:
                 found.setdefault(most, []).append(column)
         return found
 
+    def broken(self) -> list[str]:
+        """Return what is wrong with whole records, the most frequent first; [] if others are left.
+
+        As lines that cannot be read.
+        """
+        found = {why: rows for (column, why), rows in self._faults.items() if not column}
+        if len(set[int]().union(*found.values())) < self.count:
+            return []
+        return sorted(found, key=lambda why: -len(found[why]))
+
     def clamp(self, row: int, column: str, why: str, value: Any) -> None:
         """Note that a value of a record was set to a bound."""
         self._clamped.setdefault(row, (self._place(row, column, why), _plain(value)))
@@ -135,9 +145,20 @@ def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
 
     features: the columns of a table. For simulations alone: a deployed site tells nobody.
     """
+    if not sieve.count:
+        return DataError(
+            f"{sieve.origin} has 0 records: expected at least one below the header of a table, or "
+            "in each array; was it written to its end?"
+        )
+    if broken := sieve.broken():
+        return DataError(
+            f"no record is left of {sieve.origin}: every one {' or '.join(broken[:3])}; expected "
+            "text in UTF-8 with commas between values, each line as long as the header: save the "
+            'table anew, as what spreadsheets call "CSV UTF-8"'
+        )
     wholly = sieve.wholly() if features else {}
     if not wholly:
-        told = (sieve.told(values=False) or [f"{sieve.origin} has 0 records"])[0]
+        told = sieve.told(values=False)[0]
         return DataError(
             "no record is left: expected at least one; declare a column of words by its categories "
             "(records.columns) and what stands for a missing value (fill), or leave out columns "

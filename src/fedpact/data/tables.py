@@ -118,6 +118,9 @@ def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
 
 
+_AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
+
+
 def table_of(
     origin: str,
     columns: Mapping[str, Cells],
@@ -138,7 +141,7 @@ def table_of(
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
                 f"{', '.join(columns)}; name it as {role} in a plan or in Python, or by --{role} "
-                "where a command has it"
+                "where a command has it" + _AT_A_SITE * (role == "label")
             )
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         if odd := [c for c in names if c not in columns or c in roles.values()]:
@@ -200,8 +203,9 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     header = _cells(lines[0]) if lines else []
     if isinstance(header, str) or not header or len(set(header)) < len(header):
         told = header if isinstance(header, str) else f"has the columns {', '.join(header)}"
+        what = f"its first line {told}" if header else "is empty"
         raise DataError(
-            f"data file {path}: its first line {told}: expected a header line that names each "
+            f"data file {path}: {what}: expected a header line that names each "
             "column once, in UTF-8 text, with commas between them"
         )
     if len(header) == 1 and (marks := [mark for mark in ";\t|" if mark in header[0]]):

@@ -21,12 +21,14 @@ from fedpact.folder import Folder
 from fedpact.ledger.chain import read_all
 from fedpact.ledger.family import next_name
 from fedpact.plan import Plan
+from fedpact.theory.calibration import rounded_down
 
 
-def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, str]:
-    """Extend the parties that lie in a directory, or the one; return plan and name of the run.
+def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, str, float]:
+    """Extend the parties that lie in a directory, or the one; return plan, run's name, least σ.
 
-    budget: the new reservation's ε at every site, None for the plan's.
+    That is the least noise of any release of any site, with which a policy has to agree; 0 of a
+    plain run. budget: the new reservation's ε at every site, None for the plan's.
     Raises InputError of some kind: it cannot be extended; then nothing is changed.
     """
     places = tuple(parties(directory).values())
@@ -41,7 +43,14 @@ def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, st
             settle(*places)
         finally:
             put_back(*places)
-    return plan, names.pop()
+    return plan, names.pop(), _least_sigma(places[0], plan)
+
+
+def _least_sigma(place: Path, plan: Plan) -> float:
+    terms = Federation.read(place / "federation.toml").terms(plan).values()
+    of_held = plan.evaluation_terms
+    releases = [one.releases for one in terms] + ([of_held.releases] if of_held and terms else [])
+    return rounded_down(min(s for one in releases for s in one.values())) if releases else 0.0
 
 
 def _agreed(places: Sequence[Path], rounds: int, budget: float | None) -> Plan:

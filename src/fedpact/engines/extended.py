@@ -145,7 +145,8 @@ def extended(folder: Folder, rounds: int, budget: float | None) -> Plan:
     if status in ("not ended", "stopped", "diverged") or not at.round:
         raise PlanError(
             f"run {folder.path} is {status}, after {at.round} rounds: expected one that has ended, "
-            "as `fedpact resume` ends it; a run that diverged is begun anew"
+            "as `fedpact resume` ends it, and of a deployment `fedpact deploy up`; a run that "
+            "diverged is begun anew"
         )
     _check_room(folder, plan, at)
     return with_rounds(plan, at.round, rounds, budget)

@@ -30,6 +30,12 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     names = [path.name for path in folder.path.iterdir()] if folder.path.exists() else []
     if all(name == LOCK or name.endswith(PARTIAL) for name in names):
         return False
+    if "federation.toml" in names:
+        raise DataError(
+            f"{folder.path} is the directory of a deployment's party, whose run goes on when the "
+            "parties are started, as by `fedpact deploy up`; a simulation of its plan needs a "
+            "folder of its own: `fedpact run` with --out"
+        )
     if FIRST not in names:
         raise PlanError(
             f"{folder.path} holds {sorted({*names} - {LOCK})[0]} and no {FIRST}, so no run: choose "

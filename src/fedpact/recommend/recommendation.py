@@ -21,6 +21,7 @@ from fedpact.privacy.columns import deviation
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, sizes_of, with_sites
 from fedpact.recommend.noise import SiteNoise
+from fedpact.recommend.told import drowned, pay
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
@@ -83,9 +84,9 @@ class Recommendation:
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
         if (snr := rows[0].snr) < 1:
-            far = f"noise goes {1 / snr:.2g} times as far as all records together can"
-            reasons["rounds"] = f"the fewest: {far}"
-            _logger.warning("%s: %s", data.name, public.drowned(far))
+            told = drowned(snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2)
+            reasons["rounds"] = f"the fewest: {told[0]}"
+            _logger.warning("%s: %s", data.name, ": ".join(told))
         if told := undeclared_classes(read, data):
             _logger.warning("%s: %s", data.name, told)
             raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
@@ -99,12 +100,6 @@ class Recommendation:
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
         return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
-
-
-def _pay(chosen: FullBatch) -> str:
-    if chosen.rounds < chosen.useful:
-        return f"were allowed; {chosen.useful} would pay at this signal to noise"
-    return "pay at this signal to noise"
 
 
 def _words(example: Tensor) -> bool:
@@ -244,7 +239,7 @@ class _Public:
         return {
             "guarantee": f"{asked.guarantee} per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
-            "rounds": f"as many as {_pay(chosen)}; {way} in the end",
+            "rounds": f"as many as {pay(chosen)}; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
             "features.kind": (
                 "made from no record: of images of things and digits what pays most, whatever the "
@@ -261,16 +256,6 @@ class _Public:
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
-
-    def drowned(self, far: str) -> str:
-        """Return what to say where noise goes as far as `far` says, and what would help."""
-        ways = ["a larger ε or δ", "more records"]
-        ways += ["fewer columns"] if not (self.features or self.words) else []
-        ways += ["--trust sum"] if self.honest == 1 and self.asked.sites > 2 else []
-        return (
-            f"{far}: expected the opposite, ten times; what is trained is no better than a guess. "
-            f"What would help: {', '.join(ways)}"
-        )
 
     def _whose(self) -> str:
         """Return whose each of unlike budgets is; "" where they are alike."""

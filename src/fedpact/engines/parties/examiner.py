@@ -93,7 +93,7 @@ class Examiner:
 
     def note(self, task: Task, memory: State, bench: Bench) -> None:
         """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
-        if self._held is None or task.round == 0:
+        if self._held is None or task.round == 0 or not self._plan.evaluation.used:
             return
         try:
             ended = task.algorithm in (EVALUATION, FINAL)
@@ -115,6 +115,7 @@ class Examiner:
 def own_figures(directory: Path) -> dict[str, Any] | None:
     """Return what a site's owner sees: of which run and form, and by round the exact sums.
 
+    None: no record is held out, or no round is over.
     Raises DataError: a file that the site did not write.
     """
     path = directory / OWN_FIGURES
@@ -122,7 +123,8 @@ def own_figures(directory: Path) -> dict[str, Any] | None:
         return None
     with understood(path, "remove it: the site writes a new one at the next round"):
         found = json.loads(path.read_bytes())
-        return {name: found[name] for name in _KEPT}
+        # Where nothing is held out, earlier versions wrote sums of no records.
+        return {name: found[name] for name in _KEPT} if found["settings"]["share"] else None
 
 
 def _key(directory: Path, ledger: Path) -> bytes:

@@ -5,7 +5,7 @@
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
-    ledger.jsonl.seen   entries that it had: one that lacks any does not open (parties.witness)
+    ledger.jsonl.seen   entries that it had: one that lacks any does not open (ledger.witness)
     memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
     reply.bin           its last reply, for when it is asked again (engines.parties.stored)
     held-out.key        and two files more, of evaluations (engines.parties.examiner)
@@ -35,15 +35,16 @@ from fedpact.engines.parties.cost import Cost
 from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.final import FinalModel
+from fedpact.engines.parties.left_behind import check_left_behind
 from fedpact.engines.parties.progress import Progress
 from fedpact.engines.parties.questions import Questions
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.stored import LastReply, room
-from fedpact.engines.parties.witness import Witness, check_left_behind, is_place
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
+from fedpact.ledger.witness import Witness, is_place
 from fedpact.messages import (
     EVALUATION,
     FINAL,

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedpact.engines.parties.witness import is_place
 from fedpact.errors import InputError
 from fedpact.files import understood, write_whole
+from fedpact.ledger.witness import is_place
 
 _LOST = "it holds what the server knows of its sites' ledgers: put it back from a backup"
 

@@ -6,30 +6,21 @@
     the server's word   every question says what the server has seen last of this site's ledger
 
 A ledger that lacks any of them has lost entries, or is a copy that others have been written to: its
-site charges nothing. What the server says and the ledger lacks is kept in LEDGER.seen, so that it
-counts until a person acts, in later runs, too.
+site charges nothing, and no receipt is made of it. What the server says and the ledger lacks is
+kept in LEDGER.seen, so that it counts until a person acts, in later runs, too.
 """
 
 import json
 import re
 from pathlib import Path
+from typing import Any, Protocol
 
 from fedpact.errors import LedgerError
 from fedpact.files import write_whole
-from fedpact.ledger.ledger import Ledger
 
 # More entries than any ledger has, and no more than Flower carries.
 _MOST = 2**53
 _HASH = re.compile(r"[0-9a-f]{64}")
-_ANSWERED = re.compile(rb"round \d+: (replied|answered)")
-_LEFT_BEHIND = (
-    "reply.bin",
-    "evaluation.bin",
-    "memory.safetensors",
-    "pending-memory.safetensors",
-    "opened.json",
-    "flower/node",
-)
 
 
 def is_place(length: int, head: str) -> bool:
@@ -37,24 +28,17 @@ def is_place(length: int, head: str) -> bool:
     return head == "" if length == 0 else 0 < length < _MOST and bool(_HASH.fullmatch(head))
 
 
-def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:
-    """Raise LedgerError where a site has taken part, and its ledger knows nothing of it.
+class Chained(Protocol):
+    """A ledger, open or read."""
 
-    promised: whether the ledger has a reservation. Whoever takes part has reserved before, so of
-    what a site leaves in its directory nothing can be older than its ledger.
-    """
-    if promised:
-        return
-    log = directory / "log.txt"
-    found = [name for name in _LEFT_BEHIND if (directory / name).exists()]
-    if log.exists() and _ANSWERED.search(log.read_bytes()):
-        found.append(log.name)
-    if found:
-        raise LedgerError(
-            f"ledger {ledger} is missing or holds no reservation, and {', '.join(found)} in "
-            f"{directory} say that this site has released before: put the ledger back as it was "
-            "after the last release; without it, treat the records' budget as spent"
-        )
+    @property
+    def length(self) -> int:
+        """The number of entries."""
+        ...
+
+    def holds(self, length: int, head: str) -> bool:
+        """Whether it goes on from one that had `length` entries, the last with this hash."""
+        ...
 
 
 class Witness:
@@ -68,7 +52,7 @@ class Witness:
         self._ledger, self.path = ledger, ledger.with_name(ledger.name + ".seen")
         self._words = self._read() if self.path.exists() else dict[str, tuple[int, str]]()
 
-    def check(self, ledger: Ledger, reply: tuple[int, str] = (0, "")) -> None:
+    def check(self, ledger: Chained, reply: tuple[int, str] = (0, "")) -> None:
         """Raise LedgerError for a ledger that lacks an entry seen, or the one of a stored reply.
 
         reply: length and head of the ledger that it was made with.
@@ -76,8 +60,8 @@ class Witness:
         for who, (length, head) in sorted(self._words.items()):
             if not ledger.holds(length, head):
                 raise LedgerError(
-                    f"ledger {self._ledger} has {ledger.length} entries and lacks number "
-                    f"{length}, {head[:16]}..., which it had by the word of {who} "
+                    f"ledger {self._ledger} {_lacks(ledger, length, head)}, which it had by the "
+                    f"word of {who} "
                     f"({self.path}): it was put back to an older state, or this is a copy of a "
                     "site that runs elsewhere. Put back the ledger as it was after the last "
                     "release. If there is none left, treat the records' budget as spent; if that "
@@ -85,10 +69,10 @@ class Witness:
                 )
         if not ledger.holds(*reply):
             raise LedgerError(
-                f"ledger {self._ledger} has {ledger.length} entries and lacks number {reply[0]}, "
-                f"{reply[1][:16]}..., which paid for the stored reply.bin: it was put back to an "
-                "older state, or is another one. Put back the ledger as it was after the last "
-                "release; if there is none left, treat the records' budget as spent"
+                f"ledger {self._ledger} {_lacks(ledger, *reply)}, which paid for the stored "
+                "reply.bin: it was put back to an older state, or is another one. Put back the "
+                "ledger as it was after the last release; if there is none left, treat the "
+                "records' budget as spent"
             )
 
     def keep(self, length: int, head: str, who: str) -> None:
@@ -102,14 +86,13 @@ class Witness:
 
     def _read(self) -> dict[str, tuple[int, str]]:
         try:
-            found = json.loads(self.path.read_bytes().decode("ascii"))
-            if isinstance(found, list):
+            found: Any = json.loads(self.path.read_bytes().decode("ascii"))
+            if not hasattr(found, "items"):
                 # As earlier versions wrote it: one word, whosever was the last.
-                length, head, who = found
-                found = {who: [length, head]}
+                found = {found[2]: found[:2]}
             words = {str(who): (length, str(head)) for who, (length, head) in found.items()}
             good = all(type(n) is int and is_place(n, head) for n, head in words.values())
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, LookupError):
             words, good = dict[str, tuple[int, str]](), False
         if not good:
             raise LedgerError(
@@ -118,3 +101,9 @@ class Witness:
                 "the ledger is as it was after its last release"
             )
         return words
+
+
+def _lacks(ledger: Chained, length: int, head: str) -> str:
+    if ledger.length < length:
+        return f"has {ledger.length} entries and lacks number {length}, {head[:16]}..."
+    return f"has another entry in place of number {length}, {head[:16]}..."

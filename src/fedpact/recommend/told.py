@@ -1,0 +1,25 @@
+"""What a recommendation says of its rounds and of its noise."""
+
+from fedpact.theory.full_batch import FullBatch
+
+
+def pay(chosen: FullBatch) -> str:
+    """Return why there are so many rounds."""
+    if chosen.rounds < chosen.useful:
+        return f"were allowed; {chosen.useful} would pay at this signal to noise"
+    return "pay at this signal to noise"
+
+
+def drowned(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
+    """Return how far noise goes, of a signal to noise below 1, and what would help.
+
+    columns: whether a record's numbers are trained on as they are. alone: whether each site has all
+    its own noise where sites could share it out.
+    """
+    ways = ["a larger ε or δ", "more records"]
+    ways += ["fewer columns"] * columns + ["--trust sum"] * alone
+    return (
+        f"noise goes {1 / snr:.2g} times as far as all records together can",
+        "expected the opposite, ten times; what is trained is no better than a guess. What would "
+        f"help: {', '.join(ways)}",
+    )
