@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import json
 import logging
 import math
 import os
@@ -363,17 +364,29 @@ def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
     assert simulate(mine, tmp_path / "run").summary["status"] == "finished"
 
 
-def key_elsewhere(folder):
-    """The cache's key of the folder's mine:made, as another process there finds it."""
-    asked = (
-        "from pathlib import Path\n"
-        "from fedpact.features.extract import Extractor\n"
-        "from fedpact.features.settings import FeatureSettings\n"
-        "chosen = FeatureSettings(kind='mine:made', trained_on='nothing')\n"
-        "print(Extractor(chosen, (2, 3), 0, Path()).key)\n"
-    )
-    command = [sys.executable, "-B", "-c", asked]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+def keys_elsewhere(folder, changed):
+    """The cache's keys of the folder's mine:made, each as another process there finds it.
+
+    changed: file -> what it holds for each of them. The processes share what torch imports.
+    """
+    asked = """
+import json, os, sys
+from pathlib import Path
+from fedpact.features.extract import Extractor
+from fedpact.features.settings import FeatureSettings
+
+(name, texts), = json.loads(sys.argv[1]).items()
+for text in texts:
+    Path(name).write_text(text)
+    if not (child := os.fork()):
+        chosen = FeatureSettings(kind="mine:made", trained_on="nothing")
+        print(Extractor(chosen, (2, 3), 0, Path()).key, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    command = [sys.executable, "-B", "-c", asked, json.dumps(changed)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_path):
@@ -385,11 +398,9 @@ def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_pat
         "from torch import nn\n\n\nclass G(nn.Module):\n"
         "    def forward(self, x):\n        return (x.flatten(1) > LEAST).float()\n"
     )
-    found = []
-    for least in ("300", "128", "300"):
-        (tmp_path / "helping.py").write_text(helping.replace("LEAST", least))
-        found.append(key_elsewhere(tmp_path))
-    assert found[0] == found[2] != found[1]
+    texts = [helping.replace("LEAST", least) for least in ("300", "128", "300")]
+    first, other, again = keys_elsewhere(tmp_path, {"helping.py": texts})
+    assert first == again != other
 
 
 @pytest.mark.parametrize("name", ["counting_some", "noisy"])
@@ -448,11 +459,9 @@ def test_a_file_that_its_layers_refer_to_by_name_is_in_the_key(tmp_path):
     (tmp_path / "helping.py").write_text(
         "import deeper\n\n\ndef told(x):\n    return x.clamp(0, deeper.MOST)\n"
     )
-    found = []
-    for most in ("300", "128", "300"):
-        (tmp_path / "deeper.py").write_text(f"MOST = {most}\n")
-        found.append(key_elsewhere(tmp_path))
-    assert found[0] == found[2] != found[1]
+    texts = [f"MOST = {most}\n" for most in ("300", "128", "300")]
+    first, other, again = keys_elsewhere(tmp_path, {"deeper.py": texts})
+    assert first == again != other
 
 
 def test_a_model_is_asked_with_the_features_that_it_was_trained_on(tmp_path, monkeypatch):
