@@ -219,8 +219,8 @@ def _best(book: Book) -> str:
     text = (
         "Fixed features and a linear model ([features.md](features.md)), all records in every "
         "batch: own, each site with all its own noise; sum, noise that the ten share out, nine of "
-        "them honest. 50 and 60 rounds, of the sum 100 and 158, but for CIFAR-10 at ε = 2, which is "
-        "the row of experiments/features with 120 and so lies below its neighbours; the paper has "
-        "158 to 317. Here ε is what is proven. printed: the paper's largest number at that ε."
+        "them honest. 50 and 60 rounds, of the sum 100 and 158, but for CIFAR-10 at ε = 2, which "
+        "is the row of experiments/features with 120 and so lies below its neighbours; the paper "
+        "has 158 to 317. Here ε is what is proven. printed: the paper's largest number at that ε."
     )
     return f"{text}\n\n{table(['data', 'ε', 'printed', 'own', 'sum'], rows)}"
