@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 from fedpact.data import datasets, heart
 from fedpact.data.dataset import Dataset
 from fedpact.data.datasets import from_arrays, load
+from fedpact.data.given.parts import parts_of
 from fedpact.errors import DataError
 
 
@@ -59,6 +60,7 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         ([[1.0], [2.0, 3.0]], [0, 1], {}, "no array"),
         (np.array([[None], [None]]), [0, 1], {}, "row 0 .* is no finite number"),
         (np.array([[{}], [{}]]), [0, 1], {}, "type object"),
+        (torch.zeros(2, 1, device="meta"), [0, 1], {}, "no array"),
     ],
 )
 def test_what_does_not_fit_is_refused(x, y, more, message):
@@ -83,6 +85,24 @@ def test_arrays_become_a_data_set():
     assert data.site == ("1", "2", "1")
     assert from_arrays(x, [0, 2, 1]).x.dtype == torch.int64  # 64-bit integers are tokens
     assert from_arrays(torch.from_numpy(x), [0, 2, 1]).classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, str])
+def test_what_a_mask_covers_is_missing(kind):
+    """numpy's own conversion drops the mask, and with it that nothing was measured."""
+    x = np.array([[1, 2], [-999, 4], [5, 6]]).astype(kind)
+    covered = np.ma.masked_array(x, mask=[[0, 0], [1, 0], [0, 0]])
+    assert from_arrays(covered, [0, 1, 0]).x.tolist() == [[1, 2], [5, 6]]
+    assert from_arrays(np.ma.masked_array(x), [0, 1, 0]).x.tolist() == x.astype(float).tolist()
+    labels = np.ma.masked_array([0, 1, 7], mask=[0, 0, 1])
+    assert from_arrays(x, labels).y.tolist() == [0, 1]
+
+
+def test_columns_of_unequal_length_are_named():
+    """One value had become everybody's."""
+    for short in ([5.0], [1.0, 2.0]):
+        with pytest.raises(DataError, match=f"lengths a {len(short)}, b 3, y 3: expected equal"):
+            parts_of({"a": short, "b": [1.0, 2.0, 3.0], "y": [0, 1, 0]})
 
 
 def test_changing_the_given_array_does_not_change_the_data_set():

@@ -79,18 +79,22 @@ def sifted_arrays(
 def array_of(name: str, what: str, values: Any) -> np.ndarray:
     """Return numbers or text as an array. Raises DataError: they are something else.
 
-    Objects are what they hold: text, or numbers, of which None and pandas' <NA> are missing ones.
-    Numbers lie in the order of their axes, as code of a model may ask (`view`), whatever was moved.
+    Objects are what they hold: text, or numbers, of which None, pandas' <NA> and what numpy's mask
+    covers are missing ones. Numbers lie in the order of their axes, as code of a model may ask
+    (`view`), whatever was moved.
     """
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        # numpy has no such type.
-        values = values.float() if values.dtype == torch.bfloat16 else values
     try:
+        if isinstance(values, Tensor):
+            values = values.detach().cpu()
+            # numpy has no such type.
+            values = values.float() if values.dtype == torch.bfloat16 else values
+        if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+            covered, values = np.ma.getmaskarray(values), values.data.astype(object)
+            values[covered] = None
         array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
         array = _plain(array) if array.dtype.kind in "OT" else array
         array = np.ascontiguousarray(array) if array.ndim else array
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last as of a tensor on "meta"
         raise DataError(
             f"data set {name}: {what} is no array ({error}): expected rows of equal length"
         ) from error

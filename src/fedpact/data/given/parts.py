@@ -160,7 +160,11 @@ def _columns_of(data: Any) -> dict[str, list[Any]] | None:
     kinds: Any = getattr(data, "features", None)
     # Hugging Face's columns give Python's floats, whatever they are declared as.
     told = kinds if isinstance(kinds, Mapping) else {}
-    return {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
+    found = {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
+    if len({len(cells) for cells in found.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(cells)}" for name, cells in found.items())
+        raise DataError(f"{called(data)} has columns of lengths {lengths}: expected equal ones")
+    return found
 
 
 def _is_column(value: Any) -> bool:
