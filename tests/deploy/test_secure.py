@@ -4,9 +4,11 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy import stats
 from tests.deploy.grid import FLOATS, NAMES, charged
 
 from fedpact.engines.flower import codec
@@ -16,13 +18,14 @@ from fedpact.engines.secure import exchange, wire
 from fedpact.engines.secure import opened as opened_module
 from fedpact.engines.secure import site as site_module
 from fedpact.engines.secure.exchange import Attempts
-from fedpact.engines.secure.server import BelowThreshold
+from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.engines.secure.shared import SharedSum, bits, centred
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.params import FlatModel
 from fedpact.privacy.oracle import PrivateOracle
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -30,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("clock")
 PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 SECURE = {"secure_aggregation": {"threshold": 2}}
 FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
+
+NAMES_OF_FIVE = tuple(f"site-0{k}" for k in range(5))
 
 SHARED = {
     "secure_aggregation": {"threshold": 3},
@@ -98,6 +103,69 @@ def test_it_runs_and_charges_what_the_run_without_it_does(federation):
     assert [charged(node) for node in nodes] == [4, 4, 4]
     for node in nodes:
         assert steps_of(node) == [(1, s) for s in [*AHEAD, *SUM]] + [(2, s) for s in SUM]
+
+
+def sum_of_a_slot(sites, session, tasks, listed):
+    """What a server has of a slot, as words, when it asks each site for a task of its own.
+
+    listed: who is asked to agree to a list of all, and to open; () asks all to open at once.
+    """
+    site = next(iter(sites.values()))
+    this = session.slot(1, site._masker._coding)
+
+    def ask(name, question):
+        return from_bytes(answer(sites[name], to_bytes(question))[0], 200)
+
+    for name, question in this.ask_masked(tasks).items():
+        this.take_masked(name, wire.reply_in(ask(name, question)))
+    if not listed:
+        for name, question in this.ask_open().items():
+            this.take_opened(name, ask(name, question))
+        return this.total()
+    this.attempt = tasks[listed[0]].attempt
+    for name, question in this.ask_consistency().items():
+        if name in listed:
+            this.take_consistency(name, ask(name, question))
+    for name, question in this.ask_unmask().items():
+        this.take_opened(name, ask(name, question))
+    return this.total()
+
+
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize("listed", [(), NAMES_OF_FIVE[1:]])
+def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
+    """One site is asked for new noise, the others for the old: sums that differ by its own alone.
+
+    Where all are asked for one attempt the same steps open the sum of their replies. A number of
+    what stays masked is uniform, by a test that fails with probability 1e-6.
+    """
+    _, nodes = federation(**SHARED_BY_FIVE, sites=5, settings={"local_steps": 1})
+    sites = {node.site.name: node.site for node in nodes}
+    site = sites["site-00"]
+    masker, method = site._masker, site.plan.method
+    w = FlatModel(site.federation.workshop(site.plan, site._directory).module()).vector
+    told = method.task(method.init(w))
+    session = Session.of(site.run, 1, masker._peers, masker._circle, 20)
+    for step in ("keys", "shares", "roster"):
+        for name, question in getattr(session, f"ask_{step}")().items():
+            given = from_bytes(answer(sites[name], to_bytes(question))[0], 200)
+            getattr(session, f"take_{step}")(name, given)
+    task = Task(site.run, 1, method.name, dict(told.vectors), dict(told.numbers), included=-1)
+    for attempt in (0, 1):
+        of = {name: attempt if name == "site-00" or not lies else 0 for name in sites}
+        tasks = {name: replace(task, attempt=number) for name, number in of.items()}
+        total = sum_of_a_slot(sites, session, tasks, listed)
+        own = sum(masker._coding.encode(_stored(one)).astype(np.uint64) for one in sites.values())
+        mask = (total.astype(np.uint64) - own) % 2 ** bits(masker._coding.terms)
+        if len({*of.values()}) == 1:
+            assert not mask.any()
+        else:
+            uniform = mask / 2.0 ** bits(masker._coding.terms)
+            assert stats.kstest(uniform, "uniform").pvalue > 1e-6
+
+
+def _stored(site):
+    return from_bytes((site._directory / "reply.bin").read_bytes().partition(b"\n")[2])
 
 
 # float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the

@@ -552,7 +552,7 @@ def test_one_mask_left_on_is_still_uniform(party):
     for peer in ("site-01", "site-02"):
         pairs = np.zeros_like(words)
         public = session.adverts[peer].mask_of(0)
-        add_pair(pairs, own.mask_key(0), public, ("site-00", peer), this.place)
+        add_pair(pairs, own.mask_key(0), public, ("site-00", peer), this.place, this.attempt)
         words = words - pairs
     assert chi_square(words) < LIMIT
     assert chi_square(words - seed) > 100 * LIMIT

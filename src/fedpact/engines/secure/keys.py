@@ -191,13 +191,15 @@ class Secrets:
 
 
 def pair_seed(
-    mask_key: X25519PrivateKey, public: bytes, one: str, other: str, place: Place
+    mask_key: X25519PrivateKey, public: bytes, one: str, other: str, place: Place, attempt: int
 ) -> bytes:
     """Return k_ij, 32 bytes, from m of one of two sites and M of the other, either way round.
 
-    place: the slot's.
+    place: the slot's. attempt: the task's. A server may ask one site for a new attempt, with new
+    noise, and the others for the old one again: were the masks the same, two such sums would differ
+    by that site's own vectors alone.
     """
-    return _agreed(mask_key, public, place, "mask", one, other)
+    return _agreed(mask_key, public, place, f"mask of attempt {attempt}", one, other)
 
 
 def is_of_advert(advert: Advert, slot: int, mask_key: bytes) -> bool:

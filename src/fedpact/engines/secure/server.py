@@ -246,7 +246,7 @@ class Sum:
             for site in self.replies.keys() & circle.around(missing):
                 # What the missing one would have added for the other takes that one's mask off.
                 public = adverts[site].mask_of(self.number)
-                add_pair(total, mask_key, public, (missing, site), self.place)
+                add_pair(total, mask_key, public, (missing, site), self.place, self.attempt)
         return total
 
     def _secret(

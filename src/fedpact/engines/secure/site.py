@@ -240,17 +240,17 @@ class Masker:
             return reply
         slot.task = task
         words = self._coding.encode(reply)
-        masked = self._coding.masked(reply, words + self._mask(session, slot, words))
+        masked = self._coding.masked(reply, words + self._mask(session, slot, task, words))
         return self._step(question, {"reply": to_bytes(masked)})
 
-    def _mask(self, session: _Session, slot: _Slot, words: Words) -> Words:
+    def _mask(self, session: _Session, slot: _Slot, task: Task, words: Words) -> Words:
         """PRG(b) ± PRG(k) of each neighbour in the session, as many words as there are."""
         mask = keys.stream(session.secrets.seed(slot.number), words).copy()
         mask_key = session.secrets.mask_key(slot.number)
         for peer in self._circle.around(self._name) & session.held.keys():
             if peer != self._name:
                 public = session.adverts[peer].mask_of(slot.number)
-                add_pair(mask, mask_key, public, (self._name, peer), slot.place)
+                add_pair(mask, mask_key, public, (self._name, peer), slot.place, task.attempt)
         return mask
 
     def _open(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
@@ -312,13 +312,18 @@ class Masker:
 
 
 def add_pair(
-    total: Words, mask_key: X25519PrivateKey, public: bytes, pair: tuple[str, str], place: Place
+    total: Words,
+    mask_key: X25519PrivateKey,
+    public: bytes,
+    pair: tuple[str, str],
+    place: Place,
+    attempt: int,
 ) -> None:
     """Add to `total` what the first of a pair adds for the second; the second adds its negative.
 
-    mask_key: m of one of them; public: M of the other. place: the slot's.
+    mask_key: m of one of them; public: M of the other. place, attempt: the slot's and the task's.
     """
     own, peer = pair
-    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place), total)
+    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place, attempt), total)
     operation = np.add if own < peer else np.subtract
     operation(total, stream, out=total)
