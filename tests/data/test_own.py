@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import re
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -337,9 +338,9 @@ def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
     whose = np.array(persons_of(np.array([end, end - 1, -end, 3], kind), sieve))
     assert sieve.good.tolist() == [False, True, False, True]
     assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
-    assert f"is a float beyond {end:.0f}" in sieve.told(values=False)[0]
-    # Whole numbers and text say whose it is, however large.
-    for exact in (np.array([2**53, 2**53 + 1]), [str(2**53), str(2**53 + 1)]):
+    assert f"floats round, from {end:.0f} on" in sieve.told(values=False)[0]
+    # Text says whose it is, however long, and whole numbers that nothing makes floats of.
+    for exact in ([2**53, 2**53 + 1], [str(2**53), str(2**53 + 1)], np.array([2**53 - 1, 7])):
         sieve = Sieve("r.npz", 2, 1)
         assert len(set(persons_of(exact, sieve))) == 2
         assert sieve.good.all()
@@ -385,3 +386,54 @@ def test_numbers_are_the_same_beside_text_and_beside_a_missing_value(tmp_path, k
 def load_one(folder, x, form, values):
     np.savez(folder / "r.npz", x=x, y=np.zeros(len(x), np.int64))
     return load_site(folder / "r.npz", None, ("a", "b"), (4,), values, form).x.tolist()
+
+
+@pytest.mark.parametrize("odd", [math.nan, 5, "x"])
+@pytest.mark.parametrize("how", [None, "names", "numbers"])
+@pytest.mark.parametrize("classes", [("True", "False"), ("False", "True"), ("no", "yes")])
+def test_truth_values_are_the_same_labels_beside_one_that_is_none(tmp_path, classes, how, odd):
+    """numpy makes 1.0, 1 or "True" of them, by what the other label is."""
+    form, x = RecordForm(labels=how), np.zeros((4, 2))
+    truth = [True, False, True]
+    alone = arrays(tmp_path / "r.npz", x[:3], np.array(truth), form, classes)
+    beside = arrays(tmp_path / "r.npz", x, np.array([*truth, odd]), form, classes)
+    assert beside.y.tolist() == alone.y.tolist()
+    if how != "numbers" and "True" in classes:
+        assert [classes[k] for k in alone.y.tolist()] == list(map(str, truth))
+
+
+def test_codes_that_floats_round_are_nobodys_and_no_class_with_and_without_a_missing_one(tmp_path):
+    """17 digits, as of SNOMED CT: a column of pandas' or an array is of floats beside a blank."""
+    code = 32570731000036101
+    codes, x = [code, code + 4, code], np.zeros((4, 2))
+    classes = (str(code), str(code + 4))
+    for more in ([], [math.nan]):
+        n = 3 + len(more)
+        zeros, named = np.zeros(n, np.int64), np.array([*codes, *more])
+        np.savez(tmp_path / "r.npz", x=x[:n], y=zeros, person=named)
+        at = tmp_path / "r.npz", None, ("a", "b"), (2,), "float32", RecordForm()
+        assert not len(load_site(*at, person="person").y)
+        assert not len(arrays(tmp_path / "r.npz", x[:n], named, classes=classes).y)
+        # As text they are what they are.
+        named = np.array([*map(str, codes), *(["?"] * len(more))])
+        assert arrays(tmp_path / "r.npz", x[:n], named, classes=classes).y.tolist() == [0, 1, 0]
+        np.savez(tmp_path / "r.npz", x=x[:n], y=zeros, person=named)
+        assert len(load_site(*at, person="person").y) == 3
+
+
+def test_a_decimal_is_the_same_name_beside_one_of_more_digits(tmp_path):
+    """Arrow gives all of a column as many digits as the longest has."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    import pyarrow.parquet as parquet
+
+    own = {"categories": ["1.5", "2.5", "o"], "other": "o"}
+    form = RecordForm(columns={"code": own})
+    found = []
+    for more in ([], ["1.555"]):
+        cells = list(map(Decimal, ["1.5", "2.5", "10", *more]))
+        table = {"code": cells, "out": cells}
+        parquet.write_table(pyarrow.table(table), tmp_path / "t.parquet")
+        classes = ("1.5", "2.5", "10")
+        some = load_site(tmp_path / "t.parquet", "out", classes, (1,), "float32", form)
+        found.append((some.x[:3].tolist(), some.y[:3].tolist()))
+    assert found[0] == found[1] == ([[0.0], [1.0], [2.0]], [0, 1, 2])

@@ -99,6 +99,9 @@ class _Changing(nn.Module):
         self.kept, self.count = [{"sum": 0.0}], 0
         self.often = Counter(seen=3)
         self.means, self.bytes = [np.zeros((2, 2))], bytearray(2)
+        self.locked, self.viewed = np.zeros(2), bytearray(2)
+        self.locked.flags.writeable = False
+        self.view = np.frombuffer(self.viewed, np.uint8)
 
     def forward(self, x):
         x = x.flatten(1)
@@ -108,6 +111,8 @@ class _Changing(nn.Module):
         told = self.part.b.sum() + self.part.odd.sum() + self.count + self.kept[0]["sum"]
         told += self.often["seen"] + getattr(self.part.p, "told", 0.0)
         told += float(self.means[0].sum()) + self.bytes[0] + self.part.p.requires_grad
+        told += self.means[0].shape[0] - 2 + float(self.means[0].dtype.kind == "i")
+        told += float(self.locked.sum()) + float(self.locked.flags.writeable) + self.viewed[0]
         told += 0.0 if self.part.p.grad is None else self.part.p.grad.sum()
         return x + told + getattr(self, "told", 0.0)
 
@@ -189,6 +194,35 @@ def _in_bytes(it):
     it.bytes.append(1)
 
 
+def _size_of_an_array(it):
+    it.means[0].resize((3, 2), refcheck=False)
+
+
+def _shape_of_an_array(it):
+    it.means[0].shape = (4, 1)
+
+
+def _type_of_an_array(it):
+    it.means[0].dtype = np.int64
+
+
+def _locks_an_array(it):
+    it.means[0].flags.writeable = False
+
+
+def _a_locked_array(it):
+    it.locked.flags.writeable = True
+    it.locked[0] = 3
+
+
+def _bytes_with_a_view(it):
+    it.view[0] = 3
+
+
+def _another_dictionary(it):
+    it.__dict__ = {**it.__dict__, "told": 3.0}
+
+
 def _what_learns(it):
     it.part.p.requires_grad_(True)
 
@@ -225,6 +259,13 @@ HARMLESS = {
         _attribute_of_a_weight,
         _in_numpys_array,
         _in_bytes,
+        _size_of_an_array,
+        _shape_of_an_array,
+        _type_of_an_array,
+        _locks_an_array,
+        _a_locked_array,
+        _bytes_with_a_view,
+        _another_dictionary,
     )
 }
 

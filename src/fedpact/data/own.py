@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ _SPELLED: Final = {
     "false": ("False", "false", "FALSE", "0"),
 }
 """How a truth value may be written: a CSV has it in words, a frame as Python's, others as 0, 1."""
+_NAMES_OF: Final = {**_SPELLED, "1": _SPELLED["true"], "0": _SPELLED["false"]}
 
 _Value = Callable[[int, int], Any]
 """(row, place in a flattened record) -> what stands in the file."""
@@ -123,16 +125,21 @@ def class_numbers(
     how: "numbers", "names", or None: numbers are places; text is a name, or else a place.
     """
     place = {name: k for k, name in enumerate(classes)}
+    # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
+    truth = {name.lower() for name in classes} == {"true", "false"}
     found = np.zeros(len(labels), np.int64)
     given = readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
         text, k = text_of(label), -1
-        if how == "names" or (how is None and isinstance(label, str | bytes | bool)):
+        if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
             k = _named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
             *_, number = _SPELLED.get(text.lower(), (unpointed(text, place),))
             k = _place_of(number, len(classes))
-        if k < 0 and is_blank(text):
+        if _far(label):
+            sieve.leave_out(row, column, "is a number from 2^53 on: write such names as text")
+            k = 0
+        elif k < 0 and is_blank(text):
             sieve.leave_out(row, column, "is no class", label)
         elif k < 0:
             sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
@@ -143,15 +150,26 @@ def class_numbers(
 def text_of(value: Any) -> str:
     """Return a label or the name of a site as text: whole numbers without a point, True, False.
 
-    Bytes, as older writers have text, are read as UTF-8.
+    Bytes, as older writers have text, are read as UTF-8. A Decimal is without the zeros that it has
+    where another of its column has more digits.
     """
     if value is None:
         return ""
+    if isinstance(value, Decimal) and value.is_finite():
+        value = value.normalize()
+        return format(value if value else abs(value), "f")
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace").strip()
     if isinstance(value, float | np.floating) and value.is_integer():
         return str(int(value))
     return str(value).strip()
+
+
+def _far(value: Any) -> bool:
+    """Whether a number is another, and so another name, beside a missing one: see _LARGEST."""
+    if isinstance(value, int | np.integer):
+        return not -_LARGEST < value < _LARGEST
+    return isinstance(value, float | np.floating) and _LARGEST <= abs(float(value)) < math.inf
 
 
 def number_of(value: Any) -> float:
@@ -329,7 +347,7 @@ def _numbers(cells: Cells) -> np.ndarray:
 def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
     """Return the place of the name that a value is; a truth value has several."""
     text = text_of(value)
-    names = (text, unpointed(text, place), *_SPELLED.get(text.lower(), ()))
+    names = (text, unpointed(text, place), *_NAMES_OF.get(text.lower(), ()))
     return next((place[name] for name in names if name in place), unknown)
 
 
@@ -348,6 +366,8 @@ def _places(cells: Cells, own: Column) -> np.ndarray:
     unknown = np.nan if other is None else other
 
     def of(value: Any) -> float:
+        if _far(value):
+            return unknown
         return _named(value, place, np.nan if is_blank(value) else unknown)
 
     return np.array([of(value) for value in cells], np.float64)

@@ -8,6 +8,7 @@ variables of files, closures, is not held.
 """
 
 from collections import deque
+from contextlib import suppress
 from operator import is_
 from typing import Any, cast
 
@@ -27,10 +28,10 @@ class Held:
         # Kept for good, so that an id is one thing's alone.
         self._seen = dict[int, Any]()
         self._tensors = list[tuple[Tensor, Tensor, Tensor | None, bool]]()
-        self._classes = list[tuple[nn.Module, type]]()
+        self._parts = list[tuple[nn.Module, type, dict[str, Any]]]()
         self._memory = dict[int, list[tuple[Tensor, Tensor]]]()
         self._places = list[tuple[Any, list[Any]]]()
-        self._arrays = list[tuple[np.ndarray, np.ndarray]]()
+        self._arrays = list[tuple[np.ndarray, np.ndarray, bool]]()
         waiting: list[Any] = [module, *module.parameters(), *module.buffers()]
         while waiting:
             thing = waiting.pop()
@@ -48,11 +49,10 @@ class Held:
         for place, kept in self._places:
             if not _same(_listed(place), kept):
                 _fill(place, kept)
-        for array, kept in self._arrays:
+        for array, kept, writeable in self._arrays:
             try:
-                if array.tobytes() != kept.tobytes():
-                    array[...] = kept
-            except ValueError:  # of another shape, or locked
+                _put_back(array, kept, writeable)
+            except ValueError:  # of memory that is another's
                 changed = True
         for memory, kept in (pair for pairs in self._memory.values() for pair in pairs):
             if not torch.equal(memory, kept):
@@ -68,10 +68,12 @@ class Held:
             if _learns(t) != learnt:
                 changed = True
                 t.requires_grad_(learnt)
-        for part, kind in self._classes:
+        for part, kind, own in self._parts:
             if type(part) is not kind:
                 changed = True
                 part.__class__ = kind
+            if part.__dict__ is not own:
+                object.__setattr__(part, "__dict__", own)
         return changed
 
     def _found_in(self, thing: Any) -> list[Any]:
@@ -81,7 +83,7 @@ class Held:
             gradient = _gradient(thing)
             return [vars(thing)] if gradient is None else [vars(thing), gradient]
         if isinstance(thing, nn.Module):
-            self._classes.append((thing, type(thing)))
+            self._parts.append((thing, type(thing), vars(thing)))
             return [vars(thing)]
         if isinstance(thing, np.ndarray):
             return self._note_array(thing)
@@ -93,8 +95,11 @@ class Held:
 
     def _note_array(self, array: np.ndarray) -> list[Any]:
         """Note an array; return what lies in it, where it holds objects."""
-        if array.flags.writeable:
-            self._arrays.append((array, array.copy()))
+        writeable = array.flags.writeable
+        with suppress(ValueError):  # of what nobody can write to, as a file that is read only
+            array.flags.writeable = True
+            array.flags.writeable = writeable
+            self._arrays.append((array, array.copy(), writeable))
         return array.ravel().tolist() if array.dtype.hasobject else []
 
     def _note(self, t: Tensor) -> None:
@@ -110,6 +115,27 @@ class Held:
             even = len(whole) - len(whole) % 8
             parts = whole[:even].view(torch.int64), whole[even:]
             self._memory[storage.data_ptr()] = [(part, part.clone()) for part in parts]
+
+
+def _put_back(array: np.ndarray, kept: np.ndarray, writeable: bool) -> None:
+    """Give an array its numbers again, and its form, which code may set in place as well."""
+    if _form_of(array) == _form_of(kept) and array.tobytes() == kept.tobytes():
+        if array.flags.writeable != writeable:
+            array.flags.writeable = writeable
+        return
+    array.flags.writeable = True
+    if array.dtype != kept.dtype:
+        setattr(array, "dtype", kept.dtype)  # noqa: B010 - to numpy's stubs it is read only
+    if array.size != kept.size:
+        array.resize(kept.shape, refcheck=False)
+    if array.shape != kept.shape:
+        array.shape = kept.shape
+    array[...] = kept
+    array.flags.writeable = writeable
+
+
+def _form_of(array: np.ndarray) -> tuple[Any, ...]:
+    return array.shape, array.dtype
 
 
 def _registered(module: nn.Module) -> list[int]:
@@ -139,6 +165,10 @@ def _same(now: list[Any], kept: list[Any]) -> bool:
 
 
 def _fill(place: Any, kept: list[Any]) -> None:
+    if isinstance(place, bytearray):
+        # Of one that has a view on it the length is fixed, for whoever writes to it as well.
+        place[:] = bytes(kept)
+        return
     place.clear()
     if isinstance(place, dict):
         # One by one: what `update` does to a Counter is to count.

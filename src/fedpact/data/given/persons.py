@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from fedpact.data.cells import Cells
+from fedpact.data.cells import Cells, Numbers
 from fedpact.data.own import readable, text_of, unpointed
 from fedpact.data.sieve import Sieve
 from fedpact.errors import DataError
@@ -41,17 +41,23 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
             f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
             "give one person a record"
         )
+    values = given.values if isinstance(given, Numbers) else given
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
+        # have it; such as those would round are nobody's without it, too.
+        exact = _exact(float)
+        given = [v if v is None or abs(v) < exact else float(v) for v in list(given)]
     if isinstance(given, np.ndarray):
         # Floats stay of their type, which says from where on they round.
         read = readable(given)
         given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
     written = [_shown(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
-        if _names_nobody(name):
-            sieve.leave_out(row, column, "names no person")
-        elif why := _rounded(name, value):
-            why += ", which may stand for several persons; give names as whole numbers or text"
+        if why := _rounded(name, value):
+            why += ", which may stand for several persons; give such names as text"
             sieve.leave_out(row, column, why, value)
+        elif _names_nobody(name):
+            sieve.leave_out(row, column, "names no person")
     # No array of text, in which one name is as long as the longest.
     return [unpointed(name) for name in written]
 
@@ -74,7 +80,7 @@ def _rounded(name: str, value: Any) -> str:
     """Return in which way a number was rounded, "" if it was not."""
     if isinstance(value, float | np.floating):
         exact = _exact(type(value))
-        return "" if abs(value) < exact else f"is a float beyond {exact:.0f}"
+        return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
     if not isinstance(value, str | bytes):
         return ""
     # A code such as 12E3 is none; 1.2e3 and 12E+3 are how numbers are written.
