@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.handed import dataset_of, digest_of
+from fedpact.data.given.parts import called
 from fedpact.engines.extended import extended, put_on
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
 from fedpact.engines.together import held, keep_before, put_back, restored
-from fedpact.errors import PlanError
+from fedpact.errors import InputError, PlanError
 from fedpact.folder import Folder, check_out, folder_of_run, unused
 from fedpact.messages import RoundRecord
 from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
@@ -134,6 +135,11 @@ def run(
     """
     if isinstance(first, Plan):
         plan, out = first, second if out is None else out
+        if not isinstance(out, str | Path | None):
+            raise PlanError(
+                f"out is {called(out)}: expected the path of a run's folder, which stands second "
+                "beside a plan; hand records in as data=..."
+            )
         if settings:
             raise PlanError(
                 f"{', '.join(settings)}: the plan has those settings; give them to it, or the model"
@@ -243,6 +249,8 @@ def load(
     Raises DataError: it holds none. ModelError: the model is needed, or it, the loss or a metric is
     another.
     """
+    if not isinstance(cast(Any, folder), str | Path):
+        raise InputError(f"folder is {called(folder)}: expected the path of a run's folder")
     restored(Path(folder))
     place = folder_of_run(Path(folder))
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)

@@ -23,6 +23,7 @@ import pytest
 import fedpact as package
 from fedpact.cli.main import main
 from fedpact.client import Client
+from fedpact.engines.scene import Scene
 from fedpact.folder import Folder
 
 QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
@@ -270,6 +271,15 @@ def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path, monkeypatch
     assert json.loads(whole.stdout)["epsilon"] == resumed["epsilon"]
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("r", "whole")]
     assert models[0] == models[1]
+
+
+def test_interrupt_before_the_first_round_ends_at_once(tmp_path, monkeypatch):
+    """While records are read and features made no round is under way that could be waited for."""
+    monkeypatch.setattr(Scene, "of", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
+    assert done.returncode == 130
+    assert "Stopping after this round" not in done.stderr
 
 
 def test_the_public_names_are_there_and_theory_needs_no_torch():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+import fedpact
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
-from fedpact.errors import DataError, PlanError
+from fedpact.errors import DataError, InputError, PlanError
 from fedpact.folder import Folder
 from fedpact.plan import Plan
 
@@ -94,3 +95,13 @@ def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
     plan = Plan.parse({**SETTINGS, "records": {"high": 0.5}})
     with pytest.raises(DataError, match=r"no record is left.* digits: 1442 of 1442 .* range"):
         simulate(plan, tmp_path / "run")
+
+
+def test_records_in_the_place_of_a_folder_are_told_where_they_belong(tmp_path):
+    """Beside a plan the folder stands second, beside a model the records."""
+    x, y = np.zeros((4, 2)), [0, 1, 0, 1]
+    for given in ((x, y), x, 3):
+        with pytest.raises(PlanError, match="hand records in as data="):
+            fedpact.run(fedpact.Plan(sites=2), given)
+        with pytest.raises(InputError, match="expected the path of a run's folder"):
+            fedpact.load(given)

@@ -54,6 +54,7 @@ def compare(
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     console.print(f"{len(swept(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
+    stop()  # from here on: its processes are told by it
     with _Live(console) as live:
         found = carry_out(
             plans,

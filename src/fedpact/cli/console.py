@@ -29,14 +29,20 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
 
 
 class StopOnInterrupt:
-    """True once Ctrl-C was pressed, to end after the round under way; a second one ends at once."""
+    """True once Ctrl-C was pressed, to end after the round under way; a second one ends at once.
+
+    So does the first before anybody has asked, as then no round is under way: while records are
+    read and features made, which takes minutes.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._asked, self._console = False, console
-        signal.signal(signal.SIGINT, self._interrupt)
+        self._asked, self._begun, self._console = False, False, console
 
     def __call__(self) -> bool:
         """Whether it was pressed."""
+        if not self._begun:
+            self._begun = True
+            signal.signal(signal.SIGINT, self._interrupt)
         return self._asked
 
     def _interrupt(self, *_: object) -> None:
