@@ -1,6 +1,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from fedpact.configuration import read_configuration
@@ -234,3 +235,26 @@ def test_every_key_and_every_setting_of_an_algorithm_has_a_meaning():
     tables = [*everything(), *(algorithm(name).settings for name in sources.algorithms())]
     assert len(tables) > 30
     assert [key.name for table in tables for key in table.keys if len(key.meaning) < 5] == []
+
+
+def test_numpys_numbers_and_arrays_are_settings_too():
+    """A sweep over np.arange hands such in."""
+    given = {
+        "sites": np.int64(2),
+        "rounds": np.int32(3),
+        "sampling_rate": np.float64(0.25),
+        "privacy": {"epsilon": np.array([2.0, 1.0])},
+        "records": {"classes": np.array(["a", "b"])},
+    }
+    same = Plan.parse(
+        {
+            "sites": 2,
+            "rounds": 3,
+            "sampling_rate": 0.25,
+            "privacy": {"epsilon": [2.0, 1.0]},
+            "records": {"classes": ["a", "b"]},
+        }
+    )
+    assert Plan(**given) == Plan.parse(given) == same
+    with pytest.raises(PlanError, match=r"sites is 2\.5"):
+        Plan(sites=np.float64(2.5))

@@ -18,8 +18,8 @@ from fedpact.engines.extended import extended, put_on
 from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
 from fedpact.engines.together import held, keep_before, put_back, restored
-from fedpact.errors import InputError, PlanError
-from fedpact.folder import Folder, check_out, folder_of_run, unused
+from fedpact.errors import DataError, InputError, PlanError
+from fedpact.folder import Folder, check_out, folder_of_run, instead_of_run, unused
 from fedpact.messages import RoundRecord
 from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
 from fedpact.plan import Plan
@@ -253,6 +253,8 @@ def load(
         raise InputError(f"folder is {called(folder)}: expected the path of a run's folder")
     restored(Path(folder))
     place = folder_of_run(Path(folder))
+    if not (place / "plan.json").exists():
+        raise DataError(f"{folder} has no plan.json, so no run: {instead_of_run(Path(folder))}")
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
     served, found = Served.of(place, model, average=average), Folder(place)
     rounds = place / "rounds.jsonl"

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from fedpact.errors import PlanError, nearest
 
@@ -50,6 +50,15 @@ def read_configuration(
     for setting in overrides:
         override(raw, setting)
     return raw
+
+
+def plain(value: Any) -> Any:
+    """Return settings with Python's numbers and lists in place of numpy's, which are no JSON."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in cast(dict[Any, Any], value).items()}
+    if isinstance(value, list):
+        return [plain(each) for each in cast(list[Any], value)]
+    return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
 def give_way(raw: dict[str, Any], keys: Collection[str]) -> None:

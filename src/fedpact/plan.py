@@ -103,7 +103,7 @@ class Plan(ShownPlan, BaseModel):
 
     def __init__(self, **raw: Any) -> None:
         try:
-            super().__init__(**raw)
+            super().__init__(**configuration.plain(raw))
         except ValidationError as error:
             raise _refused(error, raw) from None
 

@@ -105,3 +105,12 @@ def test_records_in_the_place_of_a_folder_are_told_where_they_belong(tmp_path):
             fedpact.run(fedpact.Plan(sites=2), given)
         with pytest.raises(InputError, match="expected the path of a run's folder"):
             fedpact.load(given)
+
+
+def test_what_holds_no_run_is_told_with_where_one_is(tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "federation.toml").write_text("")
+    with pytest.raises(DataError, match=r"no run: .* deployment is in .*server.run"):
+        fedpact.load(tmp_path)
+    with pytest.raises(DataError, match="no run: give the folder"):
+        fedpact.load(tmp_path / "nowhere")
