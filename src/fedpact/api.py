@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -135,7 +136,7 @@ def run(
     """
     if isinstance(first, Plan):
         plan, out = first, second if out is None else out
-        if not isinstance(out, str | Path | None):
+        if not isinstance(out, str | PathLike | None):
             raise PlanError(
                 f"out is {called(out)}: expected the path of a run's folder, which stands second "
                 "beside a plan; hand records in as data=..."
@@ -249,7 +250,7 @@ def load(
     Raises DataError: it holds none. ModelError: the model is needed, or it, the loss or a metric is
     another.
     """
-    if not isinstance(cast(Any, folder), str | Path):
+    if not isinstance(cast(Any, folder), str | PathLike):
         raise InputError(f"folder is {called(folder)}: expected the path of a run's folder")
     restored(Path(folder))
     place = folder_of_run(Path(folder))

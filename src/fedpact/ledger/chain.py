@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -99,7 +100,28 @@ def read_all(path: Path) -> tuple[list[Entry], bool]:
     return entries, torn is not None
 
 
-class HashChain:
+class Chained:
+    """Entries that are known by their hashes, in a file that is open or was read."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._heads: list[str] = ["", *(entry["hash"] for entry in entries)]
+
+    @property
+    def head(self) -> str:
+        """The last entry's hash, "" without one."""
+        return self._heads[-1]
+
+    @property
+    def length(self) -> int:
+        """How many entries there are."""
+        return len(self._heads) - 1
+
+    def holds(self, length: int, head: str) -> bool:
+        """Whether these entries go on from a chain of `length` entries that ended with `head`."""
+        return 0 <= length <= self.length and self._heads[length] == head
+
+
+class HashChain(Chained):
     """The open file. entries: what it held when it was opened. torn: an unreadable last line.
 
     head: hash of the last entry, "" if none. length: number of entries.
@@ -124,21 +146,7 @@ class HashChain:
         self._size = len(content)
         self._unfinished = not content.endswith(b"\n") and bool(content)
         self._broken = self._waiting = False
-        self._heads: list[str] = ["", *(entry["hash"] for entry in self.entries)]
-
-    @property
-    def head(self) -> str:
-        """The last entry's hash, "" without one."""
-        return self._heads[-1]
-
-    @property
-    def length(self) -> int:
-        """How many entries there are."""
-        return len(self._heads) - 1
-
-    def holds(self, length: int, head: str) -> bool:
-        """Whether these entries go on from a chain of `length` entries that ended with `head`."""
-        return 0 <= length <= self.length and self._heads[length] == head
+        super().__init__(self.entries)
 
     def close(self) -> None:
         """Close the file, which gives up the lock. What `append` did not wait for is awaited."""

@@ -7,34 +7,18 @@ no true count.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedpact.errors import LedgerError
-from fedpact.ledger.chain import Entry, read_all
+from fedpact.ledger.chain import Chained, Entry, read_all
 from fedpact.ledger.reservations import FILTER, FIXED, over_runs
 from fedpact.ledger.witness import Witness
 from fedpact.text import guarded, upper
 from fedpact.theory import shares
 from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
-
-
-@dataclass(frozen=True)
-class _Read:
-    """See witness.Chained."""
-
-    entries: list[Entry]
-
-    @property
-    def length(self) -> int:
-        return len(self.entries)
-
-    def holds(self, length: int, head: str) -> bool:
-        own = self.entries[length - 1]["hash"] if 0 < length <= self.length else ""
-        return 0 <= length <= self.length and own == head
 
 
 def receipt(path: Path) -> dict[str, Any]:
@@ -47,7 +31,7 @@ def receipt(path: Path) -> dict[str, Any]:
     # Before the ledger is read, into which a site that runs writes first.
     witness = Witness(path)
     entries, torn = read_all(path)
-    witness.check(_Read(entries))
+    witness.check(Chained(entries))
     if not entries or entries[0].get("kind") != "open":
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
     runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] in ("reserve", "filter")}

@@ -13,10 +13,12 @@ kept in LEDGER.seen, so that it counts until a person acts, in later runs, too.
 import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedpact.errors import LedgerError
 from fedpact.files import write_whole
+from fedpact.ledger.chain import Chained
+from fedpact.ledger.ledger import Ledger
 
 # More entries than any ledger has, and no more than Flower carries.
 _MOST = 2**53
@@ -26,19 +28,6 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 def is_place(length: int, head: str) -> bool:
     """Whether a ledger can have had `length` entries, of which the last one's hash is `head`."""
     return head == "" if length == 0 else 0 < length < _MOST and bool(_HASH.fullmatch(head))
-
-
-class Chained(Protocol):
-    """A ledger, open or read."""
-
-    @property
-    def length(self) -> int:
-        """The number of entries."""
-        ...
-
-    def holds(self, length: int, head: str) -> bool:
-        """Whether it goes on from one that had `length` entries, the last with this hash."""
-        ...
 
 
 class Witness:
@@ -52,7 +41,7 @@ class Witness:
         self._ledger, self.path = ledger, ledger.with_name(ledger.name + ".seen")
         self._words = self._read() if self.path.exists() else dict[str, tuple[int, str]]()
 
-    def check(self, ledger: Chained, reply: tuple[int, str] = (0, "")) -> None:
+    def check(self, ledger: Chained | Ledger, reply: tuple[int, str] = (0, "")) -> None:
         """Raise LedgerError for a ledger that lacks an entry seen, or the one of a stored reply.
 
         reply: length and head of the ledger that it was made with.
@@ -61,11 +50,10 @@ class Witness:
             if not ledger.holds(length, head):
                 raise LedgerError(
                     f"ledger {self._ledger} {_lacks(ledger, length, head)}, which it had by the "
-                    f"word of {who} "
-                    f"({self.path}): it was put back to an older state, or this is a copy of a "
-                    "site that runs elsewhere. Put back the ledger as it was after the last "
-                    "release. If there is none left, treat the records' budget as spent; if that "
-                    f"word is known to be wrong, remove it, and no other, from {self.path}"
+                    f"word of {who} ({self.path}): it was put back to an older state, or this is a "
+                    "copy of a site that runs elsewhere. Put back the ledger as it was after the "
+                    "last release. If there is none left, treat the records' budget as spent; if "
+                    f"that word is known to be wrong, remove it, and no other, from {self.path}"
                 )
         if not ledger.holds(*reply):
             raise LedgerError(
@@ -103,7 +91,7 @@ class Witness:
         return words
 
 
-def _lacks(ledger: Chained, length: int, head: str) -> str:
+def _lacks(ledger: Chained | Ledger, length: int, head: str) -> str:
     if ledger.length < length:
         return f"has {ledger.length} entries and lacks number {length}, {head[:16]}..."
     return f"has another entry in place of number {length}, {head[:16]}..."
