@@ -20,6 +20,7 @@ import pytest
 
 from fedpact.errors import BudgetExhausted, InputError, LedgerError, PolicyRefused
 from fedpact.ledger import chain
+from fedpact.ledger.chain import read_all
 from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
 
@@ -367,6 +368,7 @@ def test_two_processes_cannot_have_it_open(path: Path, ledger: Ledger) -> None:
 import sys
 from pathlib import Path
 from fedpact.errors import LedgerError
+from fedpact.ledger.chain import read_all
 from fedpact.ledger.ledger import Ledger, read_entries
 path = Path(sys.argv[1])
 try:
@@ -648,7 +650,6 @@ def test_a_torn_line_that_is_damaged_later_is_noticed(path: Path) -> None:
         healed.replace(b'{"number"\n', b'{"numbes"\n'),
         healed.replace(b'{"number"\n', b""),
         healed.replace(b'{"number"\n', b'{"number"\n\n'),
-        content + b'{"number"\n{"number"\n',
     ):
         assert damaged != healed
         path.write_bytes(damaged)
@@ -667,6 +668,32 @@ def test_a_crash_while_a_torn_line_is_being_counted_is_a_torn_line(
     path.write_bytes(content + b"\n")
     with opened(path) as ledger:
         assert ledger.spent("run") == {CHEAP: 4, DEAR: 5}
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_each_crash_before_the_one_before_it_was_counted_leaves_a_line_that_counts(
+    path: Path, times: int
+) -> None:
+    content = written(path, 4, 1) + b'{"number": 4, "kind": "cha'
+    for _ in range(times - 1):
+        path.write_bytes(content)
+        opened(path).close()
+        # The power fails in the midst of the line that counts the lines before it.
+        content = path.read_bytes()[:-40]
+    path.write_bytes(content)
+    assert (len(read_entries(path)), read_all(path)[1]) == (4, True)
+    with opened(path) as ledger:
+        # Each as the largest charge: nobody can tell any more that one charged nothing.
+        assert ledger.spent("run") == {CHEAP: 4, DEAR: 1 + 4 * times}
+        charge(ledger, "next", 1)
+    healed = path.read_bytes()
+    assert healed.startswith(content)
+    with opened(path) as ledger:
+        assert ledger.spent("run") == {CHEAP: 5, DEAR: 1 + 4 * times}
+    for line in content.split(b"\n")[-times:]:
+        path.write_bytes(healed.replace(line + b"\n", b""))
+        with pytest.raises(LedgerError, match="altered"):
+            opened(path)
 
 
 @pytest.mark.parametrize("content", [b"notes\n", b"{}\n", b"\n", b'{"number": 0, ', b"\0" * 10])

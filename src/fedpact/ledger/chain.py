@@ -2,8 +2,9 @@
 
 `append` returns only when its line is on the disk, unless it is told not to wait. One process at a
 time has the file open (flock). A line that was altered, or taken out, breaks the chain and the file
-does not open. What a crash can leave behind is less: one unreadable last line. It stays where it
-is, and the next line carries its hash; who opens the file is told and has to decide what it meant.
+does not open. What a crash can leave behind is less: an unreadable last line, and one more of each
+further crash before that one was counted. They stay where they are, and the next line carries their
+hash; who opens the file is told and has to decide what they meant.
 """
 
 import contextlib
@@ -47,21 +48,21 @@ def _decode(line: bytes) -> Entry | None:
     return cast(Entry, entry) if isinstance(entry, dict) else {}
 
 
-def _hash_of(torn: bytes | None) -> str | None:
-    return None if torn is None else hashlib.sha256(torn).hexdigest()
+def _hash_of(torn: Sequence[bytes]) -> str | None:
+    return hashlib.sha256(b"\n".join(torn)).hexdigest() if torn else None
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
-    """Return the entries, and an unreadable last line. Raises LedgerError: a broken link."""
+def _parse(path: Path, content: bytes) -> tuple[list[Entry], list[bytes]]:
+    """Return the entries, and unreadable last lines. Raises LedgerError: a broken link."""
     entries: list[Entry] = []
-    torn: bytes | None = None
+    torn: list[bytes] = []
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
     for place, line in enumerate(lines):
         entry = _decode(line)
-        if entry is None and torn is None and entries:
-            torn = line
+        if entry is None and entries:
+            torn.append(line)
             continue
         intact = (
             entry is not None
@@ -78,14 +79,14 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], bytes | None]:
                 "is not older than its last release, or retire this data set's budget"
             )
         entries.append(entry)
-        torn = None
+        torn = []
     return entries, torn
 
 
 def read_entries(path: Path) -> list[Entry]:
     """Return a ledger's entries after checking every link of the chain; the file may be in use.
 
-    An unreadable last line is left out: opening the ledger counts it (see `read_all`).
+    Unreadable last lines are left out: opening the ledger counts them (see `read_all`).
     Raises LedgerError: a missing file, or a line that is no entry or in the wrong place.
     """
     return read_all(path)[0]
@@ -97,7 +98,7 @@ def read_all(path: Path) -> tuple[list[Entry], bool]:
         entries, torn = _parse(path, path.read_bytes())
     except OSError as error:
         raise LedgerError(f"ledger {path} cannot be read: {error.strerror}") from error
-    return entries, torn is not None
+    return entries, bool(torn)
 
 
 class Chained:
@@ -122,7 +123,7 @@ class Chained:
 
 
 class HashChain(Chained):
-    """The open file. entries: what it held when it was opened. torn: an unreadable last line.
+    """The open file. entries: what it held when it was opened. torn: unreadable last lines.
 
     head: hash of the last entry, "" if none. length: number of entries.
     Raises LedgerError: a broken chain, a file in use elsewhere, or one that cannot be opened.
@@ -165,7 +166,7 @@ class HashChain(Chained):
         self._check()
         entry = {"number": self.length, **body, "time": round(time.time(), 3)}
         entry["previous"] = self.head
-        if self.torn is not None:
+        if self.torn:
             entry["torn"] = _hash_of(self.torn)
         entry["hash"] = _digest(entry)
         line = (b"\n" if self._unfinished else b"") + _encode(entry) + b"\n"
@@ -178,7 +179,7 @@ class HashChain(Chained):
                 "for this entry; make room on the disk, then resume the run"
             ) from error
         self._size += len(line)
-        self._unfinished, self.torn = False, None
+        self._unfinished, self.torn = False, []
         self._heads.append(entry["hash"])
         return entry
 

@@ -297,7 +297,7 @@ class Ledger:
                 f"ledger {self.path} has an entry of unknown form ({type(error).__name__}: "
                 f"{error}): it was not written by this version of fedpact; use the one that did"
             ) from error
-        if self._chain.torn is not None:
+        if self._chain.torn:
             self._append(cost_of_torn(self._chain.torn, self._reserved))
 
     def _append(self, body: Entry) -> None:

@@ -16,7 +16,7 @@ A promise may stand beside a run's: of other records of the same site, as those 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -142,12 +142,13 @@ class FixedSequence:
         self.spent[event] += count
         self._largest = max(self._largest, count)
 
-    def dearest_left(self, at_least: int) -> list[tuple[SampledGaussian, int]]:
-        """Return what an unreadable line is counted as: the dearest events that are left.
+    def dearest_left(self, at_least: int, lines: int) -> list[tuple[SampledGaussian, int]]:
+        """Return what so many unreadable lines are counted as: the dearest events that are left.
 
-        As many as the largest charge so far, or `at_least`, should that be more.
+        For each line as many as the largest charge so far, or `at_least`, should that be more.
         """
-        missing, taken = max(1, at_least, self._largest), list[tuple[SampledGaussian, int]]()
+        missing = lines * max(1, at_least, self._largest)
+        taken = list[tuple[SampledGaussian, int]]()
         costs = {event: epsilon({event: 1}, self.budget.delta, "rdp") for event in self.allowed}
         for event in sorted(self.allowed, key=lambda e: costs[e], reverse=True):
             count = min(missing, self.allowed[event] - self.spent[event])
@@ -198,20 +199,22 @@ def from_entry(entry: Mapping[str, Any]) -> Reservation:
     return FixedSequence(budget, events, shared, beside, entry.get("unit", "record"))
 
 
-def cost_of_torn(line: bytes, reserved: Mapping[str, Reservation]) -> dict[str, Any]:
-    """Return what an unreadable line is counted as, in every open run, as a ledger's entry.
+def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, Reservation]) -> dict[str, Any]:
+    """Return what unreadable lines are counted as, in every open run, as a ledger's entry.
 
     Of fixed events the dearest that are left (see FixedSequence); of a filter everything. The
-    line's own release never left the site.
+    lines' own releases never left the site. Of several all but the first tell of the first, as a
+    ledger is not used before it is counted; but nobody can read that in them.
     """
-    named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', line))
+    told = b"\n".join(lines)
+    named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', told))
     charges: list[list[str | float]] = []
     closed: list[str] = []
     for run, reservation in reserved.items():
         if isinstance(reservation, Filtered):
             closed.append(run)
         else:
-            taken = reservation.dearest_left(named)
+            taken = reservation.dearest_left(named, len(lines))
             charges += [[run, event.q, event.sigma, count] for event, count in taken]
     return {"kind": "torn", "charges": charges, "closed": closed}
 
