@@ -19,7 +19,8 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
-from fedpact.persample.apart.trace import Program, Untraceable, for_vmap
+from fedpact.persample.apart.trace import Program, Untraceable
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.products import lying
 from fedpact.persample.share import Share
@@ -32,6 +33,8 @@ _LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
 
 class Alone:
     """Differentiates a model and its loss for each record. why: why nothing better could.
+
+    draws: whether a pass draws random numbers.
 
     Raises ModelError for what cannot be traced with a batch of one.
     """
@@ -49,7 +52,7 @@ class Alone:
             ) from error
         size = model.size * model.vector.element_size()
         self.step = max(1, min(self._one.alike, norms.KEEP_BYTES // size))
-        self._by_vmap = self._takes_vmap(x, y)
+        self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
 
     @property
     def _name(self) -> str:

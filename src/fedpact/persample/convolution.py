@@ -108,9 +108,15 @@ class Geometry:
         shape = (n, channels, *self.kernel, *g.shape[2:])
         area = height * width
         steps = (channels * area, area, dh * width, dw, down * width, along)
-        columns = x.as_strided(shape, steps).reshape(n, -1, g[0, 0].numel())
+        g = g.flatten(2)
+        outputs, positions = g.shape[1:]
+        columns = x.as_strided(shape, steps).reshape(n, -1, positions)
+        # Each record's matrices begin at 16 bytes, as the first one's do: zeros are put behind.
+        behind, below = -positions % 4, -outputs % 4 if columns.shape[1] % 4 else 0
+        if behind or below:
+            columns, g = F.pad(columns, (0, behind)), F.pad(g, (0, behind, 0, below))
         # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
-        return (columns @ g.flatten(2).mT).mT.reshape(n, -1)
+        return (columns @ g.mT).mT[:, :outputs].reshape(n, -1)
 
     def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
         """The same for one group, as [n, O, h, w, C]; written to `out` if there is one."""
@@ -163,9 +169,10 @@ class Convolved(Share):
         # torch's routines for groups work on one channel a group or on whole vectors of channels.
         self._few = alone and self._weight.shape[1] % 8 > 0
         self._by_pixel = alone and not self._few and 2 * positions <= patch
-        # Where images do not begin at 16 bytes each is multiplied by itself, as the first one is.
-        odd = any(t[0].numel() % 4 for t in (self.x, self.g))
-        self._odd = odd or (self._few and self.size % 4 > 0)
+        # Where images do not begin at 16 bytes each is multiplied by itself, as the first one is;
+        # few channels are copied, and zeros put behind them.
+        odd = self.size % 4 > 0 or any(t[0].numel() % 4 for t in (self.x, self.g))
+        self._odd = odd and not self._few
         one = max(1, norms.CHUNK_BYTES // (positions * patch * self.element))
         self.most = one if self._few or self._by_pixel else _GROUPS
 

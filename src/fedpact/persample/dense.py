@@ -69,7 +69,10 @@ class Dense:
         fitting = all(type(m) in columns.LINEAR or type(m) in columns.ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
         held = sum(p.numel() for m in linears for p in m.parameters())
-        return Dense(model, layers, flat) if fitting and held == model.size else None
+        # Of wider outputs a pass holds too few records, and more would take another way.
+        narrow = sum(m.out_features for m in linears if isinstance(m, nn.Linear)) * ALIKE <= MOST
+        whole = fitting and narrow and held == model.size
+        return Dense(model, layers, flat) if whole else None
 
     def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
         """Return one question's sum [d], in several passes where one holds too few records.
@@ -78,7 +81,7 @@ class Dense:
         exact: in float64, of however few records.
         """
         count, most = asked.y.shape[0], MOST // self._width // ALIKE * ALIKE
-        if count <= most or not most:
+        if count <= most:
             return self.sums([asked], exact=exact)[0]
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
         for some in (slice(i, i + most) for i in range(0, count, most)):

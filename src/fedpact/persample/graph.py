@@ -21,9 +21,10 @@ from fedpact.params import FlatModel
 from fedpact.persample import recurrent
 from fedpact.persample.apart.places import Mixed, Where, is_size, shape_of
 from fedpact.persample.apart.separable import kind_of, states
-from fedpact.persample.apart.trace import Program, arguments, evaluated, for_vmap, operation
+from fedpact.persample.apart.trace import Program, arguments, draws, evaluated, operation
+from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
-from fedpact.persample.products import Evenly
+from fedpact.persample.products import Evenly, lying
 from fedpact.persample.rules import Call, Place, results_of, shares_of
 from fedpact.persample.share import Share
 
@@ -63,7 +64,7 @@ class _Step:
 
 
 _aten = cast(Any, torch.ops.aten)
-_OF_PRODUCTS = {_aten.einsum.default, _aten.bilinear.default}
+_OF_PRODUCTS = {_aten.einsum.default}
 """What is known to keep records apart, and makes products of its own."""
 
 _Recorded = tuple[int, Tensor, Tensor | None]
@@ -102,7 +103,8 @@ def _tapped(
 class Graph:
     """A traced model whose operations are known to keep records apart. alike: see products.padded.
 
-    in_turn: passes are made one after another, as they draw random numbers or run step by step.
+    draws: passes draw random numbers. in_turn: one is made after another, for that or as they run
+    step by step.
     Raises Untraceable, and Mixed with the operation that is not known to.
     """
 
@@ -121,7 +123,8 @@ class Graph:
         # Where records do not come first torch sums over several of them in one go, and over what
         # is left by other code: over twice as many numbers as it makes of a function.
         self.alike = program.alike * (2 if recurs or moved else 1)
-        self.in_turn = recurs or any(map(_draws, program.nodes))
+        self.draws = program.draws
+        self.in_turn = recurs or self.draws
         numbers = 0 if recurs else sum(map(_instance, self._steps))
         self.instance = numbers * model.vector.element_size()
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
@@ -204,8 +207,12 @@ class Graph:
                 return back(g)[0][name]
 
             def rows(given: Tensor) -> Tensor:
-                with for_vmap():
-                    each = cast(Any, vmap(one))(given.view(-1, *shape))
+                given = given.view(-1, *shape)
+                try:
+                    with for_vmap():
+                        each = cast(Tensor, cast(Any, vmap(one))(given))
+                except Uneven:
+                    each = torch.stack([one(lying(g)) for g in given])
                 return each.reshape(-1, weights[name].numel())
 
             return rows
@@ -253,7 +260,7 @@ class Graph:
             for place, arg in args
             if arg in weighted
         }
-        drawn = [n for s in sources.values() for n in [node, *s.inside] if _draws(n)]
+        drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
@@ -336,17 +343,6 @@ def _inside(node: Node) -> list[Node]:
 
     visit(node)
     return list(found)
-
-
-_RATES = {_aten.dropout.default: 1, _aten.scaled_dot_product_attention.default: 4}
-"""Where operations are told how much to drop; at a rate of 0 they draw nothing."""
-
-
-def _draws(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    place = _RATES.get(node.target, 0)
-    rate = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0)
-    return torch.Tag.nondeterministic_seeded in tags and not (place and rate == 0)
 
 
 def _instance(step: _Step) -> int:

@@ -124,6 +124,10 @@ class Passes:
             return "chain"
         return "graph" if isinstance(self._traced(x, y), Graph) else "records"
 
+    def draws(self, x: Tensor, y: Tensor) -> bool:
+        """Whether passes over records of the form of x, y draw random numbers."""
+        return self._chain(x) is None and self._traced(x, y).draws
+
     def cut_small(self, x: Tensor, y: Tensor) -> bool:
         """Whether passes may hold so few records that float32 would add too many of them up."""
         return self._chain(x) is None and isinstance(self._traced(x, y), Alone)

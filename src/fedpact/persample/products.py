@@ -89,6 +89,11 @@ def evenly_addmm(
 class Evenly(TorchDispatchMode):
     """Within, all products that operations come down to are made by evenly_matmul."""
 
+    @staticmethod
+    def replaces(func: Any) -> bool:
+        """Whether it makes this one otherwise."""
+        return func in _EVENLY
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from fedpact.persample.apart.places import Where
-from fedpact.persample.apart.trace import for_vmap
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
 from fedpact.persample.products import lying
@@ -261,7 +261,7 @@ def _repeated(call: Call) -> Shares:
 
 
 def replayed(call: Call) -> Shares:
-    """Any operation: vmap differentiates it record by record, a loop where vmap cannot.
+    """Any operation: vmap differentiates it record by record, a loop where vmap cannot or may not.
 
     Each record is given as a batch of one. Raises whatever the operation does.
     """

@@ -91,6 +91,10 @@ class Tried(Protocol):
         """The model."""
         ...
 
+    def draws(self, x: Tensor, y: Tensor) -> bool:
+        """Whether what is differentiated draws random numbers, for some record or other."""
+        ...
+
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
         ...
@@ -128,7 +132,8 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
                 "finite on the records that it is tried on: expected numbers, whatever a record "
                 "holds; keep logarithms, roots and quotients from what may be 0 or less"
             )
-        if not (_norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)).all():
+        same = _norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)
+        if tried.draws(x, y) or not same.all():
             raise ModelError(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; leave them out (clipping and noise regularise already)"

@@ -29,7 +29,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
-from fedpact.persample.products import ALIKE, Evenly, evenly, evenly_addmm, evenly_matmul
+from fedpact.persample.products import ALIKE, evenly, evenly_addmm, evenly_matmul
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -236,6 +236,11 @@ class Program:
             for name, (kind, target) in self.inputs.items()
         }
 
+    @property
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers."""
+        return any(map(draws, self.nodes))
+
     def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The losses [B] at the weights, by the model's names."""
         values = self.values(x, y)
@@ -243,6 +248,17 @@ class Program:
             if kind == "parameter" and target in self.names:
                 values[name] = weights[self.names[target]]
         return evaluated(self.nodes, values)[self.result]
+
+
+def draws(node: Node) -> bool:
+    """Whether a node draws random numbers; what is told to drop at a rate of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = cast(Any, node.target)._schema.arguments
+    told = {one.name: one.default_value for one in arguments}
+    told |= dict(zip(told, node.args, strict=False)) | node.kwargs
+    rate = next((told[name] for name in ("p", "dropout", "dropout_p") if name in told), 1)
+    return rate != 0 and told.get("train", True) is not False
 
 
 def _known(node: Node) -> bool:
@@ -289,6 +305,15 @@ def _attention(
     return found[..., :out]
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W_o yᵀ + b for x [..., K], y [..., L], W [O, K, L]; torch's multiplies uneven matrices."""
+    out, width, other = weight.shape
+    of_x = evenly_matmul(x, weight.movedim(1, 0).reshape(width, -1))
+    pairs = of_x.reshape(*of_x.shape[:-1], out, other) * y.unsqueeze(-2)
+    found = torch.sum(pairs, -1)
+    return found if bias is None else found + bias
+
+
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return inner(*args)
@@ -311,26 +336,12 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
         evenly_matmul,
     ),
     _aten.addmm.default: evenly_addmm,
+    _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
     _aten.copy.default: _copied,
     cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
 }
-
-
-@contextmanager
-def for_vmap() -> Generator[None]:
-    """What every vmap runs in: products give records the same bits, and torch no advice on speed.
-
-    Not warnings.catch_warnings, which other threads would see; one pass has few slow operations.
-    """
-    switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
-    switch(False)
-    try:
-        with Evenly():
-            yield
-    finally:
-        switch(True)
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
