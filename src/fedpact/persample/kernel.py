@@ -136,7 +136,7 @@ class PerSampleKernel:
         self._mixers.check()
         with all_digits(self.model.vector):
             x, y = _recorded(x, y)
-            check_separation(_Way(self, self._by_passes), x, y)
+            check_separation(_Way(self, self._by_passes), x, y, self._passes.draws)
             if self._passes.dense is not None:
                 check_separation(_Way(self, self._at_once), x, y)
 
@@ -148,10 +148,6 @@ class PerSampleKernel:
         """
         with all_digits(self.model.vector):
             return self._passes.way(*_recorded(x, y))
-
-    def draws(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a pass over records of the form of x, y [B, ...] draws random numbers."""
-        return self._passes.draws(x, y)
 
     def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
         return self._sum(None, x, y, clip, weigh)
@@ -246,9 +242,6 @@ class _Way:
     @property
     def model(self) -> FlatModel:
         return self.kernel.model
-
-    def draws(self, x: Tensor, y: Tensor) -> bool:
-        return self.kernel.draws(x, y)
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         return self.take(x, y, clip, partial(_fixed, w))

@@ -230,16 +230,14 @@ class Passes:
         more = (-count % way.step) if isinstance(way, Alone) else wanted(count, way.alike) - count
         if more:
             x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
-        # Last: what is put together is by channel, however its parts lie in memory.
-        by_itself = isinstance(way, Alone)  # which is the model's own code: see by_pixel
-        return (pixelwise(x) if images and not by_itself else lying(x)), y
+        # Last: what is put together is by channel, however its parts lie in memory. Record by
+        # record it is the model's own code: see by_pixel.
+        return (pixelwise(x) if images and not isinstance(way, Alone) else lying(x)), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
-        chain = self._chain(x)
-        if chain is not None:
-            losses, shares = chain.run(x, y, self._loss)
-            return losses, shares
+        if (chain := self._chain(x)) is not None:
+            return chain.run(x, y, self._loss)
         way = self._traced(x, y)
         return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 

@@ -1,7 +1,7 @@
 """Does a model keep the records of a batch apart? Without that, no clip bounds a record's share."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -91,10 +91,6 @@ class Tried(Protocol):
         """The model."""
         ...
 
-    def draws(self, x: Tensor, y: Tensor) -> bool:
-        """Whether what is differentiated draws random numbers, for some record or other."""
-        ...
-
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
         ...
@@ -108,14 +104,17 @@ class Tried(Protocol):
         ...
 
 
-def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
+def check_separation(
+    tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] = lambda *_: False
+) -> None:
     """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
 
     A second lock: that records are kept apart follows from the way that the kernel takes. It is
     tried on two batch sizes, as one alone may equal another dimension by accident, and on a large
     batch of records that are as given, larger, smaller, all alike and 0, and at other weights. Nor
     may the model write over the records, not even with what they are, and its outputs for a batch
-    must be those for its records: a run is evaluated by them.
+    must be those for its records: a run is evaluated by them. draws: whether what is differentiated
+    draws random numbers, be it for other records than these.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
@@ -133,7 +132,7 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
                 "holds; keep logarithms, roots and quotients from what may be 0 or less"
             )
         same = _norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)
-        if tried.draws(x, y) or not same.all():
+        if draws(x, y) or not same.all():
             raise ModelError(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; leave them out (clipping and noise regularise already)"

@@ -20,7 +20,6 @@ from traceback import extract_tb
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -28,8 +27,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
+from fedpact.persample.apart.instead import INSTEAD
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
-from fedpact.persample.products import ALIKE, evenly, evenly_addmm, evenly_matmul
+from fedpact.persample.products import ALIKE
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -267,7 +267,7 @@ def _known(node: Node) -> bool:
         return node.op in ("placeholder", "get_attr")
     sized = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
     own = hasattr(node.target, "_schema") and str(node.target).startswith("aten.")
-    return own or sized or node.target is operator.getitem or node.target in _INSTEAD
+    return own or sized or node.target is operator.getitem or node.target in INSTEAD
 
 
 def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
@@ -287,61 +287,7 @@ def operation(node: Node) -> Callable[..., Any]:
     if node.op == "get_attr":
         held = operator.attrgetter(str(node.target))(node.graph.owning_module)
         return lambda: held
-    return _INSTEAD.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
-
-
-def _copied(into: Tensor, source: Tensor) -> Tensor:
-    return source.expand_as(into).to(into.dtype)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None, **more: Any
-) -> Tensor:
-    """torch's attention of q, k [..., T, d] and v [..., T, e], with rows that begin at 16 bytes."""
-    width, out = q.shape[-1], v.shape[-1]
-    scale = width**-0.5 if scale is None else scale
-    q, k, v = (F.pad(t, (0, -t.shape[-1] % 4)) for t in (q, k, v))
-    found = F.scaled_dot_product_attention(q, k, v, *others, scale=scale, **more)
-    return found[..., :out]
-
-
-def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W_o yᵀ + b for x [..., K], y [..., L], W [O, K, L]; torch's multiplies uneven matrices."""
-    out, width, other = weight.shape
-    of_x = evenly_matmul(x, weight.movedim(1, 0).reshape(width, -1))
-    pairs = of_x.reshape(*of_x.shape[:-1], out, other) * y.unsqueeze(-2)
-    found = torch.sum(pairs, -1)
-    return found if bias is None else found + bias
-
-
-def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
-    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
-        return inner(*args)
-
-
-_aten = cast(Any, torch.ops.aten)
-_INSTEAD: dict[Any, Callable[..., Any]] = {
-    # torch may have traced a view that another layout of the same numbers has not,
-    _aten.view.default: _aten.reshape.default,
-    _aten.linear.default: evenly,
-    # Products whose rows, or matrices, would begin elsewhere than others'.
-    **dict.fromkeys(
-        (
-            _aten.matmul.default,
-            _aten.linalg_matmul.default,
-            _aten.mm.default,
-            _aten.bmm.default,
-            _aten.mv.default,
-        ),
-        evenly_matmul,
-    ),
-    _aten.addmm.default: evenly_addmm,
-    _aten.bilinear.default: _bilinear,
-    _aten.scaled_dot_product_attention.default: _attention,
-    # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
-    _aten.copy.default: _copied,
-    cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
-}
+    return INSTEAD.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:

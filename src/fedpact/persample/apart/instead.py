@@ -1,0 +1,67 @@
+"""What is done instead of some operations of a trace: the same, in a way that can always be done.
+
+Where torch's own would take a record's rows by other code than another's; see products.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedpact.persample.products import evenly, evenly_addmm, evenly_matmul
+
+
+def _copied(into: Tensor, source: Tensor) -> Tensor:
+    return source.expand_as(into).to(into.dtype)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None, **more: Any
+) -> Tensor:
+    """torch's attention of q, k [..., T, d] and v [..., T, e], with rows that begin at 16 bytes."""
+    width, out = q.shape[-1], v.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    q, k, v = (F.pad(t, (0, -t.shape[-1] % 4)) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, *others, scale=scale, **more)
+    return found[..., :out]
+
+
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W_o yᵀ + b for x [..., K], y [..., L], W [O, K, L]; torch's multiplies uneven matrices."""
+    out, width, other = weight.shape
+    of_x = evenly_matmul(x, weight.movedim(1, 0).reshape(width, -1))
+    pairs = of_x.reshape(*of_x.shape[:-1], out, other) * y.unsqueeze(-2)
+    found = torch.sum(pairs, -1)
+    return found if bias is None else found + bias
+
+
+def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
+    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
+        return inner(*args)
+
+
+_aten = cast(Any, torch.ops.aten)
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    # torch may have traced a view that another layout of the same numbers has not,
+    _aten.view.default: _aten.reshape.default,
+    _aten.linear.default: evenly,
+    # Products whose rows, or matrices, would begin elsewhere than others'.
+    **dict.fromkeys(
+        (
+            _aten.matmul.default,
+            _aten.linalg_matmul.default,
+            _aten.mm.default,
+            _aten.bmm.default,
+            _aten.mv.default,
+        ),
+        evenly_matmul,
+    ),
+    _aten.addmm.default: evenly_addmm,
+    _aten.bilinear.default: _bilinear,
+    _aten.scaled_dot_product_attention.default: _attention,
+    # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
+    _aten.copy.default: _copied,
+    cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
+}
