@@ -6,6 +6,7 @@ unless whoever writes it says that others may read it; then the umask decides.
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 from collections.abc import Iterator
@@ -51,6 +52,14 @@ def write_whole(path: Path, *content: bytes | memoryview, private: bool = True) 
     with replacing(path, private=private) as partial, partial.open("r+b") as file:
         file.writelines(content)
         file.truncate()
+
+
+def remove_left(*paths: Path) -> None:
+    """Remove what processes that were killed left beside files that nobody else writes now."""
+    for path in paths:
+        free_room(path)
+        for one in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):
+            one.unlink(missing_ok=True)
 
 
 def make_room(length: int, *paths: Path) -> None:

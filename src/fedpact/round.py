@@ -219,11 +219,14 @@ class Rounds:
                 raise
             # What was trained stays; a server that is started again asks again.
             _log.warning("round %d was not evaluated: %s", number, error)
-        missing = {site: "absent" for site in tasks if site not in evaluation}
+        missing = {site: "absent" for site in tasks if site not in evaluation} | tally.refused
+        if not evaluation:
+            said = ", ".join(f"{site} {code}" for site, code in sorted(missing.items()))
+            _log.warning("round %d was not evaluated: %s", number, said)
         return RoundRecord(
             number,
             evaluation=evaluation,
-            unevaluated={**missing, **tally.refused},
+            unevaluated=missing,
             bytes_down=sum(task.wire_bytes for task in tasks.values()),
             bytes_up=tally.bytes,
         )

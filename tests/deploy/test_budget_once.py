@@ -459,7 +459,7 @@ def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
     assert run.refused() == [{}] * 3
     seen = json.loads((directory / "server" / "run" / "ledgers.json").read_bytes())
     ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
-    assert seen == ledgers
+    assert {site: found[:2] for site, found in seen.items()} == ledgers
 
 
 def test_a_server_that_was_put_back_is_told_what_to_do(federation, tmp_path):

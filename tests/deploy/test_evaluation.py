@@ -15,8 +15,10 @@ from fedpact.deploy.local import look
 from fedpact.engines.flower import codec
 from fedpact.engines.parties.records import own_records
 from fedpact.engines.parties.site import Site, answer
+from fedpact.engines.parties.standing import Standing
 from fedpact.engines.simulation import simulate
 from fedpact.errors import LedgerError, PlanError, PolicyRefused
+from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import Beside
 from fedpact.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
@@ -28,6 +30,7 @@ from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
 TEST_SEEDS = {"seeds": "test"}
+PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 
 
 @pytest.fixture
@@ -53,6 +56,93 @@ def test_it_evaluates_when_due_and_last_and_charges_what_it_was_given(ran):
         assert mine["epsilon_spent"] <= mine["epsilon_reserved"] == 4.0
         event = SampledGaussian(1.0, mine["events"][0]["sigma"])
         assert found["epsilon_spent"][site] == pytest.approx(epsilon({event: 2}, 1e-5, "rdp"))
+
+
+def killed_before(run, number, monkeypatch):
+    """Carry a run out on a server that dies when a round is to be committed."""
+    commit, died = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == number and not died:
+            died.append(number)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("barred", [False, True], ids=["", "by an earlier version"])
+def test_a_server_that_dies_after_an_evaluation_bars_nobody(federate, number, barred, monkeypatch):
+    """It asks for the round's training again, and sites send replies older than what it saw."""
+    run = federate(TEST_SEEDS, **PLAN)
+    killed_before(run, number, monkeypatch)
+    folder = run.directory / "server" / "run"
+    if barred:
+        why = "showed a ledger of 6 entries after one of 7"
+        (folder / "barred.json").write_text(json.dumps(dict.fromkeys(NAMES, why)))
+        for site in NAMES:
+            Standing(folder).readmit(site)
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    assert all(record.refused == record.unevaluated == {} for record in records)
+    assert [bool(record.evaluation) for record in records] == [False, False, True, True]
+    assert json.loads((folder / "barred.json").read_text() if barred else "{}") == {}
+    for site in NAMES:
+        runs = receipt(run.directory / "sites" / site / "ledger.jsonl")["runs"]
+        assert all(e["spent"] == e["reserved"] for one in runs.values() for e in one["events"])
+
+
+def test_what_a_kill_left_beside_a_sites_files_is_removed(ran):
+    directory = ran.directory / "sites" / NAMES[0]
+    next(node.site for node in ran.nodes if node.site.name == NAMES[0]).ledger.close()
+    left = [
+        directory / f"{name}{end}"
+        for name in ("reply.bin", "evaluation.bin", "memory.safetensors")
+        for end in (".0a1b2c3d.partial", ".room")
+    ]
+    others = directory / "mine.0a1b2c3d.partial"
+    for path in (*left, others):
+        path.write_bytes(b"a charged reply")
+    Site(directory).ledger.close()
+    assert not [path for path in left if path.exists()]
+    assert others.exists()
+
+
+def test_only_the_very_reply_that_was_seen_may_be_older(tmp_path):
+    one, two, other = "a" * 64, "b" * 64, "c" * 64
+    standing = Standing(tmp_path)
+    assert standing.look("site", 6, one, "fedavg")
+    assert standing.look("site", 7, two, EVALUATION)
+    standing.save()
+    for kind, length, head, good in (
+        ("fedavg", 6, one, True),
+        ("fedavg", 7, two, True),
+        (EVALUATION, 6, one, False),
+        ("fedavg", 6, other, False),
+        ("fedavg", 5, one, False),
+    ):
+        assert Standing(tmp_path).look("site", length, head, kind) is good, (kind, length)
+    assert Standing(tmp_path).seen("site") == (7, two)
+    (tmp_path / "ledgers.json").write_text(json.dumps({"site": [7, two]}))
+    assert Standing(tmp_path).seen("site") == (7, two)
+    assert not Standing(tmp_path).look("site", 6, one, "fedavg")
+
+
+def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
+    """Under secure aggregation the round is another attempt, with another model after it."""
+    table = {"share": 0.3, "every": 1, "epsilon": 4.0, "loss_bound": 3.0}
+    more = {"secure_aggregation": {"threshold": 2}, "budget": {"spare_rounds": 2}}
+    run = federate({"patience": PATIENCE}, rounds=2, evaluation=table, **more)
+    killed_before(run, 1, monkeypatch)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert records[1].unevaluated == dict.fromkeys(NAMES, "stale")
+    assert [bool(record.evaluation) for record in records] == [False, False, True]
+    assert "round 1 was not evaluated: site-00 stale" in caplog.text
+    assert "put back" not in caplog.text
 
 
 def test_a_simulation_of_the_plan_releases_the_same_numbers(ran, tmp_path):

@@ -19,7 +19,7 @@ from torch import nn
 from fedpact.engines.extended import Earlier, check_begun, kept_model
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
-from fedpact.files import write_whole
+from fedpact.files import remove_left, write_whole
 from fedpact.folder import Checkpoint, Folder, named_columns
 from fedpact.messages import RoundRecord
 from fedpact.methods.released import CONSTANTS
@@ -70,7 +70,9 @@ def start(
     module: makes the model with its initial weights. opened: has the sites release what a run
     begins with. Raises DataError: a damaged folder. Raises what `opened` raises.
     """
-    if (folder.path / "state.safetensors").exists():
+    state = folder.path / "state.safetensors"
+    remove_left(state, folder.path / "rounds.jsonl")
+    if state.exists():
         at, records = folder.restore()
         check_begun(plan, at)
         return at, records

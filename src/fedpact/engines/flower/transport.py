@@ -28,6 +28,7 @@ from fedpact.engines.secure.ring import Form
 from fedpact.engines.secure.wire import reply_in
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import (
+    EVALUATION,
     FINAL,
     MOST_VECTORS,
     Refusal,
@@ -115,7 +116,7 @@ class FlowerTransport:
         if len(tasks) - len(spent) < least:
             # No later round can have enough: the run ends, and what a few have sent is not used.
             replies = dict[str, Reply]()
-        elif len(replies) < least:
+        elif len(replies) < least and any_task.algorithm != EVALUATION:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{least} (patience.least_replies), after {patience.retries + 1} "

@@ -110,7 +110,8 @@ class Admission:
             return "another's"
         # Before all else that may be wrong: what was released for this reply is spent.
         late = reply.round != task.round
-        if not self.standing.look(site, reply.ledger_length, reply.ledger_head, late=late):
+        shown = site, reply.ledger_length, reply.ledger_head, task.algorithm
+        if not self.standing.look(*shown, late=late):
             return "ledger"
         if late:
             return "stale"

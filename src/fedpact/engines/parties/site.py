@@ -43,6 +43,7 @@ from fedpact.engines.parties.stored import LastReply, room
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
+from fedpact.files import remove_left
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.witness import Witness, is_place
 from fedpact.messages import (
@@ -108,6 +109,10 @@ class Site:
             self._witness.check(self.ledger, self._last.ledger)
             self._witness.check(self.ledger, self._examiner.last.ledger)
             check_left_behind(directory, path, promised=bool(self.ledger.runs))
+            # Replies that no process is writing any more: the ledger's lock is this one's.
+            remembered = directory / "memory.safetensors"
+            pending = remembered.with_name(f"pending-{remembered.name}")
+            remove_left(self._last.path, self._examiner.last.path, remembered, pending)
             # It reads what it remembers: a file that cannot be read ends it before it promises.
             self._client = Client[Bench](
                 self.name,
@@ -115,7 +120,7 @@ class Site:
                 self.plan.method,
                 self._oracle,
                 self.ledger,
-                directory / "memory.safetensors",
+                remembered,
                 device=self._device,
                 examine=partial(self._examiner.examine, self.ledger),
             )

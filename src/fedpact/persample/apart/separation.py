@@ -105,7 +105,7 @@ class Tried(Protocol):
 
 
 def check_separation(
-    tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] = lambda *_: False
+    tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] | None = None
 ) -> None:
     """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
 
@@ -132,7 +132,7 @@ def check_separation(
                 "holds; keep logarithms, roots and quotients from what may be 0 or less"
             )
         same = _norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)
-        if draws(x, y) or not same.all():
+        if (draws is not None and draws(x, y)) or not same.all():
             raise ModelError(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; leave them out (clipping and noise regularise already)"
