@@ -179,12 +179,15 @@ def _noise(target: Target, queries: Mapping[str, tuple[Any, ...]], records: Reco
             centred = stacked - whole.answer(records, channel, query).double()
         deviation = _deviation(whole, channel, query)
         if whole.terms.units:
-            # Whole numbers of a coarse grid are not normal; spread over it they are, to a percent.
+            # Whole numbers of a coarse grid are not normal; spread over it, of which differences
+            # have a finer one, they are, of a variance with what rounding and spreading add.
             spread = stream(target.plan.seed, "audit", "spread", channel)
             unit = deviation / whole.terms.units
-            centred += (
+            width = unit / 2**0.5 if len(records.y) else unit
+            centred += width * (
                 torch.rand(centred.shape, generator=spread, dtype=centred.dtype) - 0.5
-            ) * unit
+            )
+            deviation = (deviation**2 + (unit**2 + width**2) / 12) ** 0.5
         centred /= deviation
         made[channel] = centred.unflatten(0, (_REQUESTS, -1))
     return made
