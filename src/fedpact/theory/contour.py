@@ -45,6 +45,8 @@ _MOST_NODES: Final = 2**16
 _MOST_POINTS: Final = 2**18  # of the sum over u
 _FAR: Final = 12.0  # an alias is below e^-12 of δ, about
 _BEYOND: Final = 200.0  # how far an integrand is followed, deviations
+_LOWER: Final = 8  # orders are tried, each 2^-½ of the one before
+_GAIN: Final = 0.99  # until one finds no less than this of what is known
 _NOTHING: Final = 2.0**-52 - 1.0  # of |M|² - 1: rounding alone may leave less
 _LEAST_DELTA: Final = 1e-290
 _BLOCK: Final = 1024
@@ -83,16 +85,22 @@ class _Order:
         heights -= math.log(self._usable)
         bounds = np.where(np.isfinite(heights), heights / orders, np.inf)
         best = int(np.argmin(bounds))
-        c, most = float(orders[best]), float(bounds[best])
+        proven, most = math.inf, float(bounds[best])
         if not most < math.inf:
             return math.inf
-        # Aliases: the one below by P <= 1, the one above by the bound of a larger order.
-        lower = (_FAR - math.log(self._usable)) / c
-        above = (heights[best + 1 :] - orders[best + 1 :] * most / 2 + _FAR) / (
-            orders[best + 1 :] - c
-        )
-        window = max([lower, *above[np.isfinite(above)][:8].min(initial=8 * lower, keepdims=True)])
-        return self._integrated(c, most, window)
+        # Each order is a bound. Of losses with heavy tails the one that the crude bound likes best
+        # lies where M soon is infinite, and aliases weigh there.
+        for place in range(best, max(0, best - _LOWER), -1):
+            c, larger = float(orders[place]), slice(place + 1, None)
+            # Aliases: the one below by P <= 1, the one above by the bound of a larger order.
+            lower = (_FAR - math.log(self._usable)) / c
+            above = (heights[larger] - orders[larger] * most / 2 + _FAR) / (orders[larger] - c)
+            least = above[np.isfinite(above)][:8].min(initial=8 * lower)
+            found = self._integrated(c, float(bounds[place]), max(lower, float(least)))
+            if found > _GAIN * proven:
+                break
+            proven = min(proven, found)
+        return proven
 
     def _orders(self) -> Array:
         """Return orders c around the one that serves a Gaussian of the same spread, and below."""
