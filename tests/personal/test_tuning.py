@@ -98,6 +98,14 @@ def test_without_records_or_with_a_model_that_has_no_finite_loss_it_is_the_relea
     assert torch.equal(tuned(model(), x, y, anchor, 0.1, anchor), anchor)
 
 
+@pytest.mark.parametrize("records", range(5))
+def test_fewer_records_than_parts_choose_nothing_and_are_advised_against(records):
+    (x, y), wrong = drawn(20), vector(1)
+    choice = validated(model(), x[:records], y[:records], wrong)
+    assert (choice.gained, choice.lost, choice.tune) == (0, 0, False)
+    assert "do not" in choice.told
+
+
 def test_thirty_records_are_advised_against_whatever_they_gain():
     """The released model is wrong everywhere: tuning gains all there is to gain."""
     x, y = drawn(30, noise=0.0)

@@ -169,7 +169,6 @@ def test_one_record_costs_no_more_by_the_integral_than_by_the_grid_of_mixtures(c
     q, sigma, count, delta = case
     history = {SampledGaussian(q, sigma): count}
     found = epsilon(history, delta, "pld")
-    grid, fine = persons._by_grid([(q, sigma, count)], delta, 1)
-    assert fine
+    grid = persons._epsilon(((q, sigma, count),), delta, 1)
     assert 0.99 * grid < found < 1.05 * grid
     assert found <= epsilon_per_person(history, delta, 2)

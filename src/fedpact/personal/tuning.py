@@ -70,6 +70,8 @@ def answers(model: FlatModel, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, 
     A sequence is right where all of its positions are; a record whose scores hold NaN is wrong.
     """
     model.load(w)
+    if not len(y):
+        return torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.float64)
     model.module.eval()
     right, losses = list[Tensor](), list[Tensor]()
     with torch.no_grad():
@@ -78,6 +80,4 @@ def answers(model: FlatModel, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, 
             losses.append(cross_entropy(outputs, ys).double())
             hit = (outputs.argmax(-1) == ys) & ~outputs.isnan().any(-1)
             right.append(hit.reshape(len(ys), -1).all(1))
-    if not right:
-        return torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.float64)
     return torch.cat(right), torch.cat(losses)

@@ -36,6 +36,9 @@ FITTED_ON: Final = (
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _MANY_COLUMNS: Final = 4
+_BIAS: Final = 0.3  # for rows up to a length of _USUAL, as of the hospitals' table
+_USUAL: Final = 6.0
+_BIAS_SHARE: Final = 0.1  # of a record's length
 _LONGEST: Final = 1e12
 _NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
 # Of signal to noise: below it a column that says little costs more than it brings.
@@ -247,7 +250,11 @@ class _Public:
             ),
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
             "logistic.start": "all classes alike: nearer to the end than any draw",
-            "logistic.bias": "" if not self.features else "it would take its part of every clip",
+            "logistic.bias": (
+                "it would take its part of every clip"
+                if self.features
+                else f"its input: {_BIAS:g}, or of records longer than {_USUAL:g} a tenth of that"
+            ),
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
@@ -329,5 +336,8 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, settings)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one.
-        return {"start": "zero", "bias": False if features else 0.3}
+        # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; of
+        # longer rows a tenth, without which nothing answers how common a class is.
+        longer = min(1000.0, float(f"{_BIAS_SHARE * self.length:.1g}"))
+        bias = longer if self.length > _USUAL else _BIAS
+        return {"start": "zero", "bias": False if features else bias}
