@@ -238,6 +238,47 @@ def test_numbers_that_get_further_have_a_longer_clip_and_a_shorter_step(tmp_path
     assert scaled == (clip, rate)
 
 
+def test_class_weights_lengthen_the_clip_that_would_undo_them(tmp_path):
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (400, 6)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 400))
+    found = []
+    for weights in ("", "[task]\nclass_weights = [1.0, 10.0]\n"):
+        declared = tmp_path / "declared.toml"
+        declared.write_text(weights + "[records]\nlow = -1\nhigh = 1\n")
+        asked = (str(tmp_path / "x.npz"), "--epsilon", "2", "--columns", str(declared))
+        one = document("recommend", *asked)
+        settings = one["configuration"]["settings"]["learning_rate"]
+        found.append((one["configuration"]["privacy"]["clip"], settings))
+        assert ("class weight" in one["reasons"]["privacy.clip"]) is bool(weights)
+    (clip, rate), (longer, shorter) = found
+    assert longer == pytest.approx(10 * clip)
+    # Noise grows with the clip, and the step is such that noise moves an answer as far.
+    assert shorter == pytest.approx(rate / 10, rel=0.02)
+
+
+@pytest.mark.parametrize(("columns", "bias"), [(60, 0.3), (1200, 2.0)])
+def test_long_records_have_a_longer_bias(tmp_path, columns, bias):
+    """Of length sqrt(1200 / 3) = 20; 0.3 beside that never answers how common a class is."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (60, columns)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 60))
+    one = document("recommend", str(tmp_path / "x.npz"), "--epsilon", "2")
+    assert one["configuration"]["logistic"]["bias"] == bias
+
+
+@pytest.mark.parametrize(("delta", "told"), [(0.005, False), (0.02, True)])
+def test_a_delta_of_one_record_in_a_site_is_warned_of(tmp_path, caplog, delta, told):
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (400, 6)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 400))
+    file = tmp_path / "plan.toml"
+    asked = ("--epsilon", "2", "--delta", str(delta), "--sites", "4", "--out", str(file))
+    assert cli("recommend", str(tmp_path / "x.npz"), *asked).exit_code == 0
+    assert ("far below 1/N" in caplog.text) is told
+    assert ("far below 1/N" in " ".join(cli("plan", str(file)).output.split())) is told
+
+
 def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tmp_path):
     file, columns = tmp_path / "words.npz", tmp_path / "columns.toml"
     np.savez(file, x=np.arange(80).reshape(20, 4), y=np.arange(20) % 2)

@@ -1,7 +1,7 @@
 """`fedpact plan`: what a configuration will spend, before anything is spent."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.columns import deviation
 from fedpact.privacy.terms import channels
 from fedpact.recommend.optimise import optimised, own_rounds
+from fedpact.recommend.told import loose
 from fedpact.text import size, upper
 from fedpact.theory.shares import UNITS
 
@@ -200,13 +201,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
             "shares and tell nobody; ε alone holds against everybody together."
         )
-    if (longer := _drowned(scene)) > _DROWNED:
-        out.print(
-            f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
-            'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
-            "(sites with much noise then count less; `fedpact recommend --epsilon A,B,...` has the "
-            "rest of such a plan)."
-        )
+    for warning in _warnings(scene):
+        out.print(warning)
     moved = _moved(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
@@ -228,6 +224,19 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
+
+
+def _warnings(scene: Scene) -> Iterator[str]:
+    sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
+    if not scene.plan.noisy_sizes and (told_of := loose(sizes)):
+        yield f"WARNING: {told_of}."
+    if (longer := _drowned(scene)) > _DROWNED:
+        yield (
+            f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
+            'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
+            "(sites with much noise then count less; `fedpact recommend --epsilon A,B,...` has the "
+            "rest of such a plan)."
+        )
 
 
 def _drowned(scene: Scene) -> float:

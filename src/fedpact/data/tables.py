@@ -7,7 +7,7 @@ it holds, changes what is read of another. An error never quotes a value.
 
 import csv
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ SUFFIXES: Final = (".csv", ".parquet", ".npz")
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 """What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
 _ANY: Final = RecordForm()
+_NAMED: Final = 40  # columns, in an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +141,14 @@ def table_of(
         if column not in columns and not (role != "label" and column is None):
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{', '.join(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+                f"{_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
                 "where a command has it" + _AT_A_SITE * (role == "label")
             )
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         if odd := [c for c in names if c not in columns or c in roles.values()]:
             raise DataError(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
-                f"{', '.join(columns)}, and not those of label, site or person; correct the names"
+                f"{_some(columns)}, and not those of label, site or person; correct the names"
             )
     wanted = None if form.features is None else tuple(form.features)
     unused = {*form.drop, *index, *_numbering(origin, list(columns), form)}
@@ -160,6 +161,13 @@ def table_of(
             "different columns and at least one more"
         )
     return table
+
+
+def _some(columns: Iterable[str]) -> str:
+    """Return names of columns, of many the first."""
+    names = list(columns)
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _missing(path: Path) -> DataError:

@@ -21,7 +21,8 @@ from fedpact.privacy.columns import deviation
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, sizes_of, with_sites
 from fedpact.recommend.noise import SiteNoise
-from fedpact.recommend.told import drowned, pay
+from fedpact.recommend.scale import bias_of, clip_of, heaviest, told_of_bias, told_of_clip
+from fedpact.recommend.told import drowned, loose, pay
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
@@ -33,12 +34,7 @@ FITTED_ON: Final = (
     "aside of three image sets had been seen, and the bias and the columns of tables are those of "
     "the hospitals' heart disease; what counts of a text was chosen on Python's manual"
 )
-# A share of the gradient's length at the zero model, which is about that of the row.
-_CLIP: Final = 0.2
 _MANY_COLUMNS: Final = 4
-_BIAS: Final = 0.3  # for rows up to a length of _USUAL, as of the hospitals' table
-_USUAL: Final = 6.0
-_BIAS_SHARE: Final = 0.1  # of a record's length
 _LONGEST: Final = 1e12
 _NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
 # Of signal to noise: below it a column that says little costs more than it brings.
@@ -90,6 +86,8 @@ class Recommendation:
             told = drowned(snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2)
             reasons["rounds"] = f"the fewest: {told[0]}"
             _logger.warning("%s: %s", data.name, ": ".join(told))
+        if told := loose(zip((b.delta for b in asked.budgets), sizes.values(), strict=True)):
+            _logger.warning("%s: %s", data.name, told)
         if told := undeclared_classes(read, data):
             _logger.warning("%s: %s", data.name, told)
             raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
@@ -158,7 +156,7 @@ class _Public:
             asked.budgets,
             tuple(sizes.values()),
             columns,
-            clip=float(f"{_CLIP * length:.1g}"),
+            clip=clip_of(length, heaviest(asked.document)),
             honest=honest if asked.trust == "sum" else None,
             # What is declared stands for sites whose records nobody deals out.
             dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
@@ -250,16 +248,12 @@ class _Public:
             ),
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
             "logistic.start": "all classes alike: nearer to the end than any draw",
-            "logistic.bias": (
-                "it would take its part of every clip"
-                if self.features
-                else f"its input: {_BIAS:g}, or of records longer than {_USUAL:g} a tenth of that"
-            ),
+            "logistic.bias": told_of_bias(bool(self.features)),
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
             **self._told_of_noise(chosen),
-            "privacy.clip": f"C, {_CLIP:g} of a record's length: a share of its first gradient",
+            "privacy.clip": told_of_clip(heaviest(asked.document)),
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
@@ -336,8 +330,4 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, settings)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        # A bias of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; of
-        # longer rows a tenth, without which nothing answers how common a class is.
-        longer = min(1000.0, float(f"{_BIAS_SHARE * self.length:.1g}"))
-        bias = longer if self.length > _USUAL else _BIAS
-        return {"start": "zero", "bias": False if features else bias}
+        return {"start": "zero", "bias": False if features else bias_of(self.length)}

@@ -1,5 +1,8 @@
 """What a recommendation says of its rounds and of its noise."""
 
+from collections.abc import Iterable
+
+from fedpact.text import upper
 from fedpact.theory.full_batch import FullBatch
 
 
@@ -8,6 +11,18 @@ def pay(chosen: FullBatch) -> str:
     if chosen.rounds < chosen.useful:
         return f"were allowed; {chosen.useful} would pay at this signal to noise"
     return "pay at this signal to noise"
+
+
+def loose(promised: Iterable[tuple[float, float]]) -> str:
+    """Return what a δ of 1/N or more leaves open, of (δ, N) of each site; "" where none has it."""
+    worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
+    delta, size = worst
+    if not delta * size >= 1:
+        return ""
+    return (
+        f"δ = {upper(delta)} at a site of {size:g} records lets each record be told with that "
+        f"chance, so one of them or more: expected a δ far below 1/N, as {0.01 / size:.1g} is"
+    )
 
 
 def drowned(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:

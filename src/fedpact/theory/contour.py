@@ -84,29 +84,28 @@ class _Order:
         heights = moments - np.log1p(orders) - orders * np.log1p(1 / orders)
         heights -= math.log(self._usable)
         bounds = np.where(np.isfinite(heights), heights / orders, np.inf)
-        best = int(np.argmin(bounds))
-        proven, most = math.inf, float(bounds[best])
+        proven, best = math.inf, int(np.argmin(bounds))
+        most = float(bounds[best])
         if not most < math.inf:
             return math.inf
         # Each order is a bound. Of losses with heavy tails the one that the crude bound likes best
         # lies where M soon is infinite, and aliases weigh there.
         for place in range(best, max(0, best - _LOWER), -1):
-            c, larger = float(orders[place]), slice(place + 1, None)
             # Aliases: the one below by P <= 1, the one above by the bound of a larger order.
+            c, larger = float(orders[place]), slice(place + 1, None)
             lower = (_FAR - math.log(self._usable)) / c
             above = (heights[larger] - orders[larger] * most / 2 + _FAR) / (orders[larger] - c)
-            least = above[np.isfinite(above)][:8].min(initial=8 * lower)
-            found = self._integrated(c, float(bounds[place]), max(lower, float(least)))
+            window = max(lower, float(above[np.isfinite(above)][:8].min(initial=8 * lower)))
+            found = self._integrated(c, float(bounds[place]), window)
             if found > _GAIN * proven:
-                break
-            proven = min(proven, found)
+                return min(proven, found)
+            proven = found
         return proven
 
     def _orders(self) -> Array:
         """Return orders c around the one that serves a Gaussian of the same spread, and below."""
         spread = self._plain + sum(r.count * r.variance for r in self._releases)
-        top = math.sqrt(-2 * math.log(self._usable) / spread)
-        return top * 2.0 ** (np.arange(-40, 7) / 2)
+        return math.sqrt(-2 * math.log(self._usable) / spread) * 2.0 ** (np.arange(-40, 7) / 2)
 
     def _about(self, c: float) -> float:
         return sum(r.count * r.about(c) for r in self._releases)
