@@ -199,3 +199,12 @@ def test_a_receipt_of_a_simulated_run_says_of_which_data_and_what_for(tmp_path):
 def test_what_is_said_of_a_run_has_a_form(about):
     with pytest.raises(PlanError, match=f"about.{next(iter(about))}|published"):
         Plan.parse({"about": about})
+
+
+def test_a_run_whose_ledgers_are_kept_elsewhere_says_where(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps({"run": {"ledgers": "kept/here"}}))
+    with pytest.raises(LedgerError, match=r"holds no ledger, as run\.ledgers keeps .*'kept/here'"):
+        commands.show_spend(tmp_path, as_json=False)
+    (tmp_path / "plan.json").write_text("[1]")
+    with pytest.raises(LedgerError, match="holds no ledger: name"):
+        commands.show_spend(tmp_path, as_json=False)

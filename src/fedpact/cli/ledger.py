@@ -114,9 +114,19 @@ def _ledgers(where: Path) -> list[Path]:
         paths = [own] if own.exists() else []
     if not paths:
         raise LedgerError(
-            f"{where} holds no ledger: name a ledger.jsonl, or the folder of a private run"
+            f"{where} holds no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
+            "private run or of its ledgers"
         )
     return paths
+
+
+def _kept(run: Path) -> str:
+    """Return where a run's ledgers are kept, if not in its own folder."""
+    try:
+        found = json.loads((run / "plan.json").read_bytes())["run"]["ledgers"]
+    except (OSError, ValueError, LookupError, TypeError):
+        found = None
+    return f", as run.ledgers keeps them in {found!r}" if found else ""
 
 
 def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:

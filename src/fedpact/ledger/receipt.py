@@ -27,7 +27,7 @@ def receipt(path: Path) -> dict[str, Any]:
     Raises LedgerError: no such file, altered, put back to an older state, or not a ledger.
     """
     if not path.is_file():
-        raise LedgerError(f"{path} is no ledger: name a ledger.jsonl, or the folder of a run")
+        raise LedgerError(f"{path} is no ledger: name one site's ledger.jsonl")
     # Before the ledger is read, into which a site that runs writes first.
     witness = Witness(path)
     entries, torn = read_all(path)

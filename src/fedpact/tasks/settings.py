@@ -151,8 +151,9 @@ class TaskSettings(BaseModel):
         what: it, as the subject of a sentence; empty for nothing.
         """
         if what and not self.plain:
+            given = ("kind", "class_weights", "loss")
+            told = ", ".join(f"{n} = {getattr(self, n)!r}" for n in given if getattr(self, n))
             raise PlanError(
-                f"{what} does not go with [task] kind = {self.kind!r}, class_weights = "
-                f"{self.class_weights}, loss = {self.loss!r}: it rests on the cross entropy of "
-                "classes; leave it out, or the table [task]"
+                f"{what} does not go with [task] {told}: it rests on the cross entropy of classes "
+                "and is of runs without that table"
             )
