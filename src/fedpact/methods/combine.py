@@ -234,8 +234,8 @@ def _check(table: str, algorithm: str) -> None:
     reason = REFUSED[table].get(algorithm)
     if reason:
         raise PlanError(
-            f"[{table}] does not go with algorithm = {algorithm!r}: {reason}; leave the table out, "
-            "or choose another algorithm"
+            f"[{table}] does not go with algorithm = {algorithm!r}: {reason}; leave the table out "
+            f"(--set '{table}={{}}'), with an η of the algorithm's own, or choose another algorithm"
         )
 
 
