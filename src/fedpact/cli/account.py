@@ -130,6 +130,11 @@ def _described(left: Remaining, joint: bool) -> dict[str, Any]:
 
 def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
     if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
+        if not ACCOUNTANTS[accountant].converts and conversion != get_args(Conversion)[0]:
+            raise InputError(
+                f"conversion is {conversion!r} with accountant {accountant!r}, which converts "
+                "nothing: leave --conversion out, or choose --accountant rdp"
+            )
         return accountant, cast(Conversion, conversion)
     raise InputError(
         f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
