@@ -226,3 +226,12 @@ def test_what_trying_settings_costs_and_whom_each_figure_is_for():
 def test_what_trying_cannot_be_asked_with(more, message):
     with pytest.raises(InputError, match=message):
         run("account", *SETTING, *more)
+
+
+def test_a_conversion_that_nothing_uses_is_refused():
+    done = CliRunner().invoke(app, ["account", *SETTING, "--accountant", "pld"])
+    assert done.exit_code == 0, done.output
+    unused = ["--accountant", "pld", "--conversion", "mironov"]
+    done = CliRunner().invoke(app, ["account", *SETTING, *unused])
+    assert done.exit_code != 0
+    assert "converts nothing" in f"{done.exception}{done.output}"
