@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import pytest
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -13,6 +14,7 @@ from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
+from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import FINAL, from_bytes, to_bytes
 
@@ -166,3 +168,18 @@ def allow(directory):
         for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
             text = text.replace(f"# {name} =", f"{name} =")
         path.write_text(text)
+
+
+def killed_before(run, number, monkeypatch):
+    """Carry a run out on a server that dies when a round is to be committed."""
+    commit, died = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == number and not died:
+            died.append(number)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()

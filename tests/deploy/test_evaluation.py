@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from tests.deploy.grid import NAMES
+from tests.deploy.grid import NAMES, killed_before
 
 from fedpact.cli import deploy as command
 from fedpact.deploy.local import look
@@ -18,7 +18,6 @@ from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.standing import Standing
 from fedpact.engines.simulation import simulate
 from fedpact.errors import LedgerError, PlanError, PolicyRefused
-from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import Beside
 from fedpact.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
@@ -56,21 +55,6 @@ def test_it_evaluates_when_due_and_last_and_charges_what_it_was_given(ran):
         assert mine["epsilon_spent"] <= mine["epsilon_reserved"] == 4.0
         event = SampledGaussian(1.0, mine["events"][0]["sigma"])
         assert found["epsilon_spent"][site] == pytest.approx(epsilon({event: 2}, 1e-5, "rdp"))
-
-
-def killed_before(run, number, monkeypatch):
-    """Carry a run out on a server that dies when a round is to be committed."""
-    commit, died = Folder.commit, []
-
-    def die(folder, checkpoint, record):
-        if record.round == number and not died:
-            died.append(number)
-            raise KeyboardInterrupt
-        commit(folder, checkpoint, record)
-
-    monkeypatch.setattr(Folder, "commit", die)
-    with pytest.raises(KeyboardInterrupt):
-        run()
 
 
 @pytest.mark.parametrize("number", [2, 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
-from tests.deploy.grid import FLOATS, NAMES, charged
+from tests.deploy.grid import FLOATS, NAMES, charged, killed_before
 
 from fedpact.engines.flower import codec
 from fedpact.engines.parties.coordinator import Coordinator
@@ -333,17 +333,7 @@ def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
 ):
     """The sites have opened the sum of round 2; the next is over fresh noise, and is charged."""
     run, nodes = federation(budget={"spare_rounds": 1})
-    commit, died = Folder.commit, []
-
-    def die(folder, checkpoint, record):
-        if record.round == 2 and not died:
-            died.append(True)
-            raise KeyboardInterrupt
-        commit(folder, checkpoint, record)
-
-    monkeypatch.setattr(Folder, "commit", die)
-    with pytest.raises(KeyboardInterrupt):
-        run()
+    killed_before(run, 2, monkeypatch)
     assert Attempts(run.directory / "server" / "run" / "attempts.json").next(2) == 1
     first = [(node.directory / "reply.bin").read_bytes() for node in nodes]
     assert [record.round for record in run()] == [0, 1, 2]
