@@ -199,6 +199,27 @@ def test_what_vmap_is_not_known_to_treat_alike_is_refused():
             torch.vmap(torch.linalg.eigvalsh)(x)
 
 
+class Inverting(nn.Module):
+    """Raises at the zeros at which it is found out whether vmap takes a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(9, 3)
+
+    def forward(self, x):
+        return self.layer(torch.linalg.inv(x).flatten(1))
+
+
+def test_what_raises_at_zeros_is_made_of_one_record_after_the_other():
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Inverting()), cross_entropy)
+    x, y = torch.rand(9, 3, 3) + torch.eye(3), torch.arange(9) % 3
+    kernel.verify(x, y)
+    rows = kernel.alone(x, y)
+    clipped = rows * (0.1 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    assert torch.allclose(kernel.clipped_sum(x, y, 0.1), clipped.sum(0), atol=1e-6)
+
+
 class Drawing(nn.Module):
     """Draws where gradients are on, of large numbers alone: no record of a trial is one."""
 

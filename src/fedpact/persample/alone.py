@@ -20,7 +20,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.trace import Program, Untraceable
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.products import lying
 from fedpact.persample.share import Share
@@ -83,12 +83,13 @@ class Alone:
         with cast(Any, torch.random).fork_rng(cards):
             why = _error(self._vmapped, *made_up)
             # What raises at zeros in the loop, too, is the model's doing and not vmap's.
-            taken = not isinstance(why, RuntimeError) or _error(self._looped, *made_up) is not None
+            taken = not isinstance(why, RuntimeError) or (
+                not isinstance(why, Uneven) and _error(self._looped, *made_up) is not None
+            )
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
-            told = (str(why).strip() or "vmap cannot batch it").splitlines()[0]
-            self._announce(logging.WARNING, _LOOPED.format(told))
+            self._announce(logging.WARNING, _LOOPED.format(_told(why)))
         return taken
 
     def _by_place(self) -> str | None:
@@ -100,7 +101,14 @@ class Alone:
         return f"vmap would not give {recurs[0]} states that begin alike" if recurs else None
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
+        if self._by_vmap:
+            try:
+                return self._vmapped(x, y)
+            except Uneven as error:
+                # Which the trace has whatever the records are, behind what raised at zeros.
+                self._by_vmap = False
+                self._announce(logging.WARNING, _LOOPED.format(_told(error)))
+        return self._looped(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
@@ -141,6 +149,10 @@ def _error(way: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Exc
     except Exception as error:  # whatever a model may raise
         return error
     return None
+
+
+def _told(why: Exception | None) -> str:
+    return (str(why).strip() or "vmap cannot batch it").splitlines()[0]
 
 
 def _only(losses: Tensor) -> Tensor:

@@ -59,37 +59,43 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What models of the suite come down to, and others of their kinds. Searches over drawn layers, bit
-# for bit, found none of them uneven; tests/persample/test_whole.py and test_alike.py keep a part of
-# these. An operation that is in doubt is taken out: it is then looped over, slow and exact.
+# Of each, tests/persample/test_operations.py has a use, bit for bit. One that is in doubt is taken
+# out: records are then looped over, slow and exact.
 _ALIKE: Final = _names(
     """
-    _to_copy _unsafe_view arange cat constant_pad_nd copy_ diagonal_backward embedding
-    embedding_dense_backward empty empty_like empty_strided fill_ flip full full_like gather index
-    index_fill index_put index_select lift_fresh lift_fresh_copy masked_fill masked_fill_ new_empty
-    new_empty_strided new_full new_ones new_zeros ones ones_like one_hot repeat roll scalar_tensor
-    scatter scatter_add select_backward slice_backward stack tril triu unfold_backward unsqueeze_
-    zero_ zeros zeros_like
+    _assert_tensor_metadata _to_copy _unsafe_view arange cat constant_pad_nd copy_ diagonal_backward
+    embedding embedding_dense_backward empty empty_like fill fill_ flip full full_like gather index
+    index_add index_fill_ index_put masked_fill masked_fill_ new_empty new_full
+    new_ones new_zeros ones ones_like repeat roll scalar_tensor scatter scatter_add select_backward
+    slice_backward stack tril triu unfold_backward unsqueeze_ zero zeros zeros_like
 
     reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward
     replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward
 
-    all amax amin any argmax argmin linalg_vector_norm logsumexp max mean min prod std std_mean sum
-    var var_mean cummax cummin cumprod cumsum kthvalue median sort topk
+    all amax amin aminmax any argmax argmin linalg_vector_norm logsumexp max mean min prod std
+    std_mean sum var var_mean cummax cummin cumprod cumsum kthvalue median sort topk
 
     _log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data
-    binary_cross_entropy binary_cross_entropy_backward nll_loss_backward nll_loss_forward
+    binary_cross_entropy binary_cross_entropy_backward huber_loss mse_loss smooth_l1_loss
 
-    _native_batch_norm_legit_no_training native_batch_norm native_batch_norm_backward
-    native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward
-    _fused_rms_norm _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward
+    native_batch_norm native_batch_norm_backward
+    native_group_norm native_layer_norm native_layer_norm_backward _weight_norm_interface
 
-    _prelu_kernel _prelu_kernel_backward elu_backward glu glu_backward
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward avg_pool2d avg_pool2d_backward
+    _prelu_kernel _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward
+    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward
+    log_sigmoid_backward log_sigmoid_forward softplus_backward softshrink_backward
+
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d
+    adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward
     max_pool2d_with_indices max_pool2d_with_indices_backward
+    _adaptive_avg_pool3d _adaptive_avg_pool3d_backward avg_pool3d avg_pool3d_backward
+    max_pool3d_with_indices max_pool3d_with_indices_backward
+    col2im im2col upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d
+    upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d
+    upsample_nearest2d_backward
 
     _cdist_backward _cdist_forward _fft_c2c _fft_c2r _fft_r2c
-    bernoulli native_dropout native_dropout_backward rand_like randn_like
+    bernoulli native_dropout rand_like randn_like
     """
 )
 
