@@ -190,3 +190,20 @@ def toml_key(name: str) -> str:
     """
     bare = name.replace("-", "").replace("_", "").isalnum() and name.isascii()
     return name if bare else toml(name)
+
+
+def beside_commonest(accuracy: float | None, commonest: Mapping[str, Any] | None) -> str:
+    """Return what an accuracy is to be held against: answering the commonest class each time.
+
+    commonest: as summary.json has it. Empty where either is unknown.
+
+    >>> beside_commonest(0.95, {"name": "no", "accuracy": 0.9})
+    "always answering 'no' gives 90.00%"
+    >>> beside_commonest(0.9, {"name": "no", "accuracy": 0.9})
+    "no better than always answering 'no', which gives 90.00%"
+    """
+    if accuracy is None or commonest is None:
+        return ""
+    answer, value = f"always answering {commonest['name']!r}", exact_percent(commonest["accuracy"])
+    better = accuracy > commonest["accuracy"]
+    return f"{answer} gives {value}" if better else f"no better than {answer}, which gives {value}"

@@ -289,3 +289,22 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
     assert package.__version__ == importlib.metadata.version("fedpact")
     code = "import sys, fedpact.theory.accounting; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_accuracy_stands_beside_that_of_the_commonest_answer(tmp_path):
+    """Of nine labels in ten that are one, a model that hardly trained is right nine times in ten."""
+    rows = [f"{i % 7 / 7},{'rare' if i % 10 == 0 else 'common'}" for i in range(600)]
+    (tmp_path / "ill.csv").write_text("\n".join(["a,label", *rows]) + "\n")
+    given = ["data='ill.csv'", "label='label'", "model='logistic'", "sites=2"]
+    changed = [part for one in [*given, "privacy.mode='none'"] for part in ("--set", one)]
+    done = fedpact("run", *QUICK, *changed, "--out", "runs/one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "runs/one/summary.json").read_text())
+    beside = summary["commonest"]
+    assert beside["name"] == "common"
+    assert summary["accuracy"] == beside["accuracy"]
+    assert f"no better than always answering 'common', which gives {beside['accuracy']:.2%}" in (
+        " ".join(done.stdout.split())
+    )
+    page = html.unescape((tmp_path / "runs/one/report.html").read_text())
+    assert "no better than always answering 'common'" in page

@@ -7,7 +7,15 @@ import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
-from fedpact.tasks.measures import area, calibration_error, explained, f1, measures_of
+from fedpact.tasks.measures import (
+    Commonest,
+    area,
+    calibration_error,
+    commonest,
+    explained,
+    f1,
+    measures_of,
+)
 
 
 def scores(classes, seed=0, n=200):
@@ -73,3 +81,11 @@ def test_two_classes_are_measured_and_ten_only_where_it_is_asked():
     assert measures_of("class", None, 10) == {}
     assert set(measures_of("class", ["ece"], 10)) == {"ece"}
     assert set(measures_of("number", None, 1)) == {"r2"}
+
+
+def test_the_commonest_class_is_that_of_most_labels_and_of_numbers_there_is_none():
+    y, classes = torch.tensor([2, 0, 2, 1, 2]), ["a", "b", "c"]
+    assert commonest(y, classes) == Commonest("c", 0.6)
+    assert commonest(torch.tensor([[1, 1], [1, 0]]), classes) == Commonest("b", 0.75)
+    assert commonest(torch.rand(4), classes) is None
+    assert commonest(y[:0], classes) is None

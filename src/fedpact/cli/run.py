@@ -24,7 +24,7 @@ from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.tasks.measures import shown
-from fedpact.text import exact_percent, fares, guarded, size, upper, written
+from fedpact.text import beside_commonest, exact_percent, fares, guarded, size, upper, written
 
 
 def run(
@@ -177,7 +177,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     )
     if summary["loss"] is not None:
         label, value = fares(summary["accuracy"], summary["loss"], exact_percent)
-        out.print(f"{label:<10} {value}")
+        against = beside_commonest(summary["accuracy"], summary.get("commonest"))
+        out.print(f"{label:<10} {value}{against and f' ({against})'}")
     if (average := summary["average"]) is not None:
         label, value = fares(average["accuracy"], average["loss"], exact_percent)
         its = "" if label == "accuracy" else f"{label} "

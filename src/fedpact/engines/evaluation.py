@@ -171,6 +171,14 @@ class Evaluator:
         return evaluate(self._model.module, self._loss, x, y, kept=wanted)
 
 
+def judged(scene: Scene) -> Tensor:
+    """Return the labels that accuracy is of: the test set's, or all held-out records' together."""
+    public = scene.dataset.y_test
+    if public is not None and not scene.plan.local.head:
+        return public
+    return torch.cat([site.y_held for site in scene.sites])
+
+
 def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:
     """Stand in for a public test set, where there is none, by all held-out records together."""
     records = sum(score.records for score in scores.values())

@@ -28,6 +28,7 @@ from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
+from fedpact.tasks.measures import Commonest
 from fedpact.theory.accounting import added
 
 _version = cache(version)
@@ -96,12 +97,14 @@ def finish(
     at: Checkpoint,
     records: list[RoundRecord],
     status: str,
+    commonest: Commonest | None = None,
 ) -> dict[str, Any]:
     """Write the final model, which `module` then has, and the summary; return the summary.
 
     sizes: each site's N_i, as declared or released.
     Where the server keeps an average beside the model, it is written as well. form: what sites were
-    asked to sum of held-out records.
+    asked to sum of held-out records. commonest: of the labels that accuracy is of, where they are
+    known.
     """
     model, files = FlatModel(module), kept_model(folder, plan)
     for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
@@ -117,6 +120,7 @@ def finish(
         found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json("columns.json", found)
     found = _summary(plan, terms, sizes, records, status, Earlier.read(folder)) | {
+        "commonest": commonest and asdict(commonest),
         "model_parameters": model.size,
         # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
         "weights": files,

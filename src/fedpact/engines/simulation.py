@@ -20,7 +20,7 @@ from fedpact.client import remembered
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.engines.asked import GivenForm
-from fedpact.engines.evaluation import Evaluator
+from fedpact.engines.evaluation import Evaluator, judged
 from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
@@ -49,6 +49,7 @@ from fedpact.privacy.terms import Terms
 from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
 from fedpact.shown.cards import frame
+from fedpact.tasks.measures import commonest
 from fedpact.theory.accounting import History
 
 OnRound = Callable[[RoundRecord], None]
@@ -333,7 +334,6 @@ def _finish(
     given = GivenForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
     module = scene.module()
-    summary = finish(
-        folder, scene.plan, scene.terms, scene.sizes, module, scene.form, at, records, status
-    )
+    ended = scene.form, at, records, status, commonest(judged(scene), raw.classes)
+    summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
     return Simulated(folder.path, records, summary, module)

@@ -17,7 +17,17 @@ from fedpact.report.reading import RunFolder, read_run, setting_called
 from fedpact.report.repeat import repeat
 from fedpact.report.templates import page
 from fedpact.tasks.measures import shown
-from fedpact.text import duration, fares, lower, number, percent, size, upper, written
+from fedpact.text import (
+    beside_commonest,
+    duration,
+    fares,
+    lower,
+    number,
+    percent,
+    size,
+    upper,
+    written,
+)
 from fedpact.theory.accounting import ACCOUNTANTS
 
 _STATUS = {
@@ -141,6 +151,8 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         if pooled:
             loss += ", on the sites' own held-out records: "
             loss += "its head is each site's own" if run.head else "there is no public test set"
+        if against := beside_commonest(last.accuracy, run.summary.get("commonest")):
+            loss += f"; {against}"
         cards.append(Card(*fares(last.accuracy, last.loss), loss, simulator_only=pooled))
         if last.average:
             kind = last.told_average(run.plan["server"]["average"])

@@ -5,7 +5,7 @@ simulator's eyes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -112,6 +112,29 @@ def explained(outputs: Tensor, y: Tensor) -> float:
     around = float(((y - y.mean()) ** 2).sum())
     missed = float(((outputs.double().reshape(y.shape) - y) ** 2).sum())
     return 1 - missed / around if around > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Commonest:
+    """What always answering one class would give. accuracy: the share of labels that are it."""
+
+    name: str
+    accuracy: float
+
+
+def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
+    """Return it for the class that most labels y [n, ...] are; None if they are not of classes.
+
+    An accuracy says something only beside it.
+
+    >>> commonest(torch.tensor([1, 0, 1, 1]), ["no", "yes"])
+    Commonest(name='yes', accuracy=0.75)
+    """
+    if y.is_floating_point() or not y.numel():
+        return None
+    counts = torch.bincount(y.flatten(), minlength=len(classes))
+    most = int(counts.argmax())
+    return Commonest(classes[most], float(counts[most]) / y.numel())
 
 
 KINDS: Final = {
