@@ -292,7 +292,7 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
 
 
 def test_an_accuracy_stands_beside_that_of_the_commonest_answer(tmp_path):
-    """Of nine labels in ten that are one, a model that hardly trained is right nine times in ten."""
+    """A model that hardly trained is right of as many labels as are the commonest."""
     rows = [f"{i % 7 / 7},{'rare' if i % 10 == 0 else 'common'}" for i in range(600)]
     (tmp_path / "ill.csv").write_text("\n".join(["a,label", *rows]) + "\n")
     given = ["data='ill.csv'", "label='label'", "model='logistic'", "sites=2"]

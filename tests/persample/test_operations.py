@@ -89,6 +89,8 @@ OF_MATRICES = {
     "larger steps": lambda u, x, w: F.interpolate(u[None], scale_factor=2, mode="linear"),
     "repeated steps": lambda u, x, w: F.interpolate(u[None], scale_factor=2),
     "max_pool1d": lambda u, x, w: F.max_pool1d(u, 3, 1, 1),
+    "product of a part": lambda u, x, w: F.linear(u[:, :4], w[:4, None] * w[:4]),
+    "product of parts": lambda u, x, w: u[:, :4] @ x[:, :4].mT,
     "lerp": lambda u, x, w: torch.lerp(u, x.sin(), w),
     "addcmul, addcdiv": lambda u, x, w: torch.addcmul(u, w, x) + torch.addcdiv(u, w, x + 1),
     # What is drawn is left out of the result, which then has the same bits.

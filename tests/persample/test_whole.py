@@ -64,6 +64,38 @@ def bilinear(rng):
     return Of(shape, function=lambda w, x: layer(x[..., :a], x[..., a:])), shape
 
 
+class Part(nn.Module):
+    """A layer of a part of each record, whose rows lie as far apart as whole records do."""
+
+    def __init__(self, layer, of):
+        super().__init__()
+        self.layer, self.of = layer, of
+
+    def forward(self, x):
+        return self.layer(self.of(x))
+
+
+def part(rng):
+    """A dense layer of a slice, whose width fits a register while its records' does not."""
+    width, more, out = rng.choice([4, 8, 12]), rng.choice([1, 2, 3]), rng.choice([3, 4, 8])
+    first, shape = rng.choice([0, 1, more]), (rng.choice([1, 3, 5]), width + more)
+    ways = [
+        lambda x: x[..., first : first + width],
+        lambda x: x[:, 0, first : first + width],
+        lambda x: x.cumsum(-1)[:, -1, first : first + width],
+        lambda x: x.flatten(1)[:, :width],
+    ]
+    return Of(shape, Part(nn.Linear(width, out), rng.choice(ways))), shape
+
+
+def parts_multiplied(rng):
+    """A product of two slices of a record, as attention by hand has it."""
+    width, steps = rng.choice([4, 8]), rng.choice([3, 4, 5])
+    shape = steps, width + rng.choice([1, 2, 3])
+    layer = nn.Linear(width, width)
+    return Of(shape, function=lambda w, x: layer(x[..., :width]) @ x[..., :width].mT), shape
+
+
 def by_lapack(rng, function):
     shape = rng.randint(3, 6), rng.randint(7, 9)
 
@@ -92,6 +124,8 @@ FORMS = {
     "transposed": partial(convolution, dims=2, transposed=True),
     "transposed of volumes": partial(convolution, dims=3, transposed=True),
     "bilinear": partial(bilinear),
+    "part": partial(part),
+    "parts multiplied": partial(parts_multiplied),
     "eigenvalues": partial(by_lapack, function=torch.linalg.eigvalsh),
     "singular values": partial(by_lapack, function=torch.linalg.svdvals),
     "pseudo-inverse": partial(by_lapack, function=torch.linalg.pinv),

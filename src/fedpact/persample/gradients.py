@@ -28,6 +28,7 @@ from torch import Tensor
 from fedpact.params import at_hand
 from fedpact.persample import norms
 from fedpact.persample.norms import LONGEST, chosen, exact, flattened, rough_squares, square_sums
+from fedpact.persample.products import each_begun
 from fedpact.persample.share import TOGETHER, Part, Share, Space, balanced, same, together
 
 FLOOR = 2.0**-10
@@ -148,9 +149,8 @@ class Outer(Share):
 
     def __init__(self, g: Tensor, u: Tensor) -> None:
         self.batch, self.length, out = g.shape
-        if self.length > 1 and (self.length * out % 4 or self.length * u.shape[2] % 4):
-            # A record's matrices begin at 16 bytes: elsewhere other code multiplies them.
-            g, u = (F.pad(t, (0, 0, 0, -self.length % 4)) for t in (g, u))
+        if self.length > 1:
+            g, u = each_begun(g, u)
         self.g, self.u = g, u
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])

@@ -50,20 +50,41 @@ def lying(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def stepped(x: Tensor) -> Tensor:
+    """x [..., M, K], or a copy where its rows or columns do not follow each other by 16 bytes.
+
+    As those of a part do not: x[:, :8] of ten columns has rows that begin at 0, 40, 80 bytes.
+    """
+    if x.dim() < 2:
+        return x
+    lies = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step != 1]
+    even = 1 in x.stride()[-2:] and not any(step * x.element_size() % 16 for step in lies)
+    return x if even else x.clone(memory_format=torch.contiguous_format)
+
+
 def aligned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] and weight [O, K] for x weightᵀ, with zeros so that rows begin at 16 bytes.
 
     Elsewhere a row is multiplied by other code, so its last bits would follow from its place.
     """
     more = -x.shape[-1] % 4
-    return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (x, weight)
+    return (F.pad(x, (0, more)), F.pad(weight, (0, more))) if more else (stepped(x), weight)
+
+
+def each_begun(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """g [B, T, O] and u [B, T, K], with zeros behind T so that each matrix begins at 16 bytes."""
+    steps = g.shape[1]
+    if any(steps * t.shape[2] % 4 for t in (g, u)):
+        more = (0, 0, 0, -steps % 4)
+        return F.pad(g, more), F.pad(u, more)
+    return stepped(g), stepped(u)
 
 
 def evenly(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b with rows that begin at 16 bytes, forward and back; see aligned."""
     (out, width), more = weight.shape, -weight.shape[0] % 4
     if not more and width % 4 == 0:
-        return F.linear(x, weight, bias)
+        return F.linear(stepped(x), weight, bias)
     x, weight = aligned(x, F.pad(weight, (0, 0, 0, more)))
     return F.linear(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
 
@@ -74,7 +95,7 @@ def evenly_matmul(a: Tensor, b: Tensor) -> Tensor:
         return torch.matmul(*aligned(a, b)) if a.dim() > 1 else torch.matmul(a, b)
     width, out = b.shape[-2:]
     if width % 4 == 0 and out % 4 == 0:
-        return torch.matmul(a, b)
+        return torch.matmul(stepped(a), stepped(b))
     a, b = F.pad(a, (0, -width % 4)), F.pad(b, (0, -out % 4, 0, -width % 4))
     return torch.matmul(a, b)[..., :out]
 

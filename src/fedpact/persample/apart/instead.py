@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.persample.products import evenly, evenly_addmm, evenly_matmul
+from fedpact.persample.products import evenly, evenly_addmm, evenly_matmul, stepped
 
 
 def _copied(into: Tensor, source: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def _attention(
     """torch's attention of q, k [..., T, d] and v [..., T, e], with rows that begin at 16 bytes."""
     width, out = q.shape[-1], v.shape[-1]
     scale = width**-0.5 if scale is None else scale
-    q, k, v = (F.pad(t, (0, -t.shape[-1] % 4)) for t in (q, k, v))
+    q, k, v = (stepped(F.pad(t, (0, -t.shape[-1] % 4))) for t in (q, k, v))
     found = F.scaled_dot_product_attention(q, k, v, *others, scale=scale, **more)
     return found[..., :out]
 
