@@ -198,6 +198,7 @@ def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
     asked = ("recommend", str(file), "--label", "ill", "--epsilon", "2", "--sites", "2")
     reason = document(*asked, "--columns", str(columns))["reasons"]["privacy.clip"]
     assert "of bmi no range is declared" in reason
+    assert "of bmi no range is declared: taken to lie in -1 .. 1" in caplog.text
     assert "age (120)" in caplog.text  # its range is declared, and is wide: with the remedy
     assert 'scale = "range"' in caplog.text
 

@@ -308,3 +308,12 @@ def test_an_accuracy_stands_beside_that_of_the_commonest_answer(tmp_path):
     )
     page = html.unescape((tmp_path / "runs/one/report.html").read_text())
     assert "no better than always answering 'common'" in page
+
+
+def test_a_run_without_any_accuracy_says_why(tmp_path):
+    (tmp_path / "few.csv").write_text("a,y\n" + "".join(f"0.{i % 10},{i % 2}\n" for i in range(8)))
+    given = ["data='few.csv'", "label='y'", "model='logistic'", "sites=4", "privacy.mode='none'"]
+    changed = [part for one in given for part in ("--set", one)]
+    done = fedpact("run", *QUICK, *changed, "--out", "runs/one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "none: there is no test set, and no site holds a record out" in done.stdout

@@ -3,9 +3,13 @@
 import datetime
 import json
 import shutil
+import stat
 
 import pytest
+from cryptography import x509
+from typer.testing import CliRunner
 
+from fedpact.cli.main import app
 from fedpact.deploy import keys
 from fedpact.engines.flower import credentials
 from fedpact.engines.parties.federation import Federation
@@ -133,14 +137,57 @@ def test_a_server_says_which_of_its_files_is_wrong(deployment, what):
         check_server(deployment / "server")
 
 
+def at(monkeypatch, days):
+    """Have the clock be so many days ahead, where certificates are made and looked at."""
+    there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    for module in (credentials, keys):
+        monkeypatch.setattr(module, "_now", lambda: there)
+    return there
+
+
 @pytest.mark.parametrize("days", [-1, 826])
 def test_a_server_whose_certificate_does_not_hold_today_says_so(deployment, monkeypatch, days):
     """Or whose clock is wrong: which it is, its owner sees."""
-    there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
-    later = type("Later", (datetime.datetime,), {"now": classmethod(lambda cls, zone: there)})
-    monkeypatch.setattr(credentials.datetime, "datetime", later)
+    there = at(monkeypatch, days)
     with pytest.raises(InputError, match=f"clock says {there:%Y-%m-%d}"):
         check_server(deployment / "server")
+
+
+def renew(deployment):
+    done = CliRunner().invoke(
+        app, ["deploy", "renew", str(deployment / "authority"), str(deployment / "server")]
+    )
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("days", "all_parties"), [(826, False), (3000, True), (4000, True)])
+def test_a_certificate_is_renewed_and_the_authority_only_where_it_would_end(
+    deployment, monkeypatch, days, all_parties
+):
+    server, older = deployment / "server", (deployment / "server" / "ca.crt").read_bytes()
+    at(monkeypatch, days)
+    with pytest.raises(InputError, match="fedpact deploy renew"):
+        check_server(server)
+    told = renew(deployment)
+    check_server(server)
+    assert ("which every site needs" in told) == all_parties
+    assert ((server / "ca.crt").read_bytes() != older) == all_parties
+    assert (server / "ca.crt").read_bytes() == (deployment / "authority" / "ca.crt").read_bytes()
+    assert stat.S_IMODE((server / "tls.key").stat().st_mode) == 0o600
+    # A site that has the authority's older certificate, while that holds, is served by the new one.
+    issued = x509.load_pem_x509_certificate((server / "tls.crt").read_bytes())
+    issued.verify_directly_issued_by(x509.load_pem_x509_certificate(older))
+
+
+def test_another_federations_authority_renews_nothing(deployment, tmp_path):
+    keys.write_authority(tmp_path)
+    before = (deployment / "server" / "tls.crt").read_bytes()
+    with pytest.raises(InputError, match="of another federation"):
+        keys.renew(tmp_path, deployment / "server", "127.0.0.1")
+    with pytest.raises(InputError, match=r"ca\.key is not there"):
+        keys.renew(tmp_path / "none", deployment / "server", "127.0.0.1")
+    assert (deployment / "server" / "tls.crt").read_bytes() == before
 
 
 def test_a_certificate_for_a_name_holds_for_it(deployment):

@@ -13,6 +13,7 @@ from tests.deploy.grid import NAMES, killed_before
 from fedpact.cli import deploy as command
 from fedpact.deploy.local import look
 from fedpact.engines.flower import codec
+from fedpact.engines.parties.examiner import _key
 from fedpact.engines.parties.records import own_records
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.standing import Standing
@@ -294,6 +295,28 @@ def test_a_lost_secret_is_not_replaced(evaluated):
     key.write_bytes(kept)
     with Site(evaluated):
         pass
+
+
+def test_another_run_on_the_same_ledger_draws_a_secret_of_its_own(evaluated):
+    """The ledger adds the two up, whichever records each of them holds out."""
+    with Site(evaluated) as site:
+        first = site.run
+        alone = site.ledger.total()
+    (evaluated / "held-out.key").unlink()
+    for name, old, new in (
+        ("federation.toml", f'run = "{first}"', 'run = "another"'),
+        ("policy.toml", "epsilon_ever = ", "epsilon_ever = 1"),
+        ("policy.toml", "delta_ever = 1e-05", "delta_ever = 3e-05"),
+    ):
+        text = (evaluated / name).read_text()
+        assert old in text
+        (evaluated / name).write_text(text.replace(old, new))
+    with Site(evaluated) as site:
+        assert site.ledger.total() == pytest.approx((2 * alone[0], 2 * alone[1]), rel=1e-12)
+    # An extension of it needs the same.
+    (evaluated / "held-out.key").unlink()
+    with pytest.raises(LedgerError, match="evaluations of run another_more1"):
+        _key(evaluated, evaluated / "ledger.jsonl", "another_more1")
 
 
 def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):

@@ -1,5 +1,6 @@
 """Whose process it is: `down` ends what `up` started, whoever has got its number since."""
 
+import errno
 import json
 import os
 import signal
@@ -283,3 +284,25 @@ def test_a_program_of_flowers_ends_with_its_main_thread(tmp_path, ends, status):
     command = [sys.executable, "-P", program.__file__, "flower-x", "--option"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert subprocess.run(command, env=environment, cwd="/", timeout=120).returncode == status
+
+
+def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypatch, capsys):
+    from fedpact.engines.flower import gate
+
+    class Enough(Exception):
+        pass
+
+    came = iter([OSError(errno.ENOSPC, "No space left on device"), Enough()])
+
+    def enter(site, directory):
+        raise next(came)
+
+    monkeypatch.setattr(gate, "enter", enter)
+    monkeypatch.setattr(processes, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(processes._Waits, "__call__", lambda _: None)
+    monkeypatch.setattr(processes, "_prepare", lambda _: None)
+    told = list[str]()
+    monkeypatch.setattr(processes._Teller, "__call__", lambda _, words: told.append(words))
+    with pytest.raises(Enough):
+        processes.run_site(site_dir)
+    assert told == [f"{site_dir} has no room (No space left on device): goes on when it has"]

@@ -103,8 +103,10 @@ def test_a_policy_that_cannot_be_read_allows_nothing(tmp_path):
 @pytest.mark.parametrize("value", ["1", True, "all", None, math.nan, math.inf, 0, -1.0, [1.0]])
 @pytest.mark.parametrize("key", [k for k in sorted(ALLOWED) if not isinstance(ALLOWED[k], list)])
 def test_a_number_that_is_none_allows_nothing(key, value):
-    with pytest.raises(PlanError, match=key):
+    with pytest.raises(PlanError, match=key) as told:
         Policy.parse({**ALLOWED, key: value})
+    # Name, value, and what was expected.
+    assert repr(value) in str(told.value)
 
 
 @pytest.mark.parametrize("value", ["fedavg", [1], None, {"fedavg": True}])

@@ -6,6 +6,7 @@ References are Gaussian laws by scipy and sums of whole numbers; docs/noise-for-
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -237,8 +238,19 @@ def test_more_honest_sites_than_a_sum_is_sure_to_have_are_refused(threshold, hon
     plan = plan_of(
         secure_aggregation={"threshold": threshold}, privacy={"trust": "sum", "honest": honest}
     )
-    with pytest.raises(PlanError, match=f"privacy.honest = {honest} with 5 sites"):
+    with pytest.raises(PlanError, match=f"privacy.honest = {honest} with 5 sites") as told:
         terms_of(plan)
+    # Each remedy is one.
+    named = re.search(r"honest = (\d)", str(told.value).partition("expected")[2])
+    larger = re.search(r"a threshold of at least (\d)", str(told.value))
+    assert (named is None) == (threshold == 3)
+    assert (larger is None) == (honest == 5)
+    remedies = [(threshold, int(named[1]))] if named else []
+    remedies += [(int(larger[1]), honest)] if larger else []
+    for t, h in remedies:
+        terms_of(
+            plan_of(secure_aggregation={"threshold": t}, privacy={"trust": "sum", "honest": h})
+        )
 
 
 @pytest.mark.parametrize("rule", ["quantile", "mean"])

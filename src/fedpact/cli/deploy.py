@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpact.cli.console import show
-from fedpact.deploy import local, processes
+from fedpact.deploy import keys, local, processes
 from fedpact.deploy.write import Choices
 from fedpact.deploy.write import write as write_deployment
 from fedpact.engines.flower import require_flower
+from fedpact.engines.parties.federation import Federation
 from fedpact.errors import FedpactError
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
@@ -84,6 +85,18 @@ def readmit(directory: Path, site: str) -> None:
     _out().print(
         f"{site} is let in again; it was barred because it {local.readmit(directory, site)}"
     )
+
+
+def renew(authority: Path, directory: Path) -> None:
+    """Carry out `fedpact deploy renew`."""
+    federation = Federation.read(directory / "federation.toml")
+    all_parties = keys.renew(authority, directory, federation.host)
+    told = (
+        f"and {directory / 'ca.crt'}, which every site needs in place of its own"
+        if all_parties
+        else "the sites' files stay as they are"
+    )
+    _out().print(f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again.")
 
 
 def server(directory: Path, as_json: bool) -> None:

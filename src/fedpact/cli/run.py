@@ -179,6 +179,13 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         label, value = fares(summary["accuracy"], summary["loss"], exact_percent)
         against = beside_commonest(summary["accuracy"], summary.get("commonest"))
         out.print(f"{label:<10} {value}{against and f' ({against})'}")
+    else:
+        part = plan.partition.held_out
+        out.print(
+            "accuracy   none: there is no test set, and no site holds a record out "
+            f"(partition.held_out = {part if isinstance(part, str) else f'{part:g}'} of each "
+            "site's): give more records, fewer sites or a larger part"
+        )
     if (average := summary["average"]) is not None:
         label, value = fares(average["accuracy"], average["loss"], exact_percent)
         its = "" if label == "accuracy" else f"{label} "

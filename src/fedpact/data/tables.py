@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -186,8 +187,10 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
     except FileNotFoundError as error:
         raise _missing(path) from error
     except Exception as error:  # a damaged zip fails in a dozen ways
+        # Of what is no zip numpy says that it can be loaded unsafely.
+        why = error if is_zipfile(path) else "it is no zip file, as those are"
         raise DataError(
-            f"data file {path} cannot be read as .npz ({error}): expected what numpy.savez writes, "
+            f"data file {path} cannot be read as .npz ({why}): expected what numpy.savez writes, "
             "without arrays of Python objects"
         ) from error
     known = {"x", "y", "x_test", "y_test", "site", "person"}

@@ -10,10 +10,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedpact.files import write_whole
+from fedpact.errors import PlanError
+from fedpact.files import understood, write_whole
 
 _CURVE = ec.SECP384R1()
-_DAYS = 825
+# The server's; and the authority's, so that a new one of the server's concerns nobody else.
+_DAYS, _DAYS_OF_AUTHORITY = 825, 3650
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
@@ -41,6 +43,11 @@ def write_runtime_secret(path: Path) -> None:
 def write_authority(directory: Path) -> None:
     """Write ca.key and ca.crt: whoever has the key can pass for the federation's server."""
     key = ec.generate_private_key(_CURVE)
+    write_whole(directory / "ca.key", _private(key))
+    (directory / "ca.crt").write_bytes(_of_authority(key).public_bytes(_PEM))
+
+
+def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = _name("fedpact federation authority")
     usage = x509.KeyUsage(
         digital_signature=True,
@@ -53,14 +60,46 @@ def write_authority(directory: Path) -> None:
         encipher_only=False,
         decipher_only=False,
     )
-    certificate = (
-        _certificate(name, name, key.public_key())
+    return (
+        _certificate(name, name, key.public_key(), _DAYS_OF_AUTHORITY)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA384())
     )
-    write_whole(directory / "ca.key", _private(key))
-    (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
+
+
+def renew(authority: Path, server: Path, host: str) -> bool:
+    """Write the server's key and certificate anew; return whether the authority's is new, too.
+
+    That is written anew, by its own key, where it would end before the server's. authority, server:
+    their directories. Raises PlanError: no authority lies there, or it is not this server's.
+    """
+    key, path = _signer(authority), authority / "ca.crt"
+    own = x509.load_pem_x509_certificate((server / "ca.crt").read_bytes())
+    if own.public_key() != key.public_key():
+        raise PlanError(
+            f"{authority} holds the authority of another federation than {server / 'ca.crt'}: "
+            "name the directory that `fedpact deploy init` wrote with this server's"
+        )
+    ends = _now() + datetime.timedelta(days=_DAYS)
+    older = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc < ends
+    if older:
+        renewed = _of_authority(key).public_bytes(_PEM)
+        for each in (path, server / "ca.crt"):
+            write_whole(each, renewed, private=False)
+    write_server_certificate(authority, server, host)
+    return older
+
+
+def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
+    path, advice = authority / "ca.key", "name the directory that `fedpact deploy init` wrote"
+    if not path.exists():
+        raise PlanError(f"{path} is not there: {advice} as `authority`, with its key")
+    with understood(path, advice):
+        found = serialization.load_pem_private_key(path.read_bytes(), None)
+        if not isinstance(found, ec.EllipticCurvePrivateKey):
+            raise TypeError(f"ca.key is a {type(found).__name__}: expected an ECDSA key")
+    return found
 
 
 def write_server_certificate(authority: Path, directory: Path, host: str) -> None:
@@ -68,10 +107,8 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
 
     It holds for this machine's own addresses too, where the server's processes talk to each other.
     """
-    signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    signer = _signer(authority)
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
-    if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise TypeError(f"ca.key is a {type(signer).__name__}: expected an ECDSA key")
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
     certificate = (
@@ -86,9 +123,9 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int = _DAYS
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    now = _now()
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -97,8 +134,12 @@ def _certificate(
         .serial_number(x509.random_serial_number())
         # Clocks of two machines differ a little.
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:

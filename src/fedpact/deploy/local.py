@@ -107,8 +107,9 @@ def look(directory: Path) -> dict[str, Any]:
     server = places.get(_SERVER)
     any_party = next(iter(places.values()))
     plan = Plan.read(any_party / "plan.json")
+    federation = Federation.read(any_party / "federation.toml")
     return {
-        "run": Federation.read(any_party / "federation.toml").run,
+        "run": federation.run,
         "adjacency": plan.privacy.adjacency,
         "evaluations": [plan.evaluation.epsilon, plan.evaluation.delta]
         if plan.private and plan.evaluation.used
@@ -120,7 +121,7 @@ def look(directory: Path) -> dict[str, Any]:
             if name not in running and (where / "log.txt").exists()
         },
         "round": _last_round(server) if server else None,
-        "status": _outcome(server) if server else "known to the server",
+        "status": _outcome(server) if server else _at_site(any_party, federation.run),
         # A site's alone: of no other directory, so that nobody sees it in passing.
         "own_figures": own_figures(directory) if (directory / "site.toml").exists() else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
@@ -188,6 +189,14 @@ def _last_round(server: Path) -> dict[str, Any] | None:
 def _outcome(server: Path) -> str:
     path = server / "run" / "summary.json"
     return json.loads(path.read_bytes())["status"] if path.exists() else "not ended"
+
+
+def _at_site(site: Path, run: str) -> str:
+    """Return how a run stands as far as a site knows: whether it has the final model."""
+    path = site / "run" / "summary.json"
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    has = found.get("run") == run and (site / "run" / "model.safetensors").exists()
+    return "ended, and the final model is here" if has else "known to the server"
 
 
 def _kind(name: str) -> str:

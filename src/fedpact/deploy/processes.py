@@ -1,6 +1,7 @@
 """The processes of a party: Flower's part as a child, ours in the foreground."""
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -32,6 +33,7 @@ _GRACE_SECONDS = 5.0
 _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _log = logging.getLogger("fedpact.party")
 
 
@@ -96,6 +98,10 @@ def run_site(directory: Path) -> None:
                     tell(f"the connection to the server has ended: {_reason(directory)}")
                 except gate.NotLetIn as error:
                     tell(str(error))
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    tell(f"{directory} has no room ({error.strerror}): goes on when it has")
                 # Not enrolled yet, or the server is away: the site goes on knocking.
                 waits()
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fedpact.data import datasets, files
 from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
+from fedpact.data.given.classes import REGRESSION
 from fedpact.data.given.handed import refitted
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import kept_records, numbered
@@ -39,6 +41,9 @@ from fedpact.privacy.policy import Policy
 from fedpact.privacy.reach import check_grid
 from fedpact.privacy.sizes import noisy_size
 from fedpact.privacy.terms import Terms
+
+_MANY_CLASSES: Final = 20
+"""Of more whole numbers one asks whether they are classes."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +206,12 @@ def undeclared_classes(plan: Plan, data: Dataset) -> str:
     """Return what to know of classes that were taken from a file's labels; "" for declared ones."""
     if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
         return ""
+    found = data.classes
+    many = len(found) > _MANY_CLASSES and all(name.lstrip("-").isdigit() for name in found)
+    amounts = f". {len(found)} whole numbers: {REGRESSION}?" if many else ""
     return (
-        f"classes are those found in the labels: {_few_of(data.classes)}; they count as public, a "
-        "mistyped label among them: declare records.classes"
+        f"classes are those found in the labels: {_few_of(found)}; they count as public, a "
+        f"mistyped label among them: declare records.classes{amounts}"
     )
 
 

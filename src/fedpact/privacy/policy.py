@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fedpact.configuration import plan_error
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.once import Once
@@ -78,10 +79,9 @@ class Policy(BaseModel):
         try:
             return Policy.model_validate(raw)
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise PlanError(
                 f"the site's policy is not complete or not understood, so nothing is allowed: "
-                f"{told}; expected {', '.join(Policy.model_fields)}"
+                f"{plan_error(error, (), Policy)}; expected {', '.join(Policy.model_fields)}"
             ) from None
 
     @staticmethod

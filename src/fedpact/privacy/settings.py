@@ -226,11 +226,19 @@ class Privacy(BaseModel):
         lists with t signatures each are ruled out by 2t > K + c.
         """
         if self.honest and not sites - threshold < self.honest < threshold:
+            least, most = sites - threshold + 1, threshold - 1
+            needed = max(self.honest, sites - self.honest) + 1
+            remedies = list[str]()
+            if least <= most:
+                remedies.append(f"honest = {least}" + f" to {most}" * (least < most))
+            if needed <= sites:
+                remedies.append(f"a threshold of at least {needed}")
+            or_both = f"honest below {sites}, and a threshold of {sites}"
             raise PlanError(
                 f"privacy.honest = {self.honest} with {sites} sites and secure_aggregation."
-                f"threshold = {threshold}: expected more than {sites - threshold} and less than "
-                f"{threshold}; of a sum of {threshold} sites at least one, who looks at it, knows "
-                "a share, and a threshold is met twice where too many are dishonest"
+                f"threshold = {threshold}: expected {', or '.join(remedies) or or_both}; of a sum "
+                f"of {threshold} sites at least one, who looks at it, knows a share, and a "
+                "threshold is met twice where too many are dishonest"
             )
 
     @property

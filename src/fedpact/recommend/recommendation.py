@@ -95,7 +95,10 @@ class Recommendation:
         Plan.parse(raw)
         if bare:
             whose = bare if example.ndim == 1 else "its numbers"
-            reasons["privacy.clip"] += f"; of {whose} no range is declared: taken to lie in -1 .. 1"
+            told = f"of {whose} no range is declared: taken to lie in -1 .. 1"
+            reasons["privacy.clip"] += f"; {told}"
+            look = "`fedpact plan` of what is written here looks at them, and says what to declare"
+            _logger.warning("%s: %s; %s", data.name, told, look)
         return cls(raw, reasons, rows)
 
     def toml(self) -> str:

@@ -48,6 +48,7 @@ _EXAMPLES = {
     "deploy status": ("fedpact deploy status fed",),
     "deploy down": ("fedpact deploy down fed",),
     "deploy readmit": ("fedpact deploy readmit fed/server site-03",),
+    "deploy renew": ("fedpact deploy renew fed/authority fed/server",),
     "deploy server": ("fedpact deploy server fed/server",),
     "deploy site": ("fedpact deploy site fed/site-00",),
     "deploy model": ("fedpact deploy model fed/site-00 --model model.safetensors",),

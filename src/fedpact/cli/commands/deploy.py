@@ -95,6 +95,17 @@ def readmit(
 
 
 @app.command()
+def renew(
+    authority: Annotated[Path, typer.Argument(help="The directory with the authority's key.")],
+    directory: Annotated[Path, typer.Argument(help="The server's directory.")],
+) -> None:
+    """Write the server's TLS certificate anew, and the authority's where that ends before it."""
+    from fedpact.cli import deploy as command
+
+    command.renew(authority, directory)
+
+
+@app.command()
 def server(
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
     as_json: AsJson = False,

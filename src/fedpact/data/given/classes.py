@@ -16,7 +16,7 @@ from fedpact.errors import DataError
 _FEW: Final = 20
 """So many classes may be those of ever so few records."""
 
-_REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, high]"
+REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, high]"
 
 _logger = logging.getLogger("fedpact")
 
@@ -34,7 +34,7 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
         return sorted_names(name, [str(v) for part in labels for v in part.reshape(-1).tolist()])
     found = np.unique(np.concatenate([part[np.isfinite(part)] for part in labels]))
     largest, records = int(max(found, default=0)), sum(part.size for part in labels)
-    ask = "are they masks of class numbers" if form.target.kind == "pixels" else _REGRESSION
+    ask = "are they masks of class numbers" if form.target.kind == "pixels" else REGRESSION
     _check_classes(name, found.tolist(), records, ask)
     if found.size and found[0] < 0:
         raise DataError(
@@ -64,7 +64,7 @@ def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
         _check_many(name, names, len(given), "is it the column of the labels")
         _check_spelled(name, names)
         return tuple(names)
-    _check_classes(name, numbers, len(given), _REGRESSION)
+    _check_classes(name, numbers, len(given), REGRESSION)
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
 
 

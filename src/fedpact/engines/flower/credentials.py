@@ -45,7 +45,7 @@ def check_server(directory: Path, federation: Federation) -> None:
             "every site would refuse what it signs. Put the server's own key back, or put the "
             "public line of this one (server.pub) into federation.toml at every party"
         )
-    _check_certificate(directory, federation.address.rsplit(":", 1)[0].strip("[]"))
+    _check_certificate(directory, federation.host)
     _check_secret(directory)
 
 
@@ -86,16 +86,22 @@ def _check_certificate(directory: Path, host: str) -> None:
     if not _names(certificate, host):
         raise PlanError(
             f"{path} does not hold for {host!r}, the server's address in federation.toml: make a "
-            "certificate for that name, or put the address back that it was made for"
+            "certificate for that name (`fedpact deploy renew`), or put the address back that it "
+            "was made for"
         )
-    now = datetime.datetime.now(datetime.UTC)
+    now = _now()
     for each, told in ((certificate, path), (authority, directory / "ca.crt")):
         first, last = each.not_valid_before_utc, each.not_valid_after_utc
         if not first <= now <= last:
             raise PlanError(
                 f"{told} holds from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, and this "
-                f"machine's clock says {now:%Y-%m-%d %H:%M}: set the clock, or make a new one"
+                f"machine's clock says {now:%Y-%m-%d %H:%M}: set the clock, or make "
+                "a new one with `fedpact deploy renew`"
             )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _authority(directory: Path) -> x509.Certificate:

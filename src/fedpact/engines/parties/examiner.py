@@ -25,6 +25,7 @@ from fedpact.evaluation import promise
 from fedpact.evaluation.split import held_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut
 from fedpact.files import understood, write_whole
+from fedpact.ledger.family import family
 from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.messages import EVALUATION, FINAL, State, Task, Vectors
 from fedpact.methods.released import examined
@@ -54,7 +55,8 @@ class Examiner:
         self._secure = SecureDraws()
         self._key = b""
         if plan.evaluation.used:
-            self._key = key_of_seed(plan.seed, name) if self._test else _key(directory, ledger)
+            drawn = key_of_seed(plan.seed, name) if self._test else None
+            self._key = drawn or _key(directory, ledger, federation.run)
         self.last = LastReply(directory / "evaluation.bin")
         self._figures = directory / OWN_FIGURES
         self._held: HeldOut | None = None
@@ -127,20 +129,28 @@ def own_figures(directory: Path) -> dict[str, Any] | None:
         return {name: found[name] for name in _KEPT} if found["settings"]["share"] else None
 
 
-def _key(directory: Path, ledger: Path) -> bytes:
-    """Return the site's secret; made where it never had to keep one."""
+def _key(directory: Path, ledger: Path, run: str) -> bytes:
+    """Return the site's secret; made where this run has promised no evaluations yet.
+
+    Over several runs a ledger adds up, so another run's may be another.
+    """
     path = directory / "held-out.key"
     if path.exists():
         found = path.read_bytes()
         if len(found) == _KEY_BYTES:
             return found
-    elif not (ledger.exists() and any(e.get("beside") for e in read_entries(ledger))):
+    elif not (ledger.exists() and family(run, _evaluated(ledger))):
         found = secrets.token_bytes(_KEY_BYTES)
         write_whole(path, found)
         return found
     raise LedgerError(
-        f"{path} is missing or damaged, and by {ledger} this site has promised evaluations: "
-        "expected the secret by which records are held out; with another one, records that were "
-        "trained on would be evaluated as well. Put it back from a backup, or take part in a new "
-        "run with the ledger's runs ended"
+        f"{path} is missing or damaged, and by {ledger} this site has promised evaluations of run "
+        f"{run}: expected the secret by which records are held out; with another one, records that "
+        "were trained on would be evaluated as well. Put it back from a backup (another run may "
+        "draw its own)"
     )
+
+
+def _evaluated(ledger: Path) -> set[str]:
+    """Return the runs whose evaluations a ledger has promised."""
+    return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from fedpact.configuration import DEFAULTS
+from fedpact.configuration import DEFAULTS, plan_error
 from fedpact.data.form import RecordForm
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
@@ -106,10 +106,14 @@ class Federation(BaseModel):
     features: tuple[str, ...] = ()
     sites: dict[str, Member] = Field(min_length=1)
 
+    @property
+    def host(self) -> str:
+        """The server's name or number, without the port."""
+        return self.address.rsplit(":", 1)[0].strip("[]")
+
     @model_validator(mode="after")
     def _tests_stay_at_home(self) -> Self:
-        host = self.address.rsplit(":", 1)[0].strip("[]")
-        if self.seeds == "test" and not _is_this_machine(host):
+        if self.seeds == "test" and not _is_this_machine(self.host):
             raise ValueError(
                 f'seeds = "test" with address = {self.address!r}: noise that follows from a seed '
                 "protects nobody, so a run over a network is refused with it; leave seeds out"
@@ -293,7 +297,7 @@ def parse_toml(kind: type[_Model], path: Path) -> _Model:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        told = plan_error(error, (), kind)
         raise PlanError(
             f"{path} is not understood: {told}; expected {', '.join(kind.model_fields)}"
         ) from None
