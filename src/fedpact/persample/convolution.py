@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.params import at_hand
 from fedpact.persample import norms
+from fedpact.persample.products import convolved, filled
 from fedpact.persample.share import Share, same
 
 Conv = nn.Conv1d | nn.Conv2d
@@ -91,7 +92,8 @@ class Geometry:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution of x [n, C, H, W], where `plain` holds."""
         padding = (self.pad[2], self.pad[0])
-        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        settings = self.stride, padding, self.dilation, self.groups
+        return convolved(F.conv2d, x, weight, bias, *settings)
 
     def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """Per-sample gradients [n, |weight|] from x [n, C, H, W] and g [n, O, h, w]."""
@@ -134,6 +136,8 @@ class Geometry:
 
     def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """∂/∂x, where `plain` holds."""
+        if g.dtype == torch.float64:
+            g, weight = filled(g, 1, self.groups), filled(weight, 0, self.groups)
         return self.gradient(g, x, weight, [self.pad[2], self.pad[0]], 1, 0)
 
     def gradient(

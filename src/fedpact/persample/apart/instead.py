@@ -4,13 +4,14 @@ Where torch's own would take a record's rows by other code than another's; see p
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.persample.products import evenly, evenly_addmm, evenly_matmul, stepped
+from fedpact.persample.products import convolved, evenly, evenly_addmm, evenly_matmul, stepped
 
 
 def _copied(into: Tensor, source: Tensor) -> Tensor:
@@ -59,6 +60,15 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
         evenly_matmul,
     ),
     _aten.addmm.default: evenly_addmm,
+    **{
+        op: partial(convolved, one)
+        for of, one in (
+            (_aten.conv1d, F.conv1d),
+            (_aten.conv2d, F.conv2d),
+            (_aten.conv3d, F.conv3d),
+        )
+        for op in (of.default, of.padding)
+    },
     _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
