@@ -119,6 +119,7 @@ FORMS = {
     "groups": partial(known, layer=lambda: nn.Conv2d(3, 3, 3, groups=3), shape=(3, 9, 9)),
     "one output": partial(known, layer=lambda: nn.Conv2d(8, 1, 1), shape=(8, 3, 3)),
     "a volume": partial(known, layer=lambda: nn.Conv3d(1, 1, 3), shape=(1, 5, 5, 5)),
+    "transposed, odd": partial(known, layer=lambda: nn.ConvTranspose1d(9, 1, 3, 2), shape=(9, 11)),
     "volumes": partial(known, layer=lambda: nn.Conv3d(3, 3, (3, 1, 1)), shape=(3, 7, 6, 3)),
     "steps": partial(known, layer=lambda: nn.ConvTranspose1d(3, 5, 1), shape=(3, 9)),
     "convolution over steps": partial(convolution, dims=1),

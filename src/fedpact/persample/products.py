@@ -158,8 +158,12 @@ def convolved(
     if x.dtype != torch.float64 or each % 4 == 0:
         return convolution(x, weight, bias, *settings)
     more = None if bias is None else filled(bias, 0, groups)
-    found = convolution(x, filled(weight, 0, groups), more, *settings)
-    parts = found.view(len(found), groups, -1, *found.shape[2:])
+    return channels(convolution(x, filled(weight, 0, groups), more, *settings), groups, each)
+
+
+def channels(x: Tensor, groups: int, each: int) -> Tensor:
+    """x [n, C, ...] without what stands behind so many channels of each group."""
+    parts = x.view(len(x), groups, -1, *x.shape[2:])
     return parts[:, :, :each].flatten(1, 2)
 
 

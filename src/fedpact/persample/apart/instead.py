@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.persample.products import convolved, evenly, evenly_addmm, evenly_matmul, stepped
+from fedpact.persample.products import (
+    channels,
+    convolved,
+    evenly,
+    evenly_addmm,
+    evenly_matmul,
+    filled,
+    stepped,
+)
 
 
 def _copied(into: Tensor, source: Tensor) -> Tensor:
@@ -38,6 +46,26 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found if bias is None else found + bias
 
 
+def _transposed(
+    convolution: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    """The transposed convolution of x [n, C, ...]; of float64 see products.convolved."""
+    settings = stride, padding, output_padding, groups, dilation
+    if x.dtype != torch.float64:
+        return convolution(x, weight, bias, *settings)
+    more = None if bias is None else filled(bias, 0, groups)
+    of_each, each = filled(filled(weight, 0, groups), 1), weight.shape[1]
+    return channels(convolution(filled(x, 1, groups), of_each, more, *settings), groups, each)
+
+
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return inner(*args)
@@ -60,15 +88,15 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
         evenly_matmul,
     ),
     _aten.addmm.default: evenly_addmm,
-    **{
-        op: partial(convolved, one)
-        for of, one in (
-            (_aten.conv1d, F.conv1d),
-            (_aten.conv2d, F.conv2d),
-            (_aten.conv3d, F.conv3d),
-        )
-        for op in (of.default, of.padding)
-    },
+    _aten.conv1d.default: partial(convolved, F.conv1d),
+    _aten.conv2d.default: partial(convolved, F.conv2d),
+    _aten.conv3d.default: partial(convolved, F.conv3d),
+    _aten.conv1d.padding: partial(convolved, F.conv1d),
+    _aten.conv2d.padding: partial(convolved, F.conv2d),
+    _aten.conv3d.padding: partial(convolved, F.conv3d),
+    _aten.conv_transpose1d.default: partial(_transposed, F.conv_transpose1d),
+    _aten.conv_transpose2d.input: partial(_transposed, F.conv_transpose2d),
+    _aten.conv_transpose3d.input: partial(_transposed, F.conv_transpose3d),
     _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
     # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
