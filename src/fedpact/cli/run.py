@@ -19,12 +19,15 @@ from fedpact.engines.extended import extended
 from fedpact.engines.together import restored
 from fedpact.errors import DataError
 from fedpact.folder import Folder
+from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.tasks.measures import shown
 from fedpact.text import beside_commonest, exact_percent, fares, guarded, size, upper, written
+
+_RESERVED = "epsilon_reserved", "delta_reserved"
 
 
 def run(
@@ -205,6 +208,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             f"accountant {summary['accountant']}; covers every release of the "
             f"{'training' if plan.evaluation_terms else 'run'}"
         )
+        if plan.run.ledgers:
+            _print_kept(out, Path(plan.run.ledgers), sorted(summary["delta"]))
         if summary["evaluation"]:
             out.print(f"released   {evaluations.sentence(summary['evaluation']['figures'])}")
             out.print(
@@ -215,3 +220,12 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
     out.print(f"time       {summary['seconds']:.1f} s")
     out.print(f"report     {result.folder / 'report.html'}")
+
+
+def _print_kept(out: Console, kept: Path, sites: Sequence[str]) -> None:
+    """Say what the ledgers that a run shares with others have of all of them."""
+    found = [receipt(kept / f"{site}.ledger.jsonl") for site in sites]
+    runs = max(sum(run["beside"] is None for run in one["runs"].values()) for one in found)
+    if runs > 1:
+        epsilon, delta = (upper(max(r[k] for r in found)) for k in _RESERVED)
+        out.print(f"ledgers    {runs} runs in {kept}: together ε <= {epsilon} at δ = {delta}")
