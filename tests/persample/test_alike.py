@@ -16,7 +16,7 @@ from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel, threads
 from fedpact.persample import columns, dense
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.products import aligned, linear
+from fedpact.persample.products import evenly, linear
 from fedpact.persample.weighting import Fair, SiteSum
 from fedpact.privacy.records import Records
 
@@ -58,11 +58,16 @@ def test_products_have_the_same_bits_for_any_number_of_records():
     for out, width in product((1, 3, 5, 6, 9, 10, 11, 16, 33, 64), (2, 5, 12, 30, 784)):
         weight, x, g = torch.randn(out, width), torch.rand(320, width), torch.randn(out, 320)
         columned, back = columns.of_records(weight, x), columns.by_columns(weight.t(), g.t())
-        rowed = linear(*aligned(x, weight))
+        rowed, exact = evenly(x, weight, None, linear), evenly(x.double(), weight.double())
         for n in (15, 16, 31, 32, 48, 96, 112, 256):
             some, whole = x[:n].clone(), -(-n // 16) * 16
             assert torch.equal(columns.of_records(weight, some)[:, :n], columned[:, :n])
-            assert torch.equal(linear(*aligned(x[:whole].clone(), weight)), rowed[:whole])
+            # From the first record on, and from the second, where rows begin at other places.
+            for start in (0, 1):
+                rows = slice(start, start + whole)
+                of_rows = evenly(x[rows].clone(), weight, None, linear)
+                assert torch.equal(of_rows, rowed[rows])
+                assert torch.equal(evenly(x[rows].double(), weight.double()), exact[rows])
             of_g = columns.by_columns(weight.t(), g[:, :whole].contiguous().t())
             assert torch.equal(of_g, back[:, :whole])
 

@@ -96,6 +96,22 @@ def parts_multiplied(rng):
     return Of(shape, function=lambda w, x: layer(x[..., :width]) @ x[..., :width].mT), shape
 
 
+def chain(rng):
+    """Known layers one after the other, of widths that fit no register."""
+    first, hidden, last = rng.choice([30, 33]), rng.choice([7, 9, 15]), rng.choice([8, 12, 16])
+    layers = nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last)
+    return nn.Sequential(*layers, nn.Linear(last, 3)), (first,)
+
+
+def chain_of_images(rng):
+    channels, side = rng.randint(1, 5), rng.randint(6, 9)
+    shape, outputs = (channels, side, side), rng.choice([1, 2, 3, 5])
+    first = nn.Conv2d(channels, outputs, rng.choice([1, 2, 3]), padding=1)
+    size = first(torch.zeros(1, *shape)).shape[-1] // 2
+    last = nn.Linear(outputs * size**2, 3)
+    return nn.Sequential(first, nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), last), shape
+
+
 def by_lapack(rng, function):
     shape = rng.randint(3, 6), rng.randint(7, 9)
 
@@ -128,6 +144,8 @@ FORMS = {
     "transposed over steps": partial(convolution, dims=1, transposed=True),
     "transposed": partial(convolution, dims=2, transposed=True),
     "transposed of volumes": partial(convolution, dims=3, transposed=True),
+    "chain": partial(chain),
+    "chain of images": partial(chain_of_images),
     "bilinear": partial(bilinear),
     "part": partial(part),
     "parts multiplied": partial(parts_multiplied),
@@ -168,7 +186,7 @@ def test_a_whole_gradient_has_the_same_bits_at_every_place(name, dtype):
             for start, count in ((j, 2), (0, j + 1), (1, 33), (0, 34), (0, 17)):
                 some = slice(start, start + count)
                 found = gradient(kernel, x[some].clone(), y[some], j - start)
-                assert torch.equal(found, alone), (model.layer, shape, j, start, count)
+                assert torch.equal(found, alone), (model, shape, j, start, count)
 
 
 def cancelling(channels, side, kernel, step):

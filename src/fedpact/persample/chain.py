@@ -23,7 +23,7 @@ from fedpact.losses import Loss, cross_entropy, known_classes
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer
-from fedpact.persample.products import ALIKE, aligned, linear, of_each, padded, wanted
+from fedpact.persample.products import ALIKE, evenly, linear, of_each, padded, wanted
 from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
@@ -93,10 +93,10 @@ class Linear(Weighted):
     """y = x Wᵀ + b for x [B, ..., K]."""
 
     def _apply(self, x: Tensor) -> Tensor:
-        return linear(*aligned(x, self._own.weight), self._own.bias)
+        return evenly(x, self._own.weight, self._own.bias, linear).contiguous()
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:  # noqa: ARG002
-        return linear(*aligned(g, self._own.weight.t()))
+        return evenly(g, self._own.weight.t(), None, linear).contiguous()
 
     def _weight(self, x: Tensor, g: Tensor) -> Share:
         return Outer(_positions(g), _positions(x))

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.params import at_hand, from_numpy
@@ -22,7 +21,7 @@ from fedpact.persample.norms import (
     SMALL,
     square_sums,
 )
-from fedpact.persample.products import ALIKE, LARGE, aligned, linear, padded, wanted
+from fedpact.persample.products import ALIKE, LARGE, evenly, linear, padded, wanted
 from fedpact.persample.share import TOGETHER, together
 
 # numpy's or torch's: the two agree in every function that is used of them.
@@ -160,7 +159,7 @@ def by_columns(weight: Tensor, rows: Tensor) -> Tensor:
     """weight rowsᵀ, by a library that the weight decides and not the number of records."""
     if weight.dtype == torch.float64:
         # There the last columns of a product are other code's; rows are not.
-        return F.linear(*aligned(rows, weight)).t()
+        return evenly(rows, weight).contiguous().t()
     return linear(weight, rows, large=weight.numel() >= LARGE)
 
 

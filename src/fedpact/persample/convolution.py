@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.products import convolved, filled
+from fedpact.persample.products import convolved, filled, first_of_groups
 from fedpact.persample.share import Share, same
 
 Conv = nn.Conv1d | nn.Conv2d
@@ -136,9 +136,12 @@ class Geometry:
 
     def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """∂/∂x, where `plain` holds."""
-        if g.dtype == torch.float64:
-            g, weight = filled(g, 1, self.groups), filled(weight, 0, self.groups)
-        return self.gradient(g, x, weight, [self.pad[2], self.pad[0]], 1, 0)
+        padding = [self.pad[2], self.pad[0]]
+        if g.dtype != torch.float64:
+            return self.gradient(g, x, weight, padding, 1, 0)
+        each, weight = weight.shape[1], filled(filled(weight, 0, self.groups), 1)
+        g, x = filled(g, 1, self.groups), filled(x, 1, self.groups)
+        return first_of_groups(self.gradient(g, x, weight, padding, 1, 0), self.groups, each)
 
     def gradient(
         self, g: Tensor, x: Tensor, weight: Tensor, padding: list[int], samples: int, which: int

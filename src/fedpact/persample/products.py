@@ -80,13 +80,21 @@ def each_begun(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return stepped(g), stepped(u)
 
 
-def evenly(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b with rows that begin at 16 bytes, forward and back; see aligned."""
-    (out, width), more = weight.shape, -weight.shape[0] % 4
-    if not more and width % 4 == 0:
-        return F.linear(stepped(x), weight, bias)
+def evenly(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    product: Callable[..., Tensor] = F.linear,
+) -> Tensor:
+    """x Wᵀ + b with rows that begin at 16 bytes, forward and back, those of the result, too.
+
+    See aligned. product: what multiplies; `linear` is faster where there is no gradient.
+    """
+    out, more = weight.shape[0], -weight.shape[0] % 4
+    if not more:
+        return product(*aligned(x, weight), bias)
     x, weight = aligned(x, F.pad(weight, (0, 0, 0, more)))
-    return F.linear(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
+    return product(x, weight, None if bias is None else F.pad(bias, (0, more)))[..., :out]
 
 
 def evenly_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -152,19 +160,21 @@ def convolved(
 ) -> Tensor:
     """The convolution of x [n, C, ...], in float64 with images that begin at 16 bytes.
 
-    There it is a product for each image, written where that begins; of float32 oneDNN makes it.
+    There it is a product for each image, read and written where those begin; of float32 oneDNN
+    makes it.
     """
     settings, each = (stride, padding, dilation, groups), weight.shape[0] // groups
-    if x.dtype != torch.float64 or each % 4 == 0:
+    if x.dtype != torch.float64:
         return convolution(x, weight, bias, *settings)
     more = None if bias is None else filled(bias, 0, groups)
-    return channels(convolution(x, filled(weight, 0, groups), more, *settings), groups, each)
+    weight = filled(filled(weight, 0, groups), 1)
+    return first_of_groups(convolution(filled(x, 1, groups), weight, more, *settings), groups, each)
 
 
-def channels(x: Tensor, groups: int, each: int) -> Tensor:
+def first_of_groups(x: Tensor, groups: int, each: int) -> Tensor:
     """x [n, C, ...] without what stands behind so many channels of each group."""
     parts = x.view(len(x), groups, -1, *x.shape[2:])
-    return parts[:, :, :each].flatten(1, 2)
+    return parts[:, :, :each].flatten(1, 2).contiguous()
 
 
 def cut(rows: Tensor, size: int, parts: int = 1) -> Tensor:
@@ -177,10 +187,10 @@ def cut(rows: Tensor, size: int, parts: int = 1) -> Tensor:
 def of_each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return a function of each number of x, the last few of which would be other code's."""
     more = -x.numel() % _AT_ONCE
-    if not more:
-        return function(x)
     by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     x = x if by_pixel else x.contiguous()
+    if not more:
+        return function(x)
     filled = x.new_zeros(x.numel() + more)
     # In the order that they have in memory, which is by pixel or by channel.
     filled[: x.numel()].as_strided(x.shape, x.stride()).copy_(x)

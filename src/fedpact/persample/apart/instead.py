@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.persample.products import (
-    channels,
     convolved,
     evenly,
     evenly_addmm,
     evenly_matmul,
     filled,
+    first_of_groups,
     stepped,
 )
 
@@ -63,7 +63,9 @@ def _transposed(
         return convolution(x, weight, bias, *settings)
     more = None if bias is None else filled(bias, 0, groups)
     of_each, each = filled(filled(weight, 0, groups), 1), weight.shape[1]
-    return channels(convolution(filled(x, 1, groups), of_each, more, *settings), groups, each)
+    return first_of_groups(
+        convolution(filled(x, 1, groups), of_each, more, *settings), groups, each
+    )
 
 
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
