@@ -63,9 +63,8 @@ def _transposed(
         return convolution(x, weight, bias, *settings)
     more = None if bias is None else filled(bias, 0, groups)
     of_each, each = filled(filled(weight, 0, groups), 1), weight.shape[1]
-    return first_of_groups(
-        convolution(filled(x, 1, groups), of_each, more, *settings), groups, each
-    )
+    found = convolution(filled(x, 1, groups), of_each, more, *settings)
+    return first_of_groups(found, groups, each)
 
 
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
