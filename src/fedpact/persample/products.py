@@ -153,22 +153,22 @@ def convolved(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *settings: Any,
+    transposed: bool = False,
 ) -> Tensor:
     """The convolution of x [n, C, ...], in float64 with images that begin at 16 bytes.
 
     There it is a product for each image, read and written where those begin; of float32 oneDNN
-    makes it.
+    makes it. settings: as torch's functions have them, plain or transposed; groups is the fourth.
     """
-    settings, each = (stride, padding, dilation, groups), weight.shape[0] // groups
     if x.dtype != torch.float64:
         return convolution(x, weight, bias, *settings)
+    groups = settings[3] if len(settings) > 3 else 1
+    each = weight.shape[1] if transposed else weight.shape[0] // groups
     more = None if bias is None else filled(bias, 0, groups)
     weight = filled(filled(weight, 0, groups), 1)
-    return first_of_groups(convolution(filled(x, 1, groups), weight, more, *settings), groups, each)
+    found = convolution(filled(x, 1, groups), weight, more, *settings)
+    return first_of_groups(found, groups, each)
 
 
 def first_of_groups(x: Tensor, groups: int, each: int) -> Tensor:

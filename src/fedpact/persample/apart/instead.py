@@ -16,8 +16,6 @@ from fedpact.persample.products import (
     evenly,
     evenly_addmm,
     evenly_matmul,
-    filled,
-    first_of_groups,
     stepped,
 )
 
@@ -46,33 +44,13 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found if bias is None else found + bias
 
 
-def _transposed(
-    convolution: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
-    """The transposed convolution of x [n, C, ...]; of float64 see products.convolved."""
-    settings = stride, padding, output_padding, groups, dilation
-    if x.dtype != torch.float64:
-        return convolution(x, weight, bias, *settings)
-    more = None if bias is None else filled(bias, 0, groups)
-    of_each, each = filled(filled(weight, 0, groups), 1), weight.shape[1]
-    found = convolution(filled(x, 1, groups), of_each, more, *settings)
-    return first_of_groups(found, groups, each)
-
-
 def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
     with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
         return inner(*args)
 
 
 _aten = cast(Any, torch.ops.aten)
+_transposed = partial(convolved, transposed=True)
 INSTEAD: dict[Any, Callable[..., Any]] = {
     # torch may have traced a view that another layout of the same numbers has not,
     _aten.view.default: _aten.reshape.default,
