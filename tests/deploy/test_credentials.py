@@ -187,6 +187,9 @@ def test_another_federations_authority_renews_nothing(deployment, tmp_path):
         keys.renew(tmp_path, deployment / "server", "127.0.0.1")
     with pytest.raises(InputError, match=r"ca\.key is not there"):
         keys.renew(tmp_path / "none", deployment / "server", "127.0.0.1")
+    (deployment / "authority" / "ca.crt").write_bytes(b"none")
+    with pytest.raises(InputError, match=r"ca\.crt cannot be understood"):
+        keys.renew(deployment / "authority", deployment / "server", "127.0.0.1")
     assert (deployment / "server" / "tls.crt").read_bytes() == before
 
 

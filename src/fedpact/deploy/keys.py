@@ -16,6 +16,7 @@ from fedpact.files import understood, write_whole
 _CURVE = ec.SECP384R1()
 # The server's; and the authority's, so that a new one of the server's concerns nobody else.
 _DAYS, _DAYS_OF_AUTHORITY = 825, 3650
+_ADVICE = "name the directories `authority` and `server` as `fedpact deploy init` wrote them"
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
@@ -74,32 +75,41 @@ def renew(authority: Path, server: Path, host: str) -> bool:
     That is written anew, by its own key, where it would end before the server's. authority, server:
     their directories. Raises PlanError: no authority lies there, or it is not this server's.
     """
-    key, path = _signer(authority), authority / "ca.crt"
-    own = x509.load_pem_x509_certificate((server / "ca.crt").read_bytes())
+    key, own = _signer(authority), _authority_at(server)
     if own.public_key() != key.public_key():
         raise PlanError(
             f"{authority} holds the authority of another federation than {server / 'ca.crt'}: "
             "name the directory that `fedpact deploy init` wrote with this server's"
         )
     ends = _now() + datetime.timedelta(days=_DAYS)
-    older = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc < ends
+    older = _authority_at(authority).not_valid_after_utc < ends
     if older:
         renewed = _of_authority(key).public_bytes(_PEM)
-        for each in (path, server / "ca.crt"):
-            write_whole(each, renewed, private=False)
+        for each in (authority, server):
+            write_whole(each / "ca.crt", renewed, private=False)
     write_server_certificate(authority, server, host)
     return older
 
 
 def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
-    path, advice = authority / "ca.key", "name the directory that `fedpact deploy init` wrote"
-    if not path.exists():
-        raise PlanError(f"{path} is not there: {advice} as `authority`, with its key")
-    with understood(path, advice):
-        found = serialization.load_pem_private_key(path.read_bytes(), None)
+    path = authority / "ca.key"
+    with understood(path, _ADVICE):
+        found = serialization.load_pem_private_key(_there(path), None)
         if not isinstance(found, ec.EllipticCurvePrivateKey):
             raise TypeError(f"ca.key is a {type(found).__name__}: expected an ECDSA key")
     return found
+
+
+def _authority_at(directory: Path) -> x509.Certificate:
+    path = directory / "ca.crt"
+    with understood(path, _ADVICE):
+        return x509.load_pem_x509_certificate(_there(path))
+
+
+def _there(path: Path) -> bytes:
+    if not path.exists():
+        raise PlanError(f"{path} is not there: {_ADVICE}")
+    return path.read_bytes()
 
 
 def write_server_certificate(authority: Path, directory: Path, host: str) -> None:
@@ -108,7 +118,7 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     It holds for this machine's own addresses too, where the server's processes talk to each other.
     """
     signer = _signer(authority)
-    issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    issuer = _authority_at(authority)
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
     certificate = (
