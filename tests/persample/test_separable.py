@@ -1,6 +1,7 @@
 """The table of operations that keep records apart: every rule of it, and models that mix them."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -117,10 +118,28 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name):
+def _quietly(middle, quiet):
+    """What `middle` does, under such a context."""
+
+    def run(model, h):
+        with quiet():
+            found = middle(model, h)
+        return h + found
+
+    return run
+
+
+QUIETLY = ("any", "mean", "roll", "length", "in place")
+
+
+@pytest.mark.parametrize(
+    ("name", "quiet"),
+    [*((n, nullcontext) for n in MIXING), *((n, torch.no_grad) for n in QUIETLY)],
+)
+def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name, quiet):
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Mixing(MIXING[name])), cross_entropy)
+    middle = _quietly(MIXING[name], quiet)
+    kernel = PerSampleKernel(FlatModel(Mixing(middle)), cross_entropy)
     x, y = torch.randn(9, 6), torch.arange(9) % 3
     r, clip = torch.full((1, 6), 30.0), 0.05
 
@@ -143,7 +162,7 @@ class Remembering(Mixing):
 
     def __init__(self, middle):
         super().__init__(middle)
-        self.seen, self.calls = None, 0
+        self.seen, self.calls, self.held = None, 0, [torch.zeros(6)]
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x):
@@ -177,18 +196,38 @@ def _hundredth(model, h):
     return h if model.calls <= 100 else h - 10 * h.mean(0)
 
 
+def _part_of_a_buffer(model, h):
+    model.mean.view(2, 3).add_(h.detach().mean(0).view(2, 3))
+    return h - model.mean
+
+
+def _written_to(model, h):
+    torch.add(model.mean, h.detach().mean(0), out=model.mean)
+    return h - model.mean
+
+
+def _held(model, h):
+    model.held[0].lerp_(h.detach().mean(0), 0.1)
+    return h - model.held[0]
+
+
+_REMEMBER = (_previous, _running, _buffer, _weights, _hundredth)
+
+
+@pytest.mark.parametrize("quiet", [nullcontext, torch.no_grad])
 @pytest.mark.parametrize(
     ("middle", "keep"),
     [
         (_previous, norms.KEEP_BYTES),
-        *((middle, 1) for middle in (_previous, _running, _buffer, _weights, _hundredth)),
+        *((middle, 1) for middle in (*_REMEMBER, _part_of_a_buffer, _written_to, _held)),
     ],
 )
-def test_no_record_is_remembered_for_another(middle, keep, monkeypatch):
+def test_no_record_is_remembered_for_another(middle, keep, quiet, monkeypatch):
     # keep: as many records at a time as fit, or one at a time.
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Remembering(middle)), cross_entropy)
+    model = FlatModel(Remembering(_quietly(middle, quiet)))
+    kernel = PerSampleKernel(model, cross_entropy)
     x, y = torch.randn(16, 6), torch.arange(16) % 3
     other = x.clone()
     other[0] = 50.0

@@ -44,11 +44,6 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found if bias is None else found + bias
 
 
-def _with_grad(enabled: bool, inner: Callable[..., Any], *args: Any) -> Any:
-    with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
-        return inner(*args)
-
-
 _aten = cast(Any, torch.ops.aten)
 _transposed = partial(convolved, transposed=True)
 INSTEAD: dict[Any, Callable[..., Any]] = {
@@ -78,7 +73,6 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     _aten.conv_transpose3d.input: partial(_transposed, F.conv_transpose3d),
     _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
-    # and a copy has no derivative, nor has a part under torch.no_grad() one for functorch.
+    # and a copy has no derivative.
     _aten.copy.default: _copied,
-    cast(Any, torch.ops).higher_order.wrap_with_set_grad_enabled: _with_grad,
 }

@@ -28,6 +28,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.apart.instead import INSTEAD
+from fedpact.persample.apart.quiet import Untraceable, by_argument, put_in_place
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
 from fedpact.persample.products import ALIKE
 
@@ -36,10 +37,6 @@ _TRACING = threading.Lock()
 _MADE_UP = 3
 _PATIENCE = 15.0  # seconds of tracing, until who waits is told
 _logger = logging.getLogger("fedpact")
-
-
-class Untraceable(Exception):
-    """A model cannot be traced, with the reason."""
 
 
 class _WithLoss(nn.Module):
@@ -84,11 +81,14 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
                 program = torch.export.export(
                     _WithLoss(module, loss), tuple(forms), dynamic_shapes=dynamic, strict=False
                 )
+            put_in_place(program)
             nodes = program.graph.nodes
             cells = {n.target: CELLS[n.target] for n in nodes if n.target in CELLS}
             if cells or any(_changes(node) for node in nodes):
                 program = cast(Any, program).run_decompositions(cells)
                 _form_anew(program)
+        except Untraceable:
+            raise
         except Exception as error:
             raise Untraceable(_reason(error)) from error
         finally:
@@ -102,6 +102,9 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     changed = [name for kind in kinds for name in getattr(signature, kind, {}).values()]
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
+    left = [str(node.target) for node in program.graph.nodes if _changes(node)]
+    if left:
+        raise Untraceable(f"{left[0]} changes a tensor in place")
     return program
 
 
@@ -254,9 +257,8 @@ def draws(node: Node) -> bool:
     """Whether a node draws random numbers; what is told to drop at a rate of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    arguments = cast(Any, node.target)._schema.arguments
-    told = {one.name: one.default_value for one in arguments}
-    told |= dict(zip(told, node.args, strict=False)) | node.kwargs
+    told = {one.name: one.default_value for one in cast(Any, node.target)._schema.arguments}
+    told |= {one.name: value for one, value in by_argument(node)}
     rate = next((told[name] for name in ("p", "dropout", "dropout_p") if name in told), 1)
     return rate != 0 and told.get("train", True) is not False
 
