@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -208,3 +210,39 @@ def test_a_run_whose_ledgers_are_kept_elsewhere_says_where(tmp_path):
     (tmp_path / "plan.json").write_text("[1]")
     with pytest.raises(LedgerError, match="holds no ledger: name"):
         commands.show_spend(tmp_path, as_json=False)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A run that keeps its ledgers in its own folder."""
+    plan = {"rounds": 2, "sites": 3, "run": {"workers": 1, "evaluate_every": 2}}
+    return simulate(Plan.parse(plan), tmp_path / "own").folder
+
+
+@pytest.mark.parametrize("asked", [commands.verify, commands.show_spend, commands.export])
+def test_a_ledger_that_is_gone_or_not_to_be_seen_is_told(own, asked, monkeypatch, tmp_path):
+    given = {commands.verify: (None, True), commands.export: (tmp_path / "r.json", True)}
+    scandir, hidden = os.scandir, own / "sites" / "site-01"
+
+    def denied(place):
+        if Path(place) == hidden:
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    with monkeypatch.context() as to:
+        to.setattr(os, "scandir", denied)
+        with pytest.raises(LedgerError, match=r"site-01 cannot be read \(Permission denied\)"):
+            asked(own, *given.get(asked, (True,)))
+    (hidden / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="no ledger of site-01, which took part"):
+        asked(own, *given.get(asked, (True,)))
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_a_run_that_lacks_a_ledger_does_not_begin_another(own, left):
+    ledger = own / "sites" / "site-00" / "ledger.jsonl"
+    ledger.unlink() if left is None else ledger.write_bytes(left)
+    plan = Plan.parse(json.loads((own / "plan.json").read_bytes()))
+    with pytest.raises(LedgerError, match="and the run has begun"):
+        simulate(plan, own)
+    assert (ledger.read_bytes() if ledger.exists() else None) == left

@@ -1,6 +1,7 @@
 """`fedpact ledger`: what sites have promised and spent, and whether the proof is intact."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.text import Text
 from fedpact.cli.console import show
 from fedpact.errors import LedgerError
 from fedpact.files import understood, write_whole
+from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import FILTER
 from fedpact.records.rounds import strict
@@ -103,9 +105,9 @@ def _receipts(where: Path) -> dict[str, dict[str, Any]]:
 def _ledgers(where: Path) -> list[Path]:
     """Return the ledger that is named, or all in a folder; a deployed site's where its owner says.
 
-    Raises LedgerError: there is none.
+    Raises LedgerError: there is none, one that cannot be seen, or a run's folder lacks a site's.
     """
-    paths = sorted(where.rglob("*ledger.jsonl")) if where.is_dir() else [where]
+    paths = _below(where) if where.is_dir() else [where]
     if (where / "site.toml").exists():
         from fedpact.engines.parties.federation import parse_toml
         from fedpact.engines.parties.records import SiteSettings
@@ -117,6 +119,33 @@ def _ledgers(where: Path) -> list[Path]:
             f"{where} holds no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
             "private run or of its ledgers"
         )
+    return paths
+
+
+def _below(folder: Path) -> list[Path]:
+    """Return the ledgers below a folder, of a run's own those of all its sites.
+
+    Of one that is passed over nobody would know that it was not looked at.
+    """
+
+    def unseen(error: OSError) -> None:
+        raise LedgerError(
+            f"{error.filename} cannot be read ({error.strerror}), so ledgers may be in it: use the "
+            "account that may read it, or name the ledgers that are meant one by one"
+        ) from error
+
+    names = [Path(at, n) for at, _, files in os.walk(folder, onerror=unseen) for n in files]
+    paths = sorted(path for path in names if path.name.endswith("ledger.jsonl"))
+    told = folder / "privacy.json"
+    if told.is_file() and any(path.parent.parent == folder / "sites" for path in paths):
+        sites = Folder(folder).read_json("privacy.json").get("sites", {})
+        gone = [name for name in sites if folder / "sites" / name / "ledger.jsonl" not in paths]
+        if gone:
+            raise LedgerError(
+                f"{folder} has no ledger of {', '.join(gone)}, which took part in its run: put "
+                f"sites/{gone[0]}/ledger.jsonl back from a backup; without it nobody can say what "
+                "the run has spent there"
+            )
     return paths
 
 

@@ -1,16 +1,21 @@
 """`fedpact deploy init`: everything that a federation needs, for one configuration."""
 
 import logging
+import re
 import shutil
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from fedpact.configuration import plan_error
 from fedpact.data.form import RecordForm
 from fedpact.data.given.targets import unscaled
 from fedpact.deploy import keys, texts
@@ -24,8 +29,12 @@ from fedpact.engines.parties.federation import (
 from fedpact.engines.scene import Scene, undeclared_classes, units
 from fedpact.errors import PlanError
 from fedpact.files import replacing
-from fedpact.folder import Folder
+from fedpact.folder import Folder, check_out
 from fedpact.plan import Plan
+
+# A name's labels, or an IPv4 address: the server listens to nothing else.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
 
 _logger = logging.getLogger("fedpact")
 
@@ -35,31 +44,59 @@ class Choices:
     """What a configuration does not say. host, port: the server's address as sites reach it.
 
     records: whether each site's directory gets its part of the plan's data set, for trying.
-    seeds, patience, checks: see Federation.
+    seeds, patience, checks: see Federation, which checks them.
     """
 
     host: str = "127.0.0.1"
     port: int = 8443
     records: bool = True
     seeds: str = "secure"
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
     checks: Checks = field(default_factory=Checks)
 
 
 def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
     """Write a deployment of a plan into a new directory and return its federation.
 
-    Raises InputError of some kind for whatever does not fit, before anything is written.
+    Raises InputError of some kind for whatever does not fit; then nothing is left there.
     """
+    check_out(directory)
     if directory.exists() and any(directory.iterdir()):
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
+    address = _address(choices)
     check_deployable(plan)
     scene = Scene.of(plan)
     if told := undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is everybody's: %s", told)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return _write(directory, plan, scene, choices, address)
+    except BaseException:
+        # Half of one would be in the way of the next call, and be taken for a whole one.
+        for left in directory.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
+        raise
+
+
+def _address(choices: Choices) -> str:
+    """Return the server's address. Raises PlanError: no host, or no port."""
+    if not 1 <= choices.port <= 65535:
+        raise PlanError(f"port is {choices.port}: expected 1 to 65535")
+    if not _HOST.fullmatch(choices.host):
+        raise PlanError(
+            f"host is {choices.host!r}: expected the server's name or its IPv4 address, as sites "
+            "reach it, like fed.example.org or 10.0.0.7; its port is --port"
+        )
+    return f"{choices.host}:{choices.port}"
+
+
+def _write(directory: Path, plan: Plan, scene: Scene, choices: Choices, address: str) -> Federation:
     plan, files = _beside(_naming_columns(plan, scene.raw.features))
     authority, server = directory / "authority", directory / "server"
-    authority.mkdir(parents=True, mode=0o700)
+    authority.mkdir(mode=0o700)
     server.mkdir()
     keys.write_authority(authority)
     keys.write_server_certificate(authority, server, choices.host)
@@ -68,24 +105,26 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
     for site in scene.sites:
         key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
         members[site.name] = Member(size=float(units(plan, site)), key=key)
-    federation = Federation.model_validate(
-        {
-            "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
-            "address": f"{choices.host}:{choices.port}",
-            "server_key": line,
-            "classes": scene.dataset.classes,
-            "shape": tuple(scene.raw.x.shape[1:]),
-            "values": str(scene.raw.x.dtype).removeprefix("torch."),
-            "seeds": choices.seeds,
-            "patience": choices.patience,
-            "checks": choices.checks,
-            "person": _person(scene, choices.records),
-            "features": () if choices.records else scene.raw.features,
-            "records": _declared(scene, choices.records),
-            "groups": scene.groups,
-            "sites": members,
-        }
-    )
+    told: dict[str, Any] = {
+        "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
+        "address": address,
+        "server_key": line,
+        "classes": scene.dataset.classes,
+        "shape": tuple(scene.raw.x.shape[1:]),
+        "values": str(scene.raw.x.dtype).removeprefix("torch."),
+        "seeds": choices.seeds,
+        "patience": choices.patience,
+        "checks": choices.checks,
+        "person": _person(scene, choices.records),
+        "features": () if choices.records else scene.raw.features,
+        "records": _declared(scene, choices.records),
+        "groups": scene.groups,
+        "sites": members,
+    }
+    try:
+        federation = Federation.model_validate(told)
+    except ValidationError as error:
+        raise plan_error(error, (), Federation) from None
     _write_server(server, scene)
     for site in scene.sites:
         _write_site(directory / "sites" / site.name, scene, site.name, choices.records)

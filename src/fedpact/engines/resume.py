@@ -1,7 +1,8 @@
 """What a folder's run is of, and whether it can go on: its records, its ledgers and its draws."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from fedpact.data.given.handed import digest_of
@@ -95,6 +96,17 @@ def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[s
     return environment
 
 
+def check_there(ledgers: Iterable[Path]) -> None:
+    """Raise LedgerError: of a run that has begun a ledger is gone; opened, it would begin anew."""
+    for path in ledgers:
+        if not path.is_file() or not path.stat().st_size:
+            raise LedgerError(
+                f"ledger {path} is {'empty' if path.is_file() else 'missing'}, and the run has "
+                "begun: put it back from a backup. Without it nobody can say what was spent at "
+                "its site; nothing was changed"
+            )
+
+
 def check_complete(at: Checkpoint, runs: Sequence[str], ledgers: dict[str, Ledger]) -> None:
     """Raise LedgerError: a ledger ends before the round that its site was last included in.
 
@@ -103,9 +115,10 @@ def check_complete(at: Checkpoint, runs: Sequence[str], ledgers: dict[str, Ledge
     for name, ledger in ledgers.items():
         included, charged = at.included.get(name, -1), max(map(ledger.last_round, runs))
         if charged < included:
+            last = f"no charge after round {charged}" if charged >= 0 else "no charge of a round"
             raise LedgerError(
-                f"ledger {ledger.path} has no charge after round {charged}, and its site took part "
-                f"in round {included}: the machine went down before the disk had the last entries. "
+                f"ledger {ledger.path} has {last}, and its site took part in round {included}: "
+                "the machine went down before the disk had the last entries. "
                 "The simulation can no longer tell what it spent: start it anew in another folder"
             )
 

@@ -25,7 +25,7 @@ from fedpact.engines.extended import Earlier, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
-from fedpact.engines.resume import check_complete, check_draws, is_known, setting
+from fedpact.engines.resume import check_complete, check_draws, check_there, is_known, setting
 from fedpact.engines.run import finish, start, tell_waits
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.simulated import secured
@@ -141,6 +141,8 @@ def simulate(
     run = environment["run"]
     with ExitStack() as stack:
         sites = _sites(scene, folder, run)
+        if known:
+            check_there([site.ledger for site in sites if site.ledger])
         ledgers = _open_ledgers(sites, stack)
         # From the first promise on an extended run goes on, and is not as it was before.
         settle(out)

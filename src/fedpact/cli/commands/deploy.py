@@ -41,16 +41,15 @@ def init(
     from fedpact.cli import deploy as command
     from fedpact.deploy.write import Choices
     from fedpact.engines.flower import require_flower
-    from fedpact.engines.parties.federation import Patience
 
     require_flower()
-    patience = Patience(
-        round_seconds=round_seconds,
-        resend_seconds=resend_seconds,
-        join_seconds=join_seconds,
-        least_replies=least_replies,
-        retries=retries,
-    )
+    patience = {
+        "round_seconds": round_seconds,
+        "resend_seconds": resend_seconds,
+        "join_seconds": join_seconds,
+        "least_replies": least_replies,
+        "retries": retries,
+    }
     seeds = "test" if test_seeds else "secure"
     choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
     command.init(directory, config, overrides, choices)
