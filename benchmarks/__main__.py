@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = modules()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("tables", nargs="*", help=", ".join(known))
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: printed, not kept")
     parser.add_argument("--page", action="store_true", help="only the page, from what is there")
     asked = parser.parse_args(arguments)
     unknown = sorted(set(asked.tables) - set(known))
@@ -37,10 +37,15 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no such table: {', '.join(unknown)}; expected some of {', '.join(known)}")
     for name in [] if asked.page else asked.tables or known:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        table = measure(name, QUICK if asked.quick else FULL)
-        table.save()
+        try:
+            table = measure(name, QUICK if asked.quick else FULL)
+        except ModuleNotFoundError as error:
+            parser.error(f"{name} needs {error.name}: pip install -e '.[bench,deploy]'")
+        if not asked.quick:
+            table.save()
         print("\n".join(page.lines_of(table)), flush=True)
-    page.write()
+    if not asked.quick:
+        page.write()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 FOLDER is what fedpact.compare wrote. One line an entry: the mean over its seeds, round by round.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,8 +24,15 @@ def curve(entry: Path, quantity: str) -> tuple[list[int], list[float]]:
 
 
 if __name__ == "__main__":
-    folder, target = map(Path, sys.argv[1:3])
-    quantity = sys.argv[3] if len(sys.argv) > 3 else "accuracy"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("target", type=Path, metavar="FIGURE.svg")
+    parser.add_argument(
+        "quantity", nargs="?", choices=("loss", "accuracy", "psi"), default="accuracy"
+    )
+    folder, target, quantity = vars(parser.parse_args()).values()
+    if not (folder / "comparison.json").exists():
+        parser.error(f"{folder} holds no comparison.json: name what fedpact.compare wrote")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for place, entry in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):

@@ -7,8 +7,8 @@ from fedpact.api import run
 from fedpact.comparison.compare import compare
 from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
-from fedpact.files import free_room, make_room, write_whole
-from fedpact.folder import Checkpoint, Folder, check_out
+from fedpact.files import check_out, free_room, make_room, write_whole
+from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import RoundRecord, State, to_bytes
 from fedpact.plan import Plan
 

@@ -6,8 +6,8 @@ Prints, for every choice, the accuracy on the public test set (mean and standard
 seeds), the iterations of each run, and its first τ.
 """
 
+import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -93,4 +93,8 @@ def main(name: str, rounds: int, iterations: int, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", choices=SETS)
+    for name in ("rounds", "iterations", "seeds"):
+        parser.add_argument(name, type=int)
+    main(*vars(parser.parse_args()).values())

@@ -262,6 +262,9 @@ def readme() -> str:
 def main(name: str, sites: list[str]) -> None:
     """Compute what is missing of a study, with these numbers of sites alone where any are given."""
     results = Results(name)
+    known = {str(cell.sites) for cell in results.cells()}
+    if unknown := set(sites) - known:
+        sys.exit(f"{name} has no {', '.join(unknown)} sites: expected {', '.join(sorted(known))}")
     for cell in results.cells():
         if not sites or str(cell.sites) in sites:
             way = results.chosen(cell)

@@ -52,13 +52,17 @@ def main() -> None:
             print(f"{run.minutes:7.1f} min  {run.title} seed={seed}")
         print(f"{sum(run.minutes for run, _ in left) / 60:7.1f} h of one core in all")
         return
-    for run, seed in left:
+    for done, (run, seed) in enumerate(left):
+        told = f"{run.title} seed={seed}: {done} of {len(left)} done, about {run.minutes:.0f} min"
+        print(told, file=sys.stderr, flush=True)
         place = asked.out / f"{run.title} {seed}".replace(" ", "-")
         try:
             for outcome in carry_out(run, seed, place):
                 stored.add(run, seed, outcome)
         except FedpactError as error:
             sys.exit(f"{run.title} seed={seed}: {error}")
+        except KeyboardInterrupt:
+            sys.exit(f"{run.title} seed={seed}: stopped; the same command goes on from here")
         *_, (rounds, last) = outcome["looks"].items()
         print(run.title, f"seed={seed}", rounds, last, outcome["cpu_seconds"], flush=True)
 

@@ -12,10 +12,10 @@ stored. The third is how settings are chosen: a sixth of the training records is
 of the test set, which is left out.
 """
 
+import argparse
 import json
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -129,10 +129,16 @@ def choose(name: str, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    chosen, *rest = sys.argv[1:]
-    if rest[:1] == ["--choose"]:
-        choose(chosen, rest[1:])
-    elif rest == ["--again"]:
-        again(chosen, Path("runs/features"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=[of + how for of in OF_SUM for how in ("", "-sum")])
+    parser.add_argument("seeds", nargs="?", type=int, default=3)
+    parser.add_argument("out", nargs="?", type=Path, default=Path("runs/features"))
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--choose", nargs="*", metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    if asked.choose is not None:
+        choose(asked.name, asked.choose)
+    elif asked.again:
+        again(asked.name, asked.out)
     else:
-        measure(chosen, int(rest[0]) if rest else 3, Path(rest[1] if rest[1:] else "runs/features"))
+        measure(asked.name, asked.seeds, asked.out)

@@ -7,10 +7,12 @@ ROW: "plain" (one epoch of 20 batches a round, η = 0.1) or "private" (the paper
 folder that has been begun is resumed, run by run.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 import fedpact
+from fedpact.comparison.pool import News
 
 BASE = Path(__file__).parent / "fashion_mnist.toml"
 # With C = 0.1 a record counts C/‖g‖, a few hundredths, unless 1 + λΔ is below it: only a λ of
@@ -36,9 +38,20 @@ def plans(row: str, model: str) -> dict[str, fedpact.Plan]:
     return found
 
 
+def told(news: News) -> None:
+    """Say which run has ended, or how accurate it is after a round."""
+    if news.ended or news.accuracy is not None:
+        how = news.failed or ("ended" if news.ended else f"round {news.round}: {news.accuracy:.1%}")
+        print(f"{news.job.name} seed {news.job.seed}: {how}", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    row, model = sys.argv[1:3]
-    seeds = int(sys.argv[3]) if len(sys.argv) > 3 else 3
-    out = Path(sys.argv[4]) if len(sys.argv) > 4 else Path("runs") / f"fair-{row}-{model}"
-    fedpact.compare(plans(row, model), seeds, out)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("row", choices=WEIGHTS)
+    parser.add_argument("model")
+    parser.add_argument("seeds", nargs="?", type=int, default=3)
+    parser.add_argument("out", nargs="?", type=Path)
+    asked = parser.parse_args()
+    out = asked.out or Path("runs") / f"fair-{asked.row}-{asked.model}"
+    fedpact.compare(plans(asked.row, asked.model), asked.seeds, out, on_news=told)
     print(out / "comparison.html")

@@ -9,9 +9,9 @@ The first two train each algorithm with and without; the third counts bytes unti
 (results.json), and what is stored is not run again.
 """
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ ALGORITHMS = {
     "fedavg, τ = 5": ["algorithm=fedavg", *SEVERAL],
     "fedprox": SEVERAL,
     "scaffold": SEVERAL,
-    "feddyn": [*SEVERAL, "settings.learning_rate=0.2", "server.optimiser=none"],
+    "feddyn": [*SEVERAL, "settings.learning_rate=0.2", "server={}"],
     "ldp_fedsgd": ["settings.step_schedule=constant"],
     "fedfdp": ["settings.local_steps=2"],
     "qffl": ["settings.local_steps=1"],
@@ -35,7 +35,7 @@ ALGORITHMS = {
     "ali_dpfl": ["settings.iterations=60"],
 }
 SIZES = {
-    "digits": ["data=digits", "sites=5", "rounds=40", "server.optimiser=none"],
+    "digits": ["data=digits", "sites=5", "rounds=40", "server={}"],
     "fashion_mnist": ["rounds=30"],
 }
 SUM = [
@@ -135,8 +135,12 @@ def to80(seeds: int, model: str) -> None:
 
 
 if __name__ == "__main__":
-    what, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    if what == "to80":
-        to80(count, sys.argv[3] if len(sys.argv) > 3 else "logistic")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=(*SIZES, "to80"))
+    parser.add_argument("seeds", nargs="?", type=int, default=3)
+    parser.add_argument("model", nargs="?", default="logistic", help="of to80")
+    asked = parser.parse_args()
+    if asked.what == "to80":
+        to80(asked.seeds, asked.model)
     else:
-        compare(what, count)
+        compare(asked.what, asked.seeds)

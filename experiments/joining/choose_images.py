@@ -11,8 +11,8 @@ averages of theirs with a decay β. What is chosen is written to choice-NAME.jso
 of each weight and β to tried-NAME.json.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -172,4 +172,6 @@ def write(name: str, found: dict[Setting, float]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=SEEDS)
+    main(parser.parse_args().name)

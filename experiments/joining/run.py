@@ -12,9 +12,9 @@ by their noise. Fashion-MNIST: of records held out of training, each seed with a
 other noise. Federated, local and MR-MTL have the same (ε, δ).
 """
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,4 +175,6 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=STUDIES)
+    main(parser.parse_args().name)

@@ -10,9 +10,9 @@ that are reported, after their last round. Results are stored as they come (resu
 what is stored is not run again.
 """
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -132,4 +132,7 @@ def main(model: str, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=("logistic", "cnn"))
+    parser.add_argument("seeds", nargs="?", type=int, default=3)
+    main(*vars(parser.parse_args()).values())

@@ -7,6 +7,7 @@ The partition is the row's, and plays no part in the rule. Each result is stored
 the configuration, and not computed again.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -79,4 +80,9 @@ def main(rows: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(ROWS))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
+    rows = parser.parse_args().rows or list(ROWS)
+    if unknown := set(rows) - set(ROWS):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; expected of {', '.join(ROWS)}")
+    main(rows)

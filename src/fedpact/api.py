@@ -20,7 +20,8 @@ from fedpact.engines.served import Served
 from fedpact.engines.simulation import OnRound, Simulated, simulate
 from fedpact.engines.together import held, keep_before, put_back, restored
 from fedpact.errors import DataError, InputError, PlanError
-from fedpact.folder import Folder, check_out, folder_of_run, instead_of_run, unused
+from fedpact.files import check_out
+from fedpact.folder import Folder, folder_of_run, instead_of_run, unused
 from fedpact.messages import RoundRecord
 from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
 from fedpact.plan import Plan

@@ -120,6 +120,10 @@ def understood(path: Path, advice: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): use the account that may read it"
+        ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
         raise DataError(
             f"{path} cannot be understood ({type(error).__name__}: {error}): it is damaged, or not "
@@ -150,3 +154,40 @@ def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
                 f"{what} (it holds {path}): let it be, or end it before another one is started"
             ) from None
         yield
+
+
+def check_out(out: Path) -> Path:
+    """Return a folder that is to be written. Raises InputError: it is no folder, or cannot be."""
+    places = (out.absolute(), *out.absolute().parents)
+    found = next(place for place in places if os.path.lexists(place))
+    if not os.path.exists(found):
+        raise InputError(
+            f"out is {str(out)!r}, and {found} is a link to {os.readlink(found)}, which is not "
+            "there: mount what it leads to, or name another folder"
+        )
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"out is {str(out)!r}, which is no text in UTF-8, as pages and records of a run are: "
+            "name another folder"
+        ) from None
+    if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
+        why = "may not be written to" if found.is_dir() else "is no folder"
+        raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
+    return out
+
+
+def check_file(option: str, out: Path, *endings: str) -> None:
+    """Find out that a file cannot be written before what is for it is computed.
+
+    option: what it was given as. endings: how its name may end, where that says what is written.
+    Raises InputError.
+    """
+    if endings and out.suffix.lower() not in endings:
+        raise InputError(
+            f"{option} is {str(out)!r}: expected a name that ends in {' or '.join(endings)}"
+        )
+    if out.is_dir():
+        raise InputError(f"{option} is {str(out)!r}, which is a folder: name a file in it")
+    check_out(out.parent)

@@ -95,28 +95,6 @@ def unused(path: Path) -> Path:
     return next(one for one in chain([path], numbered) if not one.exists())
 
 
-def check_out(out: Path) -> Path:
-    """Return a folder that is to be written. Raises InputError: it is no folder, or cannot be."""
-    places = (out.absolute(), *out.absolute().parents)
-    found = next(place for place in places if os.path.lexists(place))
-    if not os.path.exists(found):
-        raise InputError(
-            f"out is {str(out)!r}, and {found} is a link to {os.readlink(found)}, which is not "
-            "there: mount what it leads to, or name another folder"
-        )
-    try:
-        str(out).encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            f"out is {str(out)!r}, which is no text in UTF-8, as pages and records of a run are: "
-            "name another folder"
-        ) from None
-    if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
-        why = "may not be written to" if found.is_dir() else "is no folder"
-        raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
-    return out
-
-
 def check_writable(run: Path) -> None:
     """Find out that a run's folder cannot be written to before what is for it is computed.
 

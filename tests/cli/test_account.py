@@ -137,11 +137,11 @@ def test_tradeoffs_table_and_figure(few_points, tmp_path, suffix):
         ("--preset", "mine"),
         ("--preset", "paper", "--q", "0.1"),
         ("--out", "x.bmp"),
-        ("--out", "/nowhere/at/all/x.png"),
+        ("--out", "/dev/null/x.png"),
     ],
 )
 def test_tradeoffs_refusals(few_points, arguments):
-    with pytest.raises(InputError, match=r"--(preset|out) (is|paper has)"):
+    with pytest.raises(InputError, match=r"(preset|out) (is|paper has)"):
         run("tradeoffs", *arguments)
 
 

@@ -56,7 +56,7 @@ def top(modules: set[str]) -> set[str]:
         (("settings", "privcy", "--json"), 2, "the nearest is 'privacy'"),
         (("algorithms", "fedprox"), 0, "local_steps"),
         (("algorithms", "fedprx"), 2, "the nearest is 'fedprox'"),
-        (("init", "no/such/folder.toml"), 2, "cannot be written"),
+        (("init", "/dev/null/folder.toml"), 2, "/dev/null is no folder"),
         (("rnu",), 2, "Did you mean 'run'?"),
         (("run", "--otu", "x"), 2, "--out"),
     ],

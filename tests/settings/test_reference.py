@@ -125,7 +125,7 @@ def test_init_writes_once_and_nothing_that_is_no_plan(tmp_path: Path, capsys):
     cli("init", str(file), "--set", "algorithm=fedprox", "--json")
     assert json.loads(capsys.readouterr().out) == {"file": str(file)}
     assert Plan.read(file).algorithm == "fedprox"
-    with pytest.raises(InputError, match="not there yet"):
+    with pytest.raises(InputError, match="name a file that is not"):
         cli("init", str(file))
 
 

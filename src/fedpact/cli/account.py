@@ -14,6 +14,7 @@ from fedpact.cli.console import show
 from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
 from fedpact.papers.selection import as_document, tried
+from fedpact.shown.tables import print_table
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
     UNITS,
@@ -262,7 +263,9 @@ def _show(
             _name(row),
         )
     console = Console()
-    console.print(table)
+    print_table(console, table)
+    if solved == "steps" and not any(row["steps"] for row in answers):
+        console.print("\nNot one such release fits in that budget: a larger σ, or a smaller q.")
     console.print(f"\n(ε, δ)-differential privacy, {adjacency}. Covers {covers}.")
     if person:
         console.print(

@@ -11,12 +11,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from fedpact import check
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
 from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
 from fedpact.comparison.pool import Job, News
 from fedpact.comparison.sweep import read_sweeps, swept
+from fedpact.files import check_out
 from fedpact.report.comparison import (
     counted_lines,
     document,
@@ -30,6 +32,7 @@ from fedpact.report.effort import HEADINGS as EFFORT
 from fedpact.report.effort import NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort
 from fedpact.report.outcomes import Comparison
+from fedpact.shown.tables import print_table
 from fedpact.tasks.measures import shown
 from fedpact.text import fares
 
@@ -49,8 +52,9 @@ def compare(
     as_json: bool,
 ) -> None:
     """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
+    check.count(seeds=seeds)
     plans, sweep = read_plans(configs, chosen, overrides), read_sweeps(sweeps)
-    folder = out or comparison_folder()
+    folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     console.print(f"{len(swept(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
@@ -168,7 +172,7 @@ def _print(comparison: Comparison) -> None:
     for row in rows(comparison):
         figures = (*row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
-    out.print(table)
+    print_table(out, table)
     out.print(_effort(comparison))
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = [f"{each} (on held-out records)" for each in comparison.headings if comparison.pooled]

@@ -14,6 +14,7 @@ from fedpact.data.download import download as fetch
 from fedpact.data.synthetic import FORMS
 from fedpact.data.tables import SUFFIXES
 from fedpact.errors import DataError
+from fedpact.shown.tables import print_table
 
 _MADE: Final = "made, not read"
 _ABOUT: Final = {
@@ -57,7 +58,7 @@ def list_(as_json: bool) -> None:
         present = "yes" if row["present"] else "no"
         cells = (f'"{row["name"]}"', row["what"], present, row["licence"])
         table.add_row(*map(Text, cells))
-    Console().print(table)
+    print_table(Console(), table)
     if missing := [row["name"] for row in rows if not row["present"]]:
         print(f"what is not there: `fedpact data download {_ABOUT[missing[0]][0]}`")
 
@@ -90,7 +91,7 @@ def verify(names: list[str], as_json: bool) -> None:
         for name, states in found.items():
             for file, state in states.items():
                 table.add_row(*map(Text, (name, file, state)))
-        Console().print(table)
+        print_table(Console(), table)
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:
         raise DataError(

@@ -23,6 +23,7 @@ from fedpact.evaluation.totals import SumsForm
 from fedpact.ledger.family import spend_of
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.shown.tables import print_table
 from fedpact.text import exact_percent, fares, upper
 
 _POLL_SECONDS = 0.5
@@ -174,7 +175,7 @@ def _print(found: dict[str, Any]) -> None:
             # Its ledger is on a machine of its own: what the server counts.
             alone = last["epsilon_alone"].get(name, epsilon)
             table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
-    out.print(table)
+    print_table(out, table)
     if found["status"] in ("not ended", "known to the server"):
         for name, words in found["ended"].items():
             out.print(f"{name} has ended: {words}", markup=False)
@@ -210,13 +211,13 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
     table = Table("after round", *of_all)
     for name, found in figures.items():
         table.add_row(name, *(f"{f.value:.4g}" for f in found if not f.of_part))
-    out.print(table)
+    print_table(out, table)
     some = [*figures][-_SHOWN:]
     parts = Table("", *(f"round {name}" for name in some))
     of_parts = ([f for f in figures[name] if f.of_part] for name in some)
     for each in zip(*of_parts, strict=True):
         parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
-    out.print(parts)
+    print_table(out, parts)
     out.print(
         "Exact figures of this site's held-out records, for its owner alone: nothing of them is "
         "in any message, and to pass them on is a release that no budget counts."

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpact.cli.console import show
-from fedpact.files import write_whole
+from fedpact.files import check_file, write_whole
 from fedpact.report.exports import model_card, registry, summary
 from fedpact.report.exports.facts import Facts, about_of
 from fedpact.report.reading import read_run
@@ -15,6 +15,8 @@ from fedpact.report.reading import read_run
 
 def export(run: Path, form: str, out: Path | None, overrides: Sequence[str], as_json: bool) -> None:
     """Carry out `fedpact export`. form: "registry", "model-card" or "summary"."""
+    if out is not None:
+        check_file("--out", out)
     found = read_run(run)
     facts = Facts(found, about_of(found.plan, overrides))
     if form == "registry":

@@ -11,11 +11,12 @@ from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import LedgerError
-from fedpact.files import understood, write_whole
+from fedpact.files import check_file, understood, write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.ledger.reservations import FILTER
 from fedpact.records.rounds import strict
+from fedpact.shown.tables import print_table
 from fedpact.text import upper
 
 _TORN = (
@@ -81,6 +82,7 @@ def export(where: Path, out: Path, as_json: bool) -> None:
     """
     from fedpact.deploy.receipts import handed_on, signed
 
+    check_file("--out", out)
     # A site's owner signs; whoever holds the directories of several signs for none of them.
     site = where if (where / "site.toml").exists() else None
     receipts = {str(path): strict(handed_on(path, site)) for path in _ledgers(where)}
@@ -190,7 +192,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 else str(sum(event["reserved"] for event in spend["events"])),
                 *(_alone(spend) if shared else ()),
             )
-    out.print(table)
+    print_table(out, table)
     if shared:
         out.print(
             "Where sites share noise out, ε needs the noise of so many honest sites in each sum; "

@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal
 
 import errno
 import gc
+import io
+import logging
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
@@ -70,6 +72,11 @@ def _end(why: str) -> NoReturn:
 
 def main() -> None:
     """Run the command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Letters that a terminal's encoding lacks are no reason to say nothing, after hours.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # It advises whoever has no home to set one of its variables; here it may do without.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
     except FedpactError as error:

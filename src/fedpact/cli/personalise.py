@@ -15,6 +15,7 @@ from fedpact.personal.joining import SiteFigures, sentence
 from fedpact.report.joining import HEADINGS, NOTE, JoiningRow, joining_rows, paid
 from fedpact.report.page import write_page
 from fedpact.report.reading import RunFolder, read_run
+from fedpact.shown.tables import print_table
 
 
 def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
@@ -54,7 +55,7 @@ def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
 
 def _print_run(run: RunFolder) -> None:
     out = Console(highlight=False, soft_wrap=True)
-    out.print(_table(joining_rows([run])))
+    print_table(out, _table(joining_rows([run])))
     out.print(Text(f"{NOTE}. Simulator only."))
     out.print(Text(paid([run]) or ""))
 
@@ -71,7 +72,7 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
         figures.gain,
     )
     out.print("EXACT FIGURES, for this site's owner alone: NOT PRIVATE, do not release")
-    out.print(_table([row]))
+    print_table(out, _table([row]))
     out.print(
         "Each record is answered by models that it did not train, but for the federated one, which "
         "saw it under its ε."

@@ -16,6 +16,7 @@ from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.scene import Scene
 from fedpact.engines.secure.told import secure_terms
 from fedpact.engines.statement import per_person, released_of_held, site_terms
+from fedpact.errors import InputError
 from fedpact.evaluation import told
 from fedpact.messages import Reply, Task, encoded_length
 from fedpact.methods import integers
@@ -26,6 +27,7 @@ from fedpact.privacy.columns import deviation
 from fedpact.privacy.terms import channels
 from fedpact.recommend.optimise import optimised, own_rounds
 from fedpact.recommend.told import loose
+from fedpact.shown.tables import print_table
 from fedpact.text import size, upper
 from fedpact.theory.shares import UNITS
 
@@ -42,6 +44,8 @@ def plan(
     as_json: bool = False,
 ) -> None:
     """Carry out `fedpact plan`."""
+    if passes is not None and not optimise:
+        raise InputError(f"--passes {passes:g} is of --optimise: ask for both, or leave it out")
     whole = Plan.read(config, overrides)
     scene = Scene.of(whole)
     document = forecast(scene)
@@ -193,7 +197,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
-    out.print(table)
+    print_table(out, table)
     if told_of_draw := scene.participants.told():
         out.print(told_of_draw)
     if honest:
@@ -296,7 +300,7 @@ def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
                 f"{one['passes']:.3g}",
                 f"{one['snr']:.4f}",
             )
-    out.print(table)
+    print_table(out, table)
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
         f"The choice has {gains} times the signal to noise at the same (ε, δ). Set it by rounds = "

@@ -12,6 +12,7 @@ from fedpact.errors import DataError, InputError
 from fedpact.files import write_whole
 from fedpact.recommend.circumstances import Circumstances
 from fedpact.recommend.recommendation import FITTED_ON, Recommendation
+from fedpact.shown.tables import print_table
 
 
 def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
@@ -53,7 +54,7 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
     for row in found.rows:
         weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"
         table.add_row(row.what, weights, f"{row.rate:g}", f"{row.rounds}", sigma, snr)
-    console.print(table)
+    print_table(console, table)
     console.print(
         "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
         "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "

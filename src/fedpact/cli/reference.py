@@ -1,5 +1,6 @@
 """fedpact settings, fedpact algorithms, fedpact init: what there is to be set."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import InputError
+from fedpact.files import check_file
 from fedpact.reference import sources, starting, tables
+from fedpact.shown.tables import print_table
 from fedpact.text import toml
 
 
@@ -39,13 +42,16 @@ def algorithms(name: str | None, as_json: bool) -> None:
         for one in found:
             keys = ", ".join(key.last for key in one.settings.keys)
             grid.add_row(*map(Text, (one.name, one.title, keys)))
-        Console().print(grid)
+        print_table(Console(), grid)
 
     show({"algorithms": [asdict(one) for one in found]}, as_json, text)
 
 
 def init(file: Path, overrides: list[str], as_json: bool) -> None:
     """Write a plan to begin with. Raises InputError: the file is there, or cannot be written."""
+    check_file("the file", file, ".toml")
+    if os.path.lexists(file):
+        raise InputError(f"{file} is there: name a file that is not, as in `fedpact init new.toml`")
     text = starting.starting_plan(overrides)
     if overrides:
         # The embedded default is a plan; what else was asked for is tried before it is written.
@@ -53,12 +59,13 @@ def init(file: Path, overrides: list[str], as_json: bool) -> None:
 
         Plan.read(None, overrides)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as written:
             written.write(text)
     except OSError as error:
         raise InputError(
-            f"{file} cannot be written ({error.strerror}): name a file that is not there yet, as "
-            "in `fedpact init plan.toml`"
+            f"{file} cannot be written ({error.strerror}): name a file in a folder that this "
+            "account may write to, as in `fedpact init plan.toml`"
         ) from None
     told = f"{file} written; see what it will spend with `fedpact plan {file}`, and run it with "
     show({"file": str(file)}, as_json, lambda: print(f"{told}`fedpact run {file}`"))
@@ -70,7 +77,7 @@ def _overview(found: list[tables.KeyTable]) -> None:
         name = f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)"
         keys = ", ".join(key.last for key in table.keys)
         grid.add_row(*map(Text, (name, table.about, keys)))
-    Console().print(grid)
+    print_table(Console(), grid)
     print("`fedpact settings NAME` shows a table or a key; `fedpact algorithms` has [settings].")
 
 
@@ -87,7 +94,7 @@ def _print(table: tables.KeyTable) -> None:
         told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
         cells = (key.last, f"{key.type} {key.range}".strip(), default(key), told)
         grid.add_row(*map(Text, cells))
-    console.print(grid)
+    print_table(console, grid)
 
 
 def default(key: tables.Key) -> str:

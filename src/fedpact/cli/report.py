@@ -18,9 +18,10 @@ from fedpact.api import Result, load
 from fedpact.cli.console import show
 from fedpact.engines.served import Predictions
 from fedpact.errors import InputError
-from fedpact.files import write_whole
+from fedpact.files import check_file, write_whole
 from fedpact.report.page import headline, write_page
 from fedpact.report.reading import RunFolder, read_run
+from fedpact.shown.tables import print_table
 
 
 def report(run: Path, as_json: bool) -> None:
@@ -54,7 +55,7 @@ def _print(run: RunFolder, path: Path | None) -> None:
         value = Text(card.value, style="bold red" if card.bad else "bold")
         table.add_row(card.label, value, Text(note))
     console = Console()
-    console.print(table)
+    print_table(console, table)
     if run.private and run.seeded:
         console.print("A simulation: seeded noise protects nobody; ε is a deployment's.")
     # Not wrapped: a path must stay whole to be opened.
@@ -81,6 +82,8 @@ def predict(run: Path, records: Path, out: Path | None, as_json: bool, average: 
     A .csv file, or of any model an .npz with arrays labels, probabilities, used and classes. Raises
     InputError: answers of many pixels that no line of a CSV holds.
     """
+    if out is not None:
+        check_file("--out", out, ".csv", ".npz")
     found = _asked(run, average).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):

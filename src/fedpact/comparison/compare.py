@@ -20,8 +20,8 @@ from fedpact.data.dataset import Dataset
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import InputError, PlanError
-from fedpact.files import write_whole
-from fedpact.folder import Folder, check_out, unused
+from fedpact.files import check_out, write_whole
+from fedpact.folder import Folder, unused
 from fedpact.methods.released import check_as_declared
 from fedpact.own.named import is_handed
 from fedpact.plan import Plan

@@ -262,6 +262,9 @@ def _from_table(
         used = sieve.good.tolist()
         classes = sorted_names(name, [v for v, good in zip(labels, used, strict=True) if good])
     names = tuple(map(str, classes))
+    if form.target.kind == "class" and len(names) == 1:
+        # Records of another may be among those that are left out, as for a value out of range.
+        sieve.warn(values=True)
     check_several(name, names, labels, form)
     y = targets_of(labels, names, form, table.label, sieve, how="names")
     sites = None

@@ -13,12 +13,13 @@ from typing import Any
 
 from fedpact.deploy.processes import environment
 from fedpact.deploy.running import Process
+from fedpact.engines.flower import require_flower
 from fedpact.engines.parties.examiner import own_figures
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.engines.parties.standing import Standing
 from fedpact.engines.together import restored
-from fedpact.errors import DataError
+from fedpact.errors import DataError, PlanError
 from fedpact.files import PRIVATE, only_one, understood, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
@@ -86,14 +87,21 @@ def stop(directory: Path, only: str | None = None) -> list[str]:
 
 
 def carry_out(directory: Path) -> Path:
-    """Start all parties, wait until the server has ended, stop the rest; return its run folder."""
+    """Start all parties, wait until the server has ended, stop the rest; return its run folder.
+
+    Raises PlanError: it ended without a run, with the last words of its log.
+    """
+    require_flower()
     start(directory)
     try:
         while look(directory)["running"][_SERVER]:
             time.sleep(0.5)
     finally:
         stop(directory)
-    return directory / _SERVER / "run"
+    run = directory / _SERVER / "run"
+    if not (run / "summary.json").exists():
+        raise PlanError(f"the server ended before its run had: {last_words(directory, _SERVER)}")
+    return run
 
 
 def look(directory: Path) -> dict[str, Any]:

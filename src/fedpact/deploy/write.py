@@ -28,8 +28,8 @@ from fedpact.engines.parties.federation import (
 )
 from fedpact.engines.scene import Scene, undeclared_classes, units
 from fedpact.errors import PlanError
-from fedpact.files import replacing
-from fedpact.folder import Folder, check_out
+from fedpact.files import check_out, replacing
+from fedpact.folder import Folder
 from fedpact.plan import Plan
 
 # A name's labels, or an IPv4 address: the server listens to nothing else.

@@ -30,6 +30,7 @@ from fedpact.data.tables import Table, read_columns, read_npz
 from fedpact.errors import DataError
 from fedpact.features.extract import MadeBy
 from fedpact.features.stage import FeatureStage
+from fedpact.files import understood
 from fedpact.folder import Folder
 from fedpact.plan import Plan
 
@@ -74,10 +75,11 @@ class GivenForm:
                 "writes that"
             )
         raw = Folder(folder).read_json(FORM)
-        shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
-        of = raw.get("made_by")
-        made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-        return GivenForm(shape, raw["values"], classes, features, made_by)
+        with understood(folder / FORM, "put it back, or run the plan again in another folder"):
+            shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
+            of = raw.get("made_by")
+            made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
+            return GivenForm(shape, raw["values"], classes, features, made_by)
 
 
 @dataclass(frozen=True, eq=False)

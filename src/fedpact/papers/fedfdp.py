@@ -10,6 +10,7 @@ from rich.table import Table
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.papers.facts import RunFacts
+from fedpact.shown.tables import print_table
 from fedpact.theory.fairness import Slopes, best_weight, bound, noise_term
 
 DEFAULTS: dict[str, float] = {
@@ -146,6 +147,6 @@ def print_answer(found: Mapping[str, Any]) -> None:
     table.add_column("P(λ)", justify="right")
     for row in found["bound"]:
         table.add_row(f"{row['lam']:.3g}", f"{row['P']:.4g}")
-    console.print(table)
+    print_table(console, table)
     if found["sweep"]:
         console.print("sweep: λ = 0, " + ", ".join(f"{lam:.3g}" for lam in found["sweep"]))

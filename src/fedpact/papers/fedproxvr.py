@@ -11,6 +11,7 @@ from rich.table import Table
 from fedpact.errors import InputError
 from fedpact.papers.proxvr import Losses, Solver
 from fedpact.papers.proxvr_search import Optimum, minimise
+from fedpact.shown.tables import print_table
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
 ROWS = {
@@ -128,7 +129,7 @@ def print_document(found: Mapping[str, Any]) -> None:
             *(f"{row[k]:.4g}" for k in ("theta", "Theta")),
             *(f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"])),
         )
-    console.print(table)
+    print_table(console, table)
     console.print(f"objective: {UNIT}.")
     console.print(PROVEN)
     console.print(WORTH)

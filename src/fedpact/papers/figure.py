@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedpact.errors import InputError
+from fedpact.files import check_file
 from fedpact.papers.fedproxvr import Candidate
 from fedpact.papers.proxvr_search import Parameters, path
 
@@ -19,12 +20,6 @@ PANELS = (
     ("decrease", "Θ", "linear"),
     ("tau", "τ*", "log"),
 )
-
-
-def check_name(out: Path) -> None:
-    """Raise InputError unless the file's name says how to draw."""
-    if out.suffix not in (".png", ".svg"):
-        raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
 
 
 def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
@@ -42,7 +37,8 @@ def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
 
 def draw(setting: Candidate, out: Path) -> None:
     """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
-    check_name(out)
+    check_file("--out", out, ".png", ".svg")
+    out.parent.mkdir(parents=True, exist_ok=True)
     import matplotlib
 
     matplotlib.use("Agg")

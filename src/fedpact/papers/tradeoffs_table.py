@@ -14,9 +14,11 @@ from rich.table import Table
 
 from fedpact import check
 from fedpact.errors import InputError
+from fedpact.files import check_file
 from fedpact.papers.composition import OLD_BOUNDS
 from fedpact.papers.tradeoffs import Point, Problem, exact_point, old_point, with_proof
 from fedpact.records.rounds import strict
+from fedpact.shown.tables import print_table
 from fedpact.text import upper
 from fedpact.theory.accounting import Accountant
 
@@ -73,19 +75,20 @@ def asked(
 
 def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> None:
     """Carry out `fedpact tradeoffs`. Raises InputError: another suffix, or a file out of reach."""
-    if out is not None and out.suffix not in (".png", ".svg"):
-        raise InputError(f"--out is {str(out)!r}: expected a name that ends in .png or .svg")
+    if out is not None:
+        check_file("--out", out, ".png", ".svg")
     problem, paper = question.problem, question.paper
-    with Console(stderr=True).status("calibrating σ by exact accounting"):
-        points = [
-            with_proof(problem, point)
-            for steps in question.steps
-            for epsilon in question.epsilons
-            for point in (
-                *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
-                *(exact_point(problem, by, epsilon, steps) for by in EXACT),
-            )
-        ]
+    console, points, budgets = Console(stderr=True), list[Point](), len(question.epsilons)
+    asked = [(steps, epsilon) for steps in question.steps for epsilon in question.epsilons]
+    for done, (steps, epsilon) in enumerate(asked):
+        if done % budgets == 0:
+            told = f"T = {steps:,}: calibrating σ by exact accounting, {done} of {len(asked)} done"
+            console.print(told, highlight=False)
+        some = (
+            *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
+            *(exact_point(problem, by, epsilon, steps) for by in EXACT),
+        )
+        points += [with_proof(problem, point) for point in some]
     if out is not None:
         _draw(question, points, out)
     if as_json:
@@ -115,7 +118,7 @@ def _show(question: TradeoffQuestion, points: list[Point]) -> None:
             here = [p for p in points if (p.steps, p.epsilon) == (steps, epsilon)]
             for point in here:
                 table.add_row(*_cells(point), end_section=point is here[-1])
-        console.print(table)
+        print_table(console, table)
     console.print(GUARANTEE + ".")
     if question.paper:
         console.print(PAPER + ".")
@@ -156,6 +159,7 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
         "dotted: unsound, or outside the bound's own conditions; only RDP and PLD are guarantees",
         fontsize="medium",
     )
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(out, dpi=150)
     except OSError as error:

@@ -261,6 +261,11 @@ def _read(path: Path, *, needed: bool = True) -> Document:
         return {}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise DataError(
+            f"{path} may not be read by this account: use the one whose run it is, or have it "
+            "made readable"
+        ) from None
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "

@@ -43,14 +43,15 @@ def fedproxvr(
     from the simulation's records.
     """
     from fedpact.cli.console import show
+    from fedpact.files import check_file
     from fedpact.papers.fedproxvr import Candidate, candidate_document, print_document
-    from fedpact.papers.figure import check_name, draw
+    from fedpact.papers.figure import draw
     from fedpact.papers.measure import from_run
     from fedpact.report.reading import read_run
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:
-        check_name(out)
+        check_file("--out", out, ".png", ".svg")
     if run is None:
         if missing := [f"--{name}" for name, value in given.items() if value is None]:
             raise InputError(

@@ -92,8 +92,7 @@ def check_several(
     raise DataError(
         f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
         "expected two classes or more, as of one there is nothing to learn; name all of them as "
-        "records.classes (classes = [...] in Python), or hand in records of the others; rows that "
-        "were left out, as for a value beyond a column's range, are named in the log"
+        "records.classes (classes = [...] in Python), or hand in records of the others"
     )
 
 
