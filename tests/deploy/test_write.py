@@ -1,6 +1,7 @@
 """What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
 
 import json
+import math
 import os
 import re
 import stat
@@ -123,6 +124,27 @@ def test_what_can_only_be_simulated_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(PlanError, match=told):
         write(tmp_path / "d", Plan.parse(change), Choices())
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        *(({"port": port}, f"port is {port}: expected 1 to 65535") for port in (-7, 0, 65536)),
+        *(
+            ({"host": host}, re.escape(f"host is {host!r}: expected"))
+            for host in ("", "a b", "http://x.org", "x.org:9000", "::1", "-x.org", "é.org")
+        ),
+        ({"patience": {"round_seconds": math.nan}}, "patience.round_seconds is nan"),
+        ({"patience": {"least_replies": 99}}, "least_replies = 99: there are 2 sites"),
+    ],
+)
+def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
+    plan = Plan.parse({"sites": 2, "rounds": 2})
+    with pytest.raises(PlanError, match=told):
+        write(tmp_path / "d", plan, Choices(**choice))
+    assert not list((tmp_path / "d").glob("*"))
+    # What was wrong is put right in the same place.
+    assert write(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
 
 
 def test_nothing_is_written_over(written):

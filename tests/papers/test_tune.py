@@ -130,11 +130,14 @@ def test_the_figure_is_drawn(tmp_path, suffix, head):
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "d.png").mkdir()
     assert "--sigma2, --gamma missing" in refused("fedproxvr", "--L", "1", "--lam", "0.5")
     assert "sgd" in refused("fedproxvr", *SPEC, "--solver", "sgd")
     assert ".png or .svg" in refused("fedproxvr", *SPEC, "--out", "figure.jpg")
-    missing = tmp_path / "nowhere" / "figure.png"
-    assert "cannot be written" in refused("fedproxvr", *SPEC, "--out", str(missing))
+    (tmp_path / "file").touch()
+    missing = tmp_path / "file" / "figure.png"
+    assert "file is no folder" in refused("fedproxvr", *SPEC, "--out", str(missing))
+    assert "which is a folder" in refused("fedproxvr", *SPEC, "--out", str(tmp_path / "d.png"))
     assert "gamma" in refused("fedproxvr", *SPEC[:-1], "nan")
     assert "weak_convexity" in refused(
         "fedproxvr", "--L", "1", "--lam", "2", "--sigma2", "1", "--gamma", "1"

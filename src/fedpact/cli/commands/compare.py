@@ -40,7 +40,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
-    chosen = [name.strip() for name in algorithms.split(",")] if algorithms is not None else []
+    chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
