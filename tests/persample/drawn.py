@@ -5,6 +5,7 @@ views so that the batch lies anywhere, alone or with other entries in one dimens
 the operation behind. `tried` says what the table claims of its result and whether it is so.
 """
 
+import math
 import operator
 import random
 from collections.abc import Callable
@@ -210,7 +211,42 @@ def tried(name: str, draw: Callable[[Draw], object], seed: int) -> str:
         for other in pairs:
             assert mine.shape == other.shape, name
             assert torch.allclose(mine, other, rtol=1e-12, atol=1e-12, equal_nan=True), name
+    if not _draws(node):
+        _try_gradients(name, g, node)
     return "shown"
+
+
+def _try_gradients(name: str, g: Draw, node: fx.Node) -> None:
+    """A record of zeros, or of no numbers, changes no bit of what others' gradients are.
+
+    Where it raises, as of what has no derivative, a kernel leaves the record out.
+    """
+    others = [j for j in range(BATCH) if j != CHANGED]
+    before = _gradients(g, node, None)
+    for value in (0.0, math.inf, math.nan, 1e-300):
+        after = _gradients(g, node, value)
+        for mine, other in zip(before, after, strict=False):
+            a, b = (t[others].nan_to_num(nan=0.123) for t in (mine, other))
+            assert torch.equal(a, b), f"{name}: beside {value} {(a - b).abs().max()}"
+
+
+def _gradients(g: Draw, node: fx.Node, value: float | None) -> list[Tensor]:
+    """Of the results' sum by the records' numbers; value: what one record is made of instead."""
+    values = {name: v.clone() for name, v in g.values.items()}
+    floats = [values[name] for name in sorted(g.records) if values[name].is_floating_point()]
+    for one in floats:
+        if value is not None:
+            one[CHANGED] = value
+        one.requires_grad_()
+    try:
+        found = evaluated(list(g.graph.nodes), values)[node]
+        found = found if isinstance(found, (tuple, list)) else [found]
+        sums = [one.sum() for one in found if one.requires_grad]
+        if not sums or not floats:
+            return []
+        return list(torch.autograd.grad(sum(sums), floats, materialize_grads=True))
+    except RuntimeError:
+        return []
 
 
 def _results(g: Draw, node: fx.Node, kept: Callable[[Tensor], Tensor]) -> list[Tensor]:

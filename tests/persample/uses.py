@@ -194,7 +194,7 @@ def _index(g: Draw) -> tuple[object, ...]:
 
 add("index.Tensor", _index)
 add("sum.dim_IntList mean.dim amax amin logsumexp any.dims all.dims", _then(_dims, _keep))
-add("prod.dim_int any.dim all.dim argmax argmin max.dim min.dim median.dim", _then(_dim, _keep))
+add("any.dim all.dim argmax argmin max.dim min.dim median.dim", _then(_dim, _keep))
 add(
     "var.correction std.correction var_mean.correction std_mean.correction",
     _then(_dims, lambda g, _: {"correction": 0, "keepdim": g.likely()}),

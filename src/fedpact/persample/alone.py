@@ -137,10 +137,11 @@ class Alone:
                 loss = _only(self._one.losses(*one, weights))
             losses.append(loss.detach())
             given = list(weights.values())
-            rows.append(torch.autograd.grad(loss, given, materialize_grads=True))
+            found = torch.autograd.grad(loss, given, materialize_grads=True)
+            rows.append(tuple(g.to_dense() if g.is_sparse else g for g in found))
         columns = zip(*rows, strict=True)
-        found = {n: torch.stack(column) for n, column in zip(weights, columns, strict=True)}
-        return torch.stack(losses), found
+        made = {n: torch.stack(column) for n, column in zip(weights, columns, strict=True)}
+        return torch.stack(losses), made
 
 
 def _error(way: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Exception | None:

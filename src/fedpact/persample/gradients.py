@@ -117,9 +117,10 @@ class Made(Share):
     """Gradients that are there already, rows [B, size]."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = flattened(rows)
+        # Squares of 16 bits would be no squares.
+        self._rows = flattened(rows if rows.element_size() >= 4 else rows.float())
         self.batch, self.size = self._rows.shape
-        self.element = rows.element_size()
+        self.element = self._rows.element_size()
         self.most = TOGETHER
 
     @property

@@ -19,8 +19,8 @@ from torch.fx import Node
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import recurrent
-from fedpact.persample.apart.places import Mixed, Where, is_size, shape_of
-from fedpact.persample.apart.separable import kind_of, states
+from fedpact.persample.apart.places import Mixed, Where, is_size, kind_of, shape_of
+from fedpact.persample.apart.separable import states
 from fedpact.persample.apart.trace import Program, arguments, draws, evaluated, operation
 from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
@@ -207,13 +207,13 @@ class Graph:
                 return back(g)[0][name]
 
             def rows(given: Tensor) -> Tensor:
-                given = given.view(-1, *shape)
+                given = given.view(len(given), *shape)
                 try:
                     with for_vmap():
                         each = cast(Tensor, cast(Any, vmap(one))(given))
                 except Uneven:
                     each = torch.stack([one(lying(g)) for g in given])
-                return each.reshape(-1, weights[name].numel())
+                return each.reshape(len(given), weights[name].numel())
 
             return rows
 

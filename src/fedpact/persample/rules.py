@@ -220,8 +220,10 @@ def _instance_normal(call: Call) -> Tensor:
 
 def _reduced(call: Call, g: Tensor, place: Place) -> Made:
     """The output's gradient, summed over what a parameter was broadcast along."""
-    shape = call.at(place).shape
-    apart = call.apart(g, call.out[0])
+    argument = call.at(place)
+    shape = argument.shape
+    # A single number does not make halves wider than they are, which it is.
+    apart = call.apart(g, call.out[0]).to(argument.dtype)
     shape = torch.Size([1] * (apart.dim() - 1 - len(shape)) + list(shape))
     over = [d + 1 for d, size in enumerate(shape) if size == 1 and apart.shape[d + 1] != 1]
     return Made(apart.sum(over) if over else apart)

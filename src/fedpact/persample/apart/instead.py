@@ -44,6 +44,16 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found if bias is None else found + bias
 
 
+def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
+    """Division; of whole numbers the least by -1, cut to a whole number, would end the process."""
+    numbers = isinstance(b, Tensor) and not (a.is_floating_point() or b.is_floating_point())
+    if rounding_mode != "trunc" or not numbers:
+        return torch.div(a, b, rounding_mode=rounding_mode)
+    minus = b == -1
+    found = torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc")
+    return torch.where(minus, -found, found)
+
+
 _aten = cast(Any, torch.ops.aten)
 _transposed = partial(convolved, transposed=True)
 INSTEAD: dict[Any, Callable[..., Any]] = {
@@ -73,6 +83,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     _aten.conv_transpose3d.input: partial(_transposed, F.conv_transpose3d),
     _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
+    _aten.div.Tensor_mode: _quotient,
     # and a copy has no derivative.
     _aten.copy.default: _copied,
 }

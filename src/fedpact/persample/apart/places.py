@@ -174,3 +174,9 @@ def batched(dimensions: int) -> Rule:
 def is_size_arg(arg: Any) -> bool:
     """Whether an argument is a number that follows from the batch's size."""
     return isinstance(arg, Node) and is_size(arg)
+
+
+def kind_of(node: Node) -> str:
+    """An operation's name without its library and overload, as "linear"."""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""

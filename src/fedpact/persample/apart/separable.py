@@ -46,6 +46,7 @@ from fedpact.persample.apart.places import (
     from_the_end,
     is_size,
     is_size_arg,
+    kind_of,
     multiple,
     only,
     option,
@@ -101,15 +102,11 @@ def _state(node: Node, at: At, found: dict[Node, State]) -> State:
     return _from_size(node) if any(is_size(n) for n in inputs) else None
 
 
-def kind_of(node: Node) -> str:
-    """An operation's name without its library and overload, as "linear"."""
-    parts = str(node.target).split(".")
-    return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""
-
-
 def _checked(node: Node, state: State) -> State:
     """Raise Mixed unless each result has the batch where it is said to be, and nowhere else."""
     value = node.meta["val"]
+    if state is None and kind_of(node) in _LIKE and not any(map(multiple, shape_of(node))):
+        return None
     results = [value] if isinstance(state, Where) else list(value)
     places = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state or ()))
     for one, where in zip(results, places, strict=True):
@@ -119,7 +116,8 @@ def _checked(node: Node, state: State) -> State:
     return state
 
 
-_CONSTANT = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "rand", "randn")
+_LIKE = ("new_zeros", "new_ones", "new_full")
+_CONSTANT = ("zeros", "ones", "full", *_LIKE, "rand", "randn")
 
 
 def _from_size(node: Node) -> State:
@@ -127,7 +125,7 @@ def _from_size(node: Node) -> State:
     kind = kind_of(node)
     if kind not in (*_CONSTANT, "expand", "repeat"):
         raise Mixed(f"operation {node.target} depends on the batch's size")
-    if kind in ("full", "new_full") and is_size_arg(node.args[1 if kind == "full" else 2]):
+    if kind == "full" and is_size_arg(node.args[1]):
         raise Mixed(f"operation {node.target} depends on the batch's size")
     places = [(d, m) for d, s in enumerate(shape_of(node)) if (m := multiple(s)) is not None]
     if len(places) != 1:
@@ -142,8 +140,10 @@ def _from_size(node: Node) -> State:
 
 
 def _made_like(node: Node, at: At) -> State:
-    """x.new_zeros(...): of x it takes the type alone."""
+    """x.new_zeros(...): of x it takes the type alone. None: it has nothing of the batch."""
     del at
+    if any(map(is_size_arg, node.args[2:])):
+        raise Mixed(f"operation {node.target} depends on the batch's size")
     sized = any(multiple(size) is not None for size in shape_of(node))
     return _from_size(node) if sized else None
 
@@ -314,7 +314,7 @@ _RULES: dict[str, Rule] = {
     **_named(along(1, several=2), "sort cummax cummin"),
     **_named(along(2, several=2), "sort.stable topk"),
     **_named(indexed, "index.Tensor"),
-    **_named(reduced(1, 2), "sum.dim_IntList mean.dim amax amin logsumexp prod.dim_int any.dim"),
+    **_named(reduced(1, 2), "sum.dim_IntList mean.dim amax amin logsumexp any.dim"),
     **_named(reduced(1, 2), "all.dim argmax argmin any.dims all.dims count_nonzero.dim_IntList"),
     **_named(reduced(1, 9), "var.correction std.correction"),
     **_named(reduced(1, 9, several=2), "var_mean.correction std_mean.correction"),

@@ -169,7 +169,9 @@ def _check_outputs(module: nn.Module, x: Tensor) -> None:
 def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
     model = tried.model
     w = model.vector.clone()
-    other = torch.randn(len(w), generator=torch.Generator().manual_seed(0)).to(w) * w.std()
+    other = torch.randn(len(w), generator=torch.Generator().manual_seed(0)).to(w) * w.std(
+        correction=0
+    )
     kinds = [x, x[:1].expand_as(x), torch.zeros_like(x)]
     if x.is_floating_point():
         kinds += [1e3 * x, 1e-3 * x]

@@ -28,7 +28,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.apart.instead import INSTEAD
-from fedpact.persample.apart.quiet import Untraceable, by_argument, put_in_place
+from fedpact.persample.apart.quiet import Untraceable, by_argument, keeps_statistics, put_in_place
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
 from fedpact.persample.products import ALIKE
 
@@ -102,7 +102,7 @@ def _exported(module: nn.Module, loss: Loss, x: Tensor, y: Tensor, batch: int | 
     changed = [name for kind in kinds for name in getattr(signature, kind, {}).values()]
     if changed:
         raise Untraceable(f"a pass changes {', '.join(map(_own_name, changed))}")
-    left = [str(node.target) for node in program.graph.nodes if _changes(node)]
+    left = [str(n.target) for n in program.graph.nodes if _changes(n) or keeps_statistics(n)]
     if left:
         raise Untraceable(f"{left[0]} changes a tensor in place")
     return program
@@ -246,7 +246,8 @@ class Program:
 
     def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The losses [B] at the weights, by the model's names."""
-        values = self.values(x, y)
+        # What an operation wrote to, whatever its schema says, would last: each has its own.
+        values = {name: v.clone() for name, v in self.values(x, y).items()}
         for name, (kind, target) in self.inputs.items():
             if kind == "parameter" and target in self.names:
                 values[name] = weights[self.names[target]]
