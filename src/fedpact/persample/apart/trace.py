@@ -246,11 +246,13 @@ class Program:
 
     def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The losses [B] at the weights, by the model's names."""
-        # What an operation wrote to, whatever its schema says, would last: each has its own.
-        values = {name: v.clone() for name, v in self.values(x, y).items()}
+        values = self.values(x, y)
         for name, (kind, target) in self.inputs.items():
             if kind == "parameter" and target in self.names:
                 values[name] = weights[self.names[target]]
+            else:
+                # What an operation wrote to, whatever its schema says, would last.
+                values[name] = values[name].clone()
         return evaluated(self.nodes, values)[self.result]
 
 
