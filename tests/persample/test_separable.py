@@ -383,26 +383,108 @@ def test_a_gradient_of_halves_is_measured_in_whole_numbers():
     assert found <= clip * (1 + slack(21))
 
 
-def test_whole_numbers_that_end_a_process_are_divided():
-    def model(m, x):
-        parts = torch.div(x[:, 0], x[:, 1], rounding_mode="trunc")
-        return m.embedding(parts.remainder(7))
+class Divided(nn.Module):
+    """Looks up a quotient of whole numbers, cut to a whole number."""
 
-    class Divided(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(7, 3)
+    def __init__(self, by):
+        super().__init__()
+        self.embedding, self.by = nn.Embedding(7, 3), by
 
-        forward = model
+    def forward(self, x):
+        return self.embedding(self.by(x[:, 0], x[:, 1]).remainder(7))
 
-    kernel = PerSampleKernel(FlatModel(Divided()), cross_entropy)
-    x, y = torch.tensor([[7, 2], [-7, 2], [-(2**63), -1], [9, -1]]), torch.arange(4) % 3
-    assert kernel.way(x, y) == "graph"
-    rows = torch.tensor([3, -3, -(2**63), -9]).remainder(7)
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("divide", [torch.div, torch.divide])
+@pytest.mark.parametrize("number", [None, -1, 2])
+def test_whole_numbers_that_end_a_process_are_divided(divide, number, kind):
+    def by(a, b):
+        return divide(a, b if number is None else number, rounding_mode="trunc")
+
+    least = torch.iinfo(kind).min
+    kernel = PerSampleKernel(FlatModel(Divided(by)), cross_entropy)
+    x = torch.tensor([[7, 2], [-7, 2], [least, -1], [9, -1]], dtype=kind)
+    y = torch.arange(4) % 3
+    # As numbers go that wrap around at their end.
+    exact = [int(a / (b if number is None else number)) for a, b in x[[0, 1, 3]].tolist()]
+    least_by = least // 2 if number == 2 else least
+    rows = torch.tensor([exact[0], exact[1], least_by, exact[2]], dtype=kind).remainder(7)
     expected = nn.Embedding(7, 3)
     expected.weight.data.copy_(kernel.model.module.embedding.weight.data)
     cross_entropy(expected(rows), y).sum().backward()
     assert torch.allclose(kernel.clipped_sum(x, y, math.inf), expected.weight.grad.flatten())
+
+
+def _blanked(m, x):
+    """The features that a record's last number names are blanked."""
+    named = x[:, 6:].long() + 6 * torch.arange(len(x))[:, None]
+    return x[:, :6].reshape(-1).index_fill(0, named.reshape(-1), 0.0).view(-1, 6)
+
+
+def _looked_up(m, x):
+    """From a table of the record's own."""
+    return F.embedding(x[:, 6].long() + 3 * torch.arange(len(x)), x[:, :6].reshape(-1, 2))
+
+
+@pytest.mark.parametrize(("middle", "width", "other"), [(_blanked, 6, -1.0), (_looked_up, 2, 3.0)])
+def test_a_record_names_nothing_of_another(middle, width, other):
+    """Put one behind the other, as vmap puts them, it names what is its neighbours'."""
+
+    class Naming(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(width, 3)
+
+        def forward(self, x):
+            return self.layer(middle(self, x))
+
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Naming()), cross_entropy)
+    x, y = 5 * torch.randn(60, 7), torch.arange(60) % 3
+    x[:, 6] = 0
+
+    def summed(x, y):
+        return kernel.clipped_sum(x, y, 0.05)
+
+    for place in (1, 17, 40):
+        named = x[place : place + 1].clone()
+        named[0, 6] = other
+        beside = torch.cat([x[:place], named, x[place:]]), torch.cat([y[:1], y])
+        # Of the record that names, and of one more behind it.
+        for given, r, at in (((x, y), named, place), (beside, -9 * x[:1], place + 1)):
+            try:
+                assert moved(summed, *given, r, y[:1], at) <= 0.05 * (1 + slack(62))
+            except IndexError:
+                continue
+
+
+UNSAFE = {
+    "offsets": lambda m, x: F.embedding_bag(
+        torch.arange(5), m.table, offsets=x[0, :3].long(), mode="sum"
+    ),
+    "lengths": lambda m, x: torch.segment_reduce(x[0], "sum", lengths=x[0, :3].long(), unsafe=True)[
+        None
+    ],
+    "degree": lambda m, x: torch.special.laguerre_polynomial_l(x * 0 + 0.5, x)[:, :3],
+    "lengths of weights": lambda m, x: F.linear(
+        x[:, :4], torch._weight_norm(x[0, :4].expand(3, 4), x[:1, :1], 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_operations_that_do_not_look_are_refused(name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Parameter(torch.randn(6, 3)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(UNSAFE[name](self, x)[: len(x), :3])
+
+    kernel = PerSampleKernel(FlatModel(Model()), cross_entropy)
+    with pytest.raises(ModelError, match=r"does not check|would follow from a record|do not fit"):
+        kernel.clipped_sum(torch.ones(4, 9), torch.arange(4) % 3, 1.0)
 
 
 @pytest.mark.parametrize("fill", [0.5, None])

@@ -20,6 +20,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.trace import Program, Untraceable
+from fedpact.persample.apart.unsafe import own_tables
 from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.products import lying
@@ -97,6 +98,8 @@ class Alone:
         most = self._one.alike
         if self.step < most:
             return f"the gradients of {most} records are too large for vmap to make at once"
+        if own_tables(self._one.nodes, self._one.entered):
+            return "vmap would look up one record's entries in another's table"
         recurs = [n.target for n in self._one.nodes if n.target in recurrent.RECURRENT]
         return f"vmap would not give {recurs[0]} states that begin alike" if recurs else None
 

@@ -46,9 +46,11 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
     """Division; of whole numbers the least by -1, cut to a whole number, would end the process."""
-    numbers = isinstance(b, Tensor) and not (a.is_floating_point() or b.is_floating_point())
-    if rounding_mode != "trunc" or not numbers:
+    parts = a.is_floating_point() or (b.is_floating_point() if isinstance(b, Tensor) else b % 1)
+    if rounding_mode != "trunc" or parts:
         return torch.div(a, b, rounding_mode=rounding_mode)
+    if not isinstance(b, Tensor):
+        return -a if b == -1 else torch.div(a, b, rounding_mode="trunc")
     minus = b == -1
     found = torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc")
     return torch.where(minus, -found, found)
@@ -83,7 +85,11 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     _aten.conv_transpose3d.input: partial(_transposed, F.conv_transpose3d),
     _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
-    _aten.div.Tensor_mode: _quotient,
+    **{
+        overload: _quotient
+        for kind in (_aten.div, _aten.divide)
+        for overload in (kind.Tensor_mode, kind.Scalar_mode)
+    },
     # and a copy has no derivative.
     _aten.copy.default: _copied,
 }

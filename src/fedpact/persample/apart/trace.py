@@ -30,6 +30,7 @@ from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.apart.instead import INSTEAD
 from fedpact.persample.apart.quiet import Untraceable, by_argument, keeps_statistics, put_in_place
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
+from fedpact.persample.apart.unsafe import follow, unsafe
 from fedpact.persample.products import ALIKE
 
 # torch's tracer is no more than one thread's at a time.
@@ -198,8 +199,8 @@ class Program:
 
     batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
     ("parameter", its name behind "model." or "loss.") or ("record", "x"). names: the trained
-    parameters' names, by any of the names that inputs have for them. alike: see
-    products.padded. Raises Untraceable.
+    parameters' names, by any of the names that inputs have for them. entered: the nodes that
+    records enter. alike: see products.padded. Raises Untraceable.
     """
 
     def __init__(
@@ -220,6 +221,10 @@ class Program:
             # Transformations of functions and the like, which would run code of their own.
             raise Untraceable(f"{strange[0]} is no operation on tensors")
         self.inputs = _inputs(program)
+        records = [name for name, (kind, _) in self.inputs.items() if kind == "record"]
+        self.entered = follow(self.nodes, records)
+        if (told := unsafe(self.nodes, self.entered)) is not None:
+            raise Untraceable(told)
         made = [getattr(n.meta.get("val"), "dtype", None) for n in self.nodes]
         # Of numbers of half the size twice as many are computed in one go.
         self.alike = 2 * ALIKE if {torch.float16, torch.bfloat16} & {*made} else ALIKE

@@ -65,7 +65,7 @@ _ALIKE: Final = _names(
     """
     _assert_tensor_metadata _to_copy _unsafe_view arange cat constant_pad_nd copy_ diagonal_backward
     embedding embedding_dense_backward empty empty_like fill fill_ flip full full_like gather index
-    index_add index_fill_ index_put masked_fill masked_fill_ new_empty new_full
+    index_add index_put masked_fill masked_fill_ new_empty new_full
     new_ones new_zeros ones ones_like repeat roll scalar_tensor scatter scatter_add select_backward
     slice_backward stack tril triu unfold_backward unsqueeze_ zero zeros zeros_like
 
