@@ -107,6 +107,10 @@ def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) ->
         again = Beside("run", "another split")
         with pytest.raises(PolicyRefused, match="other terms"):
             ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=again)
+        # Nor do two stand there, of which the same record could bear both.
+        for another in (beside, again):
+            with pytest.raises(PolicyRefused, match="as 'run/evaluation' does"):
+                ledger.reserve("more", Budget(3.0, 1e-6), {EVENT: 1}, beside=another)
     with Ledger(path, "a", hypothetical=True) as ledger:
         ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=beside)
         assert ledger.total() == (4.0, 2e-5)

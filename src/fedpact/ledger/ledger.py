@@ -124,7 +124,7 @@ class Ledger:
         "record" or a "person"; a ledger has one of them, as only such ε add up.
         only_ask: whether it would be refused; nothing is promised.
         Raises PolicyRefused: the events cost more than the budget, or the run has other terms, or
-        the ledger's runs another unit.
+        the ledger's runs another unit, or another promise stands beside that run.
         LedgerError: the promise cannot be written down.
         """
         asked = Counter({event: number for event, number in events.items() if number})
@@ -133,6 +133,7 @@ class Ledger:
             if self._is_promised(run, promise):
                 return
             self._check_unit(run, unit)
+            self._check_beside(run, beside)
             for cost, promised in promise.costs():
                 if not cost <= promised:
                     raise PolicyRefused(
@@ -151,6 +152,15 @@ class Ledger:
                 f"{', '.join(others)}: their ε do not add up, as neither follows from the other; "
                 "a site's runs on the same records have one unit"
             )
+
+    def _check_beside(self, run: str, beside: Beside | None) -> None:
+        for name, one in self._reserved.items():
+            if beside and one.beside and one.beside.beside == beside.beside:
+                raise PolicyRefused(
+                    f"{run!r} would stand beside run {beside.beside!r} in {self.path}, as {name!r} "
+                    "does: the larger of a run and what stands beside it counts, which is right of "
+                    "one alone; reserve it as a run of its own"
+                )
 
     def _is_promised(self, run: str, promise: FixedSequence) -> bool:
         if run not in self._reserved:
