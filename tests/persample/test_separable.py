@@ -487,11 +487,13 @@ def test_operations_that_do_not_look_are_refused(name):
         kernel.clipped_sum(torch.ones(4, 9), torch.arange(4) % 3, 1.0)
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("fill", [0.5, None])
-def test_what_is_made_of_a_records_type_alone_is_a_constant(fill):
+def test_what_is_made_of_a_records_type_alone_is_a_constant(fill, named):
     def made(m, x):
         value = x.shape[0] if fill is None else fill
-        return m.layer(x) + x.new_zeros(3) + x.new_full((1,), value)
+        more = x.new_full((1,), fill_value=value) if named else x.new_full((1,), value)
+        return m.layer(x) + x.new_zeros(3) + more
 
     class Made(nn.Module):
         def __init__(self):

@@ -173,7 +173,7 @@ def _print(comparison: Comparison) -> None:
         figures = (*row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
         table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
     print_table(out, table)
-    out.print(_effort(comparison))
+    print_table(out, _effort(comparison))
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = [f"{each} (on held-out records)" for each in comparison.headings if comparison.pooled]
     simulator = ", ".join((*pooled, *metrics))

@@ -53,15 +53,6 @@ def by_argument(node: Node) -> list[tuple[Any, Any]]:
     return [(a, told[a.name]) for a in arguments if a.name in told]
 
 
-def keeps_statistics(node: Node) -> bool:
-    """Whether a normalisation updates running statistics, which its schema does not say."""
-    told = {argument.name: value for argument, value in by_argument(node)}
-    if told.get("running_mean") is None and told.get("running_var") is None:
-        return False
-    names = ("training", "train", "use_input_stats")
-    return next((told[name] for name in names if name in told), True) is not False
-
-
 def _writes_before(graph: Graph) -> str | None:
     """The operation that writes to what a graph is given, or to a view of it."""
     given = {n for n in graph.nodes if n.op == "placeholder"}

@@ -125,7 +125,7 @@ def _from_size(node: Node) -> State:
     kind = kind_of(node)
     if kind not in (*_CONSTANT, "expand", "repeat"):
         raise Mixed(f"operation {node.target} depends on the batch's size")
-    if kind == "full" and is_size_arg(node.args[1]):
+    if kind == "full" and any(map(is_size_arg, (*node.args[1:], *node.kwargs.values()))):
         raise Mixed(f"operation {node.target} depends on the batch's size")
     places = [(d, m) for d, s in enumerate(shape_of(node)) if (m := multiple(s)) is not None]
     if len(places) != 1:
@@ -142,7 +142,7 @@ def _from_size(node: Node) -> State:
 def _made_like(node: Node, at: At) -> State:
     """x.new_zeros(...): of x it takes the type alone. None: it has nothing of the batch."""
     del at
-    if any(map(is_size_arg, node.args[2:])):
+    if any(map(is_size_arg, (*node.args[2:], *node.kwargs.values()))):
         raise Mixed(f"operation {node.target} depends on the batch's size")
     sized = any(multiple(size) is not None for size in shape_of(node))
     return _from_size(node) if sized else None

@@ -1,7 +1,7 @@
 """Operations that torch carries out without a look at what a record tells them to do.
 
 Some read or write beyond their numbers, and end the process or meet another record; some go on for
-as long as a record says. No record may be given to them.
+as long as a record says, and some keep what they saw for the next. No record may be given to them.
 """
 
 import math
@@ -31,7 +31,7 @@ def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
 
 
 def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
-    """What a record could tell an operation that does not look; None for nothing."""
+    """What an operation does unseen with what a record tells it; None for nothing."""
     for node in nodes:
         kind = _kind(node)
         told = {argument.name: value for argument, value in by_argument(node)}
@@ -39,9 +39,19 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
             return f"how long {node.target} takes would follow from a record"
         if any(told.get(name) in entered for name in _UNCHECKED.get(kind, ())):
             return f"{node.target} does not check what a record gives it"
+        if _keeps_statistics(told):
+            return f"{node.target} changes a tensor in place"
         if kind.startswith("weight_norm") and "v" in told and not _fits(**told):
             return f"{node.target} has weights and lengths that do not fit"
     return None
+
+
+def _keeps_statistics(told: dict[str, Any]) -> bool:
+    """Whether a normalisation updates running statistics, which its schema does not say."""
+    if told.get("running_mean") is None and told.get("running_var") is None:
+        return False
+    names = ("training", "train", "use_input_stats")
+    return next((told[name] for name in names if name in told), True) is not False
 
 
 def own_tables(nodes: Iterable[Node], entered: set[Node]) -> list[Node]:
