@@ -112,7 +112,11 @@ add(
     "le.Tensor gt.Tensor ge.Tensor type_as copy",
     _pair(),
 )
-add("logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor", _pair("q"))
+add(
+    "logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor "
+    "__and__.Tensor __or__.Tensor __xor__.Tensor",
+    _pair("q"),
+)
 add("div.Tensor_mode", _pair("x", {"rounding_mode": "trunc"}))
 add("addcmul addcdiv lerp.Tensor clamp.Tensor", _three("x", "x", "x"))
 add("lerp.Scalar", _pair("x", 0.3))

@@ -23,7 +23,6 @@ from fedpact.persample.apart.trace import Program, Untraceable
 from fedpact.persample.apart.unsafe import own_tables
 from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.gradients import Made
-from fedpact.persample.products import lying
 from fedpact.persample.share import Share
 
 _logger = logging.getLogger("fedpact")
@@ -135,9 +134,11 @@ class Alone:
         rows: list[tuple[Tensor, ...]] = []
         for j in range(len(x)):
             with torch.enable_grad():
-                # Each lies where the others lie when they are computed.
-                one = lying(x[j : j + 1]), lying(y[j : j + 1])
-                loss = _only(self._one.losses(*one, weights))
+                # Each lies as the others lie, and nothing of another's behind it.
+                one, target = (
+                    v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)
+                )
+                loss = _only(self._one.losses(one, target, weights))
             losses.append(loss.detach())
             given = list(weights.values())
             found = torch.autograd.grad(loss, given, materialize_grads=True)

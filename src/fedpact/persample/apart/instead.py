@@ -56,6 +56,16 @@ def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
     return torch.where(minus, -found, found)
 
 
+def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
+    """x [B, C, ...] at the points of grid [B, ..., D], NaN at a point that is none.
+
+    Torch's reads anywhere for those. A record that has one is left out.
+    """
+    good = grid.isfinite().all(-1)
+    found = torch.grid_sampler(x, torch.where(good.unsqueeze(-1), grid, 0), *settings)
+    return torch.where(good.unsqueeze(1), found, torch.nan)
+
+
 _aten = cast(Any, torch.ops.aten)
 _transposed = partial(convolved, transposed=True)
 INSTEAD: dict[Any, Callable[..., Any]] = {
@@ -90,6 +100,14 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
         for kind in (_aten.div, _aten.divide)
         for overload in (kind.Tensor_mode, kind.Scalar_mode)
     },
+    **dict.fromkeys(
+        (
+            _aten.grid_sampler.default,
+            _aten.grid_sampler_2d.default,
+            _aten.grid_sampler_3d.default,
+        ),
+        _sampled,
+    ),
     # and a copy has no derivative.
     _aten.copy.default: _copied,
 }

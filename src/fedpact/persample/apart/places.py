@@ -180,3 +180,8 @@ def kind_of(node: Node) -> str:
     """An operation's name without its library and overload, as "linear"."""
     parts = str(node.target).split(".")
     return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())

@@ -93,7 +93,7 @@ def _state(node: Node, at: At, found: dict[Node, State]) -> State:
         return None
     inputs = node.all_input_nodes
     if any(found.get(n) is not None for n in inputs):
-        rule = _RULES.get(str(node.target))
+        rule = RULES.get(str(node.target))
         if rule is None:
             raise Mixed(
                 f"operation {node.target} is not in the table of those that keep records apart"
@@ -265,7 +265,7 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     **_named(
         pointwise,
         "relu gelu silu mish tanh sigmoid exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs neg "
@@ -279,12 +279,12 @@ _RULES: dict[str, Rule] = {
         "where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor "
         "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not logical_xor "
-        "bitwise_and.Tensor bitwise_or.Tensor bitwise_not isnan isinf isfinite nan_to_num "
+        "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not __and__.Tensor "
+        "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num "
         "dropout feature_dropout alpha_dropout feature_alpha_dropout "
         "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
-        "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli "
-        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac "
-        "prelu",
+        "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli prelu "
+        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac",
     ),
     **_named(unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"),
     **_named(unreduced(3), "binary_cross_entropy"),

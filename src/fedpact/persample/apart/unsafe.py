@@ -1,17 +1,80 @@
-"""Operations that torch carries out without a look at what a record tells them to do.
+"""Which operations look at what a record tells them to do, and which do not.
 
-Some read or write beyond their numbers, and end the process or meet another record; some go on for
-as long as a record says, and some keep what they saw for the next. No record may be given to them.
+Some of torch's read or write beyond their numbers, and end the process or meet another record; some
+go on for as long as a record says, and some keep what they saw for the next. A record is given to
+those alone that are known to look: they raise, or make numbers that are none.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, cast
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from fedpact.persample.apart.places import kind_of
+from fedpact.persample.apart.instead import INSTEAD
+from fedpact.persample.apart.places import kind_of, names
 from fedpact.persample.apart.quiet import by_argument
+from fedpact.persample.apart.separable import RULES
+
+# Beside operations of each number by itself, views, and what is in the tables. Each was given
+# samples of its arguments with whole numbers and points from the least to the largest, infinity
+# and NaN in place of each argument; tests/persample/test_extremes.py does it again. Not among them:
+# what draws random numbers, and what gives as many as a record says.
+LOOKS: Final = names(
+    """
+    _stack _unsafe_index _unsafe_index_put addbmm addmv addr all any argsort atleast_1d atleast_2d
+    atleast_3d baddbmm block_diag broadcast_tensors bucketize cartesian_prod chain_matmul
+    column_stack combinations complex corrcoef count_nonzero cov cross cumulative_trapezoid det diag
+    diag_embed diagflat diagonal_scatter diff dist dot dstack empty_like fliplr flipud ger gradient
+    histc hstack inner isclose isin isreal kron lift linspace logspace max mean median meshgrid min
+    mode msort nanmean nanmedian nanquantile nansum new_empty norm outer polar quantile renorm rot90
+    row_stack std std_mean stft sum sum_to_size take_along_dim tensordot trace trapezoid trapz
+    unsafe_chunk unsafe_split unsafe_split_with_sizes vander var var_mean vdot vstack zero
+
+    __and__ __lshift__ __or__ __rshift__ __xor__ absolute arccos arccosh arcsin arcsinh arctan
+    arctan2 arctanh divide fix greater greater_equal less less_equal multiply negative not_equal
+    special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
+    special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax
+    special_logit special_logsumexp special_multigammaln special_ndtr special_polygamma special_psi
+    special_round special_sinc special_softmax special_xlogy subtract true_divide
+
+    _assert_scalar _assert_tensor_metadata sym_numel sym_size sym_stride
+
+    aminmax embedding_bag index_add index_copy index_fill index_put index_reduce kthvalue
+    masked_scatter prod put scatter scatter_add scatter_reduce searchsorted segment_reduce take
+
+    cosine_embedding_loss cosine_similarity hinge_embedding_loss margin_ranking_loss
+    multi_margin_loss multilabel_margin_loss pairwise_distance poisson_nll_loss triplet_margin_loss
+
+    _adaptive_avg_pool2d _adaptive_avg_pool3d _cdist_forward _convolution _masked_softmax
+    _pad_circular _pad_enum _pdist_forward _safe_softmax _upsample_bicubic2d_aa
+    _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _weight_norm _weight_norm_interface affine_grid_generator cdist col2im
+    conv_tbc convolution gru_cell log_sigmoid_forward lstm_cell max_unpool2d max_unpool3d
+    native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm
+    norm_except_dim pdist reflection_pad3d replication_pad3d rnn_relu_cell rnn_tanh_cell
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d
+
+    cholesky cholesky_inverse cholesky_solve frobenius_norm geqrf inverse linalg_cholesky
+    linalg_cholesky_ex linalg_cond linalg_cross linalg_det linalg_eig linalg_eigh linalg_eigvals
+    linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lu linalg_lu_factor
+    linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power linalg_matrix_rank
+    linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
+    linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
+    linalg_vander linalg_vecdot logdet lu_solve lu_unpack matrix_exp matrix_power nuclear_norm
+    pinverse qr slogdet svd triangular_solve
+
+    _fft_c2c _fft_c2r _fft_r2c fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn
+    fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2
+    fft_irfftn fft_rfft fft_rfft2 fft_rfftn istft
+    """
+)
+
+# Of each number by itself, but for as long as a record says, or ended by the least whole number.
+WORSE: Final = ("polynomial", "lcm")
 
 # Lengths and offsets that kernels of these take as they are.
 _UNCHECKED = {
@@ -35,15 +98,29 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
     for node in nodes:
         kind = _kind(node)
         told = {argument.name: value for argument, value in by_argument(node)}
-        if node in entered and "polynomial" in kind:
-            return f"how long {node.target} takes would follow from a record"
+        if _given(node, entered) and not _looks(node):
+            return f"{node.target} is not known to look at what a record gives it"
         if any(told.get(name) in entered for name in _UNCHECKED.get(kind, ())):
-            return f"{node.target} does not check what a record gives it"
+            return f"{node.target} does not look at what a record gives it"
         if _keeps_statistics(told):
             return f"{node.target} changes a tensor in place"
         if kind.startswith("weight_norm") and "v" in told and not _fits(**told):
             return f"{node.target} has weights and lengths that do not fit"
     return None
+
+
+def _given(node: Node, entered: set[Node]) -> bool:
+    """Whether a node is given a record's numbers, and not the batch's length alone."""
+    return any(n in entered and isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
+
+
+def _looks(node: Node) -> bool:
+    """Whether an operation is known to look; what is no operation of torch's has nothing to."""
+    kind, target = kind_of(node), cast(Any, node.target)
+    if not kind or kind in LOOKS or str(target) in RULES or target in INSTEAD:
+        return True
+    each = torch.Tag.pointwise in target.tags and not any(word in kind for word in WORSE)
+    return each or bool(target.is_view)
 
 
 def _keeps_statistics(told: dict[str, Any]) -> bool:

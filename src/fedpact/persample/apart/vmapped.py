@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from fedpact.persample.apart.places import names
 from fedpact.persample.products import Evenly, lying
 
 _aten = cast(Any, torch.ops.aten)
@@ -55,13 +56,9 @@ def _alike(func: Any) -> bool:
     return moves or str(func).split(".")[1] in _ALIKE
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Of each, tests/persample/test_operations.py has a use, bit for bit. One that is in doubt is taken
 # out: records are then looped over, slow and exact.
-_ALIKE: Final = _names(
+_ALIKE: Final = names(
     """
     _assert_tensor_metadata _to_copy _unsafe_view arange cat constant_pad_nd copy_ diagonal_backward
     embedding embedding_dense_backward empty empty_like fill fill_ flip full full_like gather index
