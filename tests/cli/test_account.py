@@ -217,6 +217,7 @@ def test_what_trying_settings_costs_and_whom_each_figure_is_for():
     ("more", "message"),
     [
         (("--tuned", "1"), "--tuned is 1"),
+        (("--per-person", "0"), "--per-person is 0"),
         (("--tuned", "-4"), "--tuned is -4"),
         (("--tuned", "3", "--per-person", "2"), "per-person 2"),
         (("--tuned", "3", "--ledger", "somewhere"), "ledger show"),

@@ -195,6 +195,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "out", "out", "different columns"),
         (CSV, "out", None, "column city holds text or dates"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
+        ("x\x1b[31m,y\n1,a\n", "y", None, r"column 'x\\x1b\[31m': expected a name without"),
         ("x;y\n1,5;a\n", "y", None, "no comma, and ';' in it: expected commas .* points in"),
         ("x\ty\n1\ta\n", "y", None, r"no comma, and '\\t' in it"),
         ('x,y\n"1,5",a\n', "y", None, "a number with a point, not a comma"),

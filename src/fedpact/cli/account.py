@@ -80,6 +80,8 @@ def account(
     """
     _tuned_alone(tuned, ledger, per_person)
     left = _left(setting, ledger, joint)
+    if per_person is not None and per_person < 1:
+        raise InputError(f"--per-person is {per_person}: expected a person's most records, from 1")
     if per_person is not None and left and left.unit == "person":
         raise InputError(
             f"--per-person {per_person} with a ledger whose ε are per person already: leave it out"

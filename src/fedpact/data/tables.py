@@ -24,6 +24,7 @@ SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 """What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _ANY: Final = RecordForm()
 _NAMED: Final = 40  # columns, in an error
 
@@ -212,6 +213,8 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
         ) from error
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
+    if not isinstance(header, str):
+        _check_names(path, header)
     if isinstance(header, str) or not header or len(set(header)) < len(header):
         told = header if isinstance(header, str) else f"has the columns {', '.join(header)}"
         what = f"its first line {told}" if header else "is empty"
@@ -266,7 +269,17 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
+    _check_names(path, table.column_names)
     return {name: arrow_cells(table.column(name)) for name in table.column_names}, {}
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    """Raise DataError for a column's name that a terminal would take for a command."""
+    if strange := [name for name in names if _CONTROL.search(name)]:
+        raise DataError(
+            f"data file {path} has a column {strange[0]!a}: expected a name without control "
+            "characters, which a terminal obeys; rename it in the file"
+        )
 
 
 def _index_of(path: Path) -> tuple[str, ...]:
