@@ -24,7 +24,7 @@ from fedpact.persample.apart.unsafe import LOOKS, WORSE
 
 # Of indices, far enough that nothing lies there; of points, as a record may hold.
 WHOLE = (-(2**63), 2**63 - 1, -(10**12), 10**9, -1)
-POINTS = (torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 1e-40)
+POINTS = (torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 1e-40, -1e15 - 0.5, -(2.0**22) - 0.5)
 SAMPLES = 2
 # What torch is not asked, as something else is done instead.
 REPLACED = {str(target).split(".")[1] for target in INSTEAD}
@@ -59,7 +59,8 @@ def extreme(given: Any) -> Iterator[Any]:
     tensors = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.numel()}
     for i, t in tensors.items():
         whole = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-        for value in WHOLE if whole else POINTS if t.is_floating_point() else ():
+        points = (*POINTS, torch.finfo(t.dtype).max) if t.is_floating_point() else ()
+        for value in WHOLE if whole else points:
             if whole:
                 info = torch.iinfo(t.dtype)
                 value = min(max(value, info.min), info.max)
@@ -94,7 +95,7 @@ def main() -> None:
     for op in op_db:
         if not (op.name in names if names else tried(op)):
             continue
-        for dtype in (torch.float32, torch.int64, torch.int32):
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.int32):
             if not op.supports_dtype(dtype, "cpu"):
                 continue
             print(op.name, op.variant_test_name, dtype, flush=True)

@@ -1,5 +1,6 @@
 """What a record may be given to neither ends the process nor goes on for ever."""
 
+import math
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from torch import nn
 from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
+from fedpact.persample.apart.instead import INSTEAD
 from fedpact.persample.bounds import slack
 from fedpact.persample.kernel import PerSampleKernel
 
@@ -34,6 +36,16 @@ def test_the_check_sees_an_operation_that_does_not_look(name):
     assert last.startswith(name)
 
 
+@torch.library.custom_op("fedpact_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> int:
+    return int(x.sum())
+
+
+@counted.register_fake
+def _(x):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
 UNSAFE = {
     "offsets": lambda m, x: F.embedding_bag(
         torch.arange(5), m.table, offsets=x[0, :3].long(), mode="sum"
@@ -46,10 +58,21 @@ UNSAFE = {
     "how often": lambda m, x: torch.repeat_interleave(x, x[0, 0].long(), dim=1)[:, :3],
     "how many": lambda m, x: x[:, :3] + torch.arange(x[0, 0].long().item()).sum(),
     "another record's place": lambda m, x: torch.as_strided_copy(x, (1, 3), (3, 1), 0),
+    "terms of a series": lambda m, x: torch.special.zeta(x[:, :3].abs() + 1, x[:, :3]),
+    "terms of a derivative": lambda m, x: torch.polygamma(1, x[:, :3]),
+    "sizes": lambda m, x: x[:, :3] + torch.zeros(10 * x[x > 0].shape[0]).sum(),
+    "sizes by powers": lambda m, x: x[:, :3] + 2 ** x[x > 0].shape[0],
+    "what lay there": lambda m, x: x[:, :3] + torch.empty(2).resize_(3),
+    "an operation of one's own": lambda m, x: x[:, :3] + torch.ops.fedpact_tests.counted(x),
     "lengths of weights": lambda m, x: F.linear(
         x[:, :4], torch._weight_norm(x[0, :4].expand(3, 4), x[:1, :1], 0)
     ),
 }
+
+
+MESSAGES = (
+    "to look at what|does not look|do not fit|as many numbers|lay in memory|is no operation|resize"
+)
 
 
 @pytest.mark.parametrize("name", UNSAFE)
@@ -63,7 +86,7 @@ def test_operations_that_do_not_look_are_refused(name):
             return self.layer(UNSAFE[name](self, x)[: len(x), :3])
 
     kernel = PerSampleKernel(FlatModel(Model()), cross_entropy)
-    with pytest.raises(ModelError, match=r"to look at what|does not look|do not fit"):
+    with pytest.raises(ModelError, match=MESSAGES):
         kernel.clipped_sum(torch.ones(4, 9), torch.arange(4) % 3, 1.0)
 
 
@@ -93,7 +116,86 @@ def test_points_that_are_none_are_looked_up_nowhere(mode, beyond):
 
     for value in (torch.nan, torch.inf, -torch.inf, 3e38):
         r = x[:1].clone()
-        r[0, 0, 2, 3] = value
+        # Of the largest number so many that the points are as large as numbers are.
+        r[0, 0, 2, : 1 if value == 3e38 else 3] = value
         # The weights may send the largest number to infinity, and to a number as well.
         most = 0.05 * (1 + slack(10)) if value == 3e38 else 0
         assert moved(summed, x, y, r, y[:1], 4) <= most
+
+
+@pytest.mark.parametrize("beyond", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_points_are_none_and_others_are_as_torch_has_them(dims, beyond, dtype):
+    x = torch.randn(2, 3, *[5] * dims, dtype=dtype)
+    settings = 0, ["zeros", "border", "reflection"].index(beyond), False
+    sampled = INSTEAD[torch.ops.aten.grid_sampler.default]
+    for scale in (1.0, 30.0, 1e20):
+        grid = scale * torch.randn(2, *[4] * dims, dims, dtype=dtype)
+        assert torch.equal(sampled(x, grid, *settings), torch.grid_sampler(x, grid, *settings))
+    for value in (torch.finfo(dtype).max, -torch.finfo(dtype).max, torch.nan, torch.inf):
+        grid = torch.full((2, *[4] * dims, dims), value, dtype=dtype)
+        assert sampled(x, grid, *settings).isnan().all()
+
+
+def test_what_is_not_written_holds_nothing_of_what_lay_there_before():
+    """Of a record that no mask is for, numbers of whatever was computed before would stand."""
+
+    class Signs(nn.Module):
+        def __init__(self, make):
+            super().__init__()
+            self.make, self.layer = make, nn.Linear(9, 3)
+
+        def forward(self, x):
+            out = self.make(x)
+            out.masked_fill_(x >= 0, 0.5)
+            out.masked_fill_(x < 0, -0.5)
+            return self.layer(out)
+
+    for make in (
+        torch.empty_like,
+        lambda x: x.new_empty(len(x), 9),
+        lambda x: torch.empty(x.shape),
+    ):
+        kernel = PerSampleKernel(FlatModel(Signs(make)), cross_entropy)
+        x, y = torch.randn(8, 9), torch.zeros(8).long()
+        x[1:] = torch.nan
+        alone = kernel.clipped_sum(x[:1], y[:1], 1.0)
+        for _ in range(4):
+            x[0] = -x[0]
+            assert kernel.losses(x, y)[1:].isnan().all()
+        assert torch.equal(kernel.clipped_sum(x, y, 1.0), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8])
+def test_division_of_whole_numbers_is_torchs(dtype):
+    by = INSTEAD[torch.ops.aten.div.Tensor_mode]
+    a = torch.tensor([6, 7, 100], dtype=dtype)
+    others = torch.tensor([4, 1, 7], dtype=dtype)
+    for b in (others, others.double(), 2, 3.0, -1.0, *((-1,) if dtype.is_signed else (255,))):
+        for mode in ("trunc", "floor", None):
+            found, expected = by(a, b, rounding_mode=mode), torch.div(a, b, rounding_mode=mode)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    if dtype.is_signed:
+        least = torch.full((2,), torch.iinfo(dtype).min, dtype=dtype)
+        assert torch.equal(by(least, -1, rounding_mode="trunc"), least)
+        assert torch.equal(by(least, -torch.ones_like(least), rounding_mode="trunc"), least)
+
+
+def test_frozen_statistics_beside_what_is_written_in_place():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+
+        def forward(self, x):
+            h = self.norm(self.first(x))
+            h += x
+            return self.last(h)
+
+    kernel = PerSampleKernel(FlatModel(Residual().eval()), cross_entropy)
+    x, y = torch.randn(8, 9), torch.arange(8) % 3
+    kernel.verify(x, y)
+    total = kernel.clipped_sum(x, y, math.inf)
+    assert torch.allclose(total, kernel.alone(x, y).sum(0), atol=1e-5)

@@ -46,8 +46,10 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
     """Division; of whole numbers the least by -1, cut to a whole number, would end the process."""
-    parts = a.is_floating_point() or (b.is_floating_point() if isinstance(b, Tensor) else b % 1)
-    if rounding_mode != "trunc" or parts:
+    parts = a.is_floating_point() or (
+        b.is_floating_point() if isinstance(b, Tensor) else isinstance(b, float)
+    )
+    if rounding_mode != "trunc" or parts or not a.dtype.is_signed:
         return torch.div(a, b, rounding_mode=rounding_mode)
     if not isinstance(b, Tensor):
         return -a if b == -1 else torch.div(a, b, rounding_mode="trunc")
@@ -57,13 +59,20 @@ def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
 
 
 def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
-    """x [B, C, ...] at the points of grid [B, ..., D], NaN at a point that is none.
+    """x [B, C, ...] at the points of grid [B, ..., D], NaN where a point is none, or far too far.
 
-    Torch's reads anywhere for those. A record that has one is left out.
+    Torch's may read anywhere for those: it makes infinity of the largest numbers, and none of that.
     """
-    good = grid.isfinite().all(-1)
+    most = torch.finfo(grid.dtype).max / (4 * max(x.shape[2:]))
+    good = (grid.abs() <= most).all(-1)
     found = torch.grid_sampler(x, torch.where(good.unsqueeze(-1), grid, 0), *settings)
     return torch.where(good.unsqueeze(1), found, torch.nan)
+
+
+def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """What is yet to be written, with nothing of what lay in its memory before."""
+    made = make(*args, **kwargs)
+    return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
 
 _aten = cast(Any, torch.ops.aten)
@@ -108,6 +117,17 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
         ),
         _sampled,
     ),
+    **{
+        make: partial(_filled, make)
+        for make in (
+            _aten.empty.memory_format,
+            _aten.empty_like.default,
+            _aten.empty_permuted.default,
+            _aten.empty_strided.default,
+            _aten.new_empty.default,
+            _aten.new_empty_strided.default,
+        )
+    },
     # and a copy has no derivative.
     _aten.copy.default: _copied,
 }

@@ -80,7 +80,7 @@ def states(nodes: Sequence[Node], records: set[str]) -> dict[Node, State]:
 
 
 # They check what is known here, and give nothing back.
-_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
 def _state(node: Node, at: At, found: dict[Node, State]) -> State:
@@ -89,7 +89,7 @@ def _state(node: Node, at: At, found: dict[Node, State]) -> State:
         return (
             None if several is None else cast(tuple[State, ...], several)[cast(int, node.args[1])]
         )
-    if is_size(node) or kind_of(node) in _CHECKS:
+    if is_size(node) or kind_of(node) in CHECKS:
         return None
     inputs = node.all_input_nodes
     if any(found.get(n) is not None for n in inputs):

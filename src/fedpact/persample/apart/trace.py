@@ -28,6 +28,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name, refuse_writing
 from fedpact.persample.apart.cells import CELLS
 from fedpact.persample.apart.instead import INSTEAD
+from fedpact.persample.apart.places import is_size
 from fedpact.persample.apart.quiet import Untraceable, by_argument, put_in_place
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
 from fedpact.persample.apart.unsafe import follow, unsafe
@@ -275,7 +276,9 @@ def _known(node: Node) -> bool:
     """Whether a node is an operation on tensors, or arithmetic of the batch's size."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr")
-    sized = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    # An operation of a user's own may give a number as well.
+    arithmetic = getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    sized = is_size(node) and arithmetic
     own = hasattr(node.target, "_schema") and str(node.target).startswith("aten.")
     return own or sized or node.target is operator.getitem or node.target in INSTEAD
 

@@ -1,11 +1,13 @@
 """Which operations look at what a record tells them to do, and which do not.
 
 Some of torch's read or write beyond their numbers, and end the process or meet another record; some
-go on for as long as a record says, and some keep what they saw for the next. A record is given to
-those alone that are known to look: they raise, or make numbers that are none.
+go on for as long as a record says, or make as many numbers, and some keep what they saw for the
+next. A record is given to those alone that are known to look: they raise, or make numbers that are
+none. How many numbers of its own it picks, as x[x > 0] does, makes nothing of that size but them.
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any, Final, cast
 
@@ -14,31 +16,31 @@ from torch import Tensor
 from torch.fx import Node
 
 from fedpact.persample.apart.instead import INSTEAD
-from fedpact.persample.apart.places import kind_of, names
+from fedpact.persample.apart.places import is_size, kind_of, names
 from fedpact.persample.apart.quiet import by_argument
-from fedpact.persample.apart.separable import RULES
+from fedpact.persample.apart.separable import CHECKS, RULES
 
-# Beside operations of each number by itself, views, and what is in the tables. Each was given
-# samples of its arguments with whole numbers and points from the least to the largest, infinity
-# and NaN in place of each argument; tests/persample/test_extremes.py does it again. Not among them:
-# what draws random numbers, and what gives as many as a record says.
+# Beside operations of each number by itself, views, and what is in the tables. All of which torch
+# has samples of arguments are given them with numbers from the least to the largest, infinity and
+# NaN in place of each, by tests/persample/test_extremes.py; the others are further names of these,
+# or are made of them.
 LOOKS: Final = names(
     """
     _stack _unsafe_index _unsafe_index_put addbmm addmv addr all any argsort atleast_1d atleast_2d
     atleast_3d baddbmm block_diag broadcast_tensors bucketize cartesian_prod chain_matmul
     column_stack combinations complex corrcoef count_nonzero cov cross cumulative_trapezoid det diag
-    diag_embed diagflat diagonal_scatter diff dist dot dstack empty_like fliplr flipud ger gradient
-    histc hstack inner isclose isin isreal kron lift linspace logspace max mean median meshgrid min
-    mode msort nanmean nanmedian nanquantile nansum new_empty norm outer polar quantile renorm rot90
-    row_stack std std_mean stft sum sum_to_size take_along_dim tensordot trace trapezoid trapz
-    unsafe_chunk unsafe_split unsafe_split_with_sizes vander var var_mean vdot vstack zero
+    diag_embed diagflat diagonal_scatter diff dist dot dstack fliplr flipud ger gradient hstack
+    inner isclose isin isreal kron lift linspace logspace max mean median meshgrid min mode msort
+    nanmean nanmedian nanquantile nansum norm outer polar quantile renorm rot90 row_stack std
+    std_mean stft sum sum_to_size take_along_dim tensordot trace trapezoid trapz unsafe_chunk
+    unsafe_split unsafe_split_with_sizes vander var var_mean vdot vstack zero
 
     __and__ __lshift__ __or__ __rshift__ __xor__ absolute arccos arccosh arcsin arcsinh arctan
     arctan2 arctanh divide fix greater greater_equal less less_equal multiply negative not_equal
     special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
     special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax
-    special_logit special_logsumexp special_multigammaln special_ndtr special_polygamma special_psi
-    special_round special_sinc special_softmax special_xlogy subtract true_divide
+    special_logit special_logsumexp special_multigammaln special_ndtr special_psi special_round
+    special_sinc special_softmax special_xlogy subtract true_divide
 
     _assert_scalar _assert_tensor_metadata sym_numel sym_size sym_stride
 
@@ -49,14 +51,14 @@ LOOKS: Final = names(
     multi_margin_loss multilabel_margin_loss pairwise_distance poisson_nll_loss triplet_margin_loss
 
     _adaptive_avg_pool2d _adaptive_avg_pool3d _cdist_forward _convolution _masked_softmax
-    _pad_circular _pad_enum _pdist_forward _safe_softmax _upsample_bicubic2d_aa
-    _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d _weight_norm _weight_norm_interface affine_grid_generator cdist col2im
-    conv_tbc convolution gru_cell log_sigmoid_forward lstm_cell max_unpool2d max_unpool3d
-    native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm
-    norm_except_dim pdist reflection_pad3d replication_pad3d rnn_relu_cell rnn_tanh_cell
-    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d upsample_trilinear3d
+    _native_batch_norm_legit_no_training _pad_circular _pad_enum _pdist_forward _safe_softmax
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface
+    affine_grid_generator cdist col2im conv_tbc convolution gru_cell log_sigmoid_forward lstm_cell
+    max_unpool2d max_unpool3d native_batch_norm native_channel_shuffle native_dropout
+    native_group_norm native_layer_norm norm_except_dim pdist reflection_pad3d replication_pad3d
+    rnn_relu_cell rnn_tanh_cell upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
 
     cholesky cholesky_inverse cholesky_solve frobenius_norm geqrf inverse linalg_cholesky
     linalg_cholesky_ex linalg_cond linalg_cross linalg_det linalg_eig linalg_eigh linalg_eigvals
@@ -74,7 +76,10 @@ LOOKS: Final = names(
 )
 
 # Of each number by itself, but for as long as a record says, or ended by the least whole number.
-WORSE: Final = ("polynomial", "lcm")
+WORSE: Final = ("polynomial", "polygamma", "zeta", "lcm")
+
+# They make room that is yet to be written.
+_UNWRITTEN: Final = ("empty", "new_empty", "resize")
 
 # Lengths and offsets that kernels of these take as they are.
 _UNCHECKED = {
@@ -95,14 +100,20 @@ def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
 
 def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
     """What an operation does unseen with what a record tells it; None for nothing."""
+    nodes = list(nodes)
+    counted = _counted(nodes)
     for node in nodes:
         kind = _kind(node)
         told = {argument.name: value for argument, value in by_argument(node)}
         if _given(node, entered) and not _looks(node):
             return f"{node.target} is not known to look at what a record gives it"
+        if any(n in counted for n in node.all_input_nodes) and not _takes_counts(node):
+            return f"{node.target} would make of a record as many numbers as it says"
+        if kind.startswith(_UNWRITTEN) and node.target not in INSTEAD:
+            return f"{node.target} leaves what lay in memory before"
         if any(told.get(name) in entered for name in _UNCHECKED.get(kind, ())):
             return f"{node.target} does not look at what a record gives it"
-        if _keeps_statistics(told):
+        if not kind.endswith("no_training") and _keeps_statistics(told):
             return f"{node.target} changes a tensor in place"
         if kind.startswith("weight_norm") and "v" in told and not _fits(**told):
             return f"{node.target} has weights and lengths that do not fit"
@@ -112,6 +123,27 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
 def _given(node: Node, entered: set[Node]) -> bool:
     """Whether a node is given a record's numbers, and not the batch's length alone."""
     return any(n in entered and isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
+
+
+def _counted(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes that are numbers, of Python's, which follow from a record: not the batch's size."""
+    own = set[Any]()
+    found = set[Node]()
+    for node in nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            sizes: list[Any] = [s for s in getattr(value, "shape", ()) if not isinstance(s, int)]
+            own |= {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+        elif is_size(node) and cast(Any, value).node.expr.free_symbols - own:
+            found.add(node)
+    return found
+
+
+def _takes_counts(node: Node) -> bool:
+    """Whether an operation makes nothing larger of a number: checks, and one among others'."""
+    target = cast(Any, node.target)
+    checks = kind_of(node) in CHECKS or target in (operator.ge, operator.le)
+    return checks or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _looks(node: Node) -> bool:
