@@ -1,6 +1,7 @@
 """docs/evidence.md says what is stored, and nothing else; its runs are plans that can be run."""
 
 import json
+import math
 import re
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from experiments.beyond import table as beyond
 from experiments.evidence import ali, drawing, fedfdp, measure, page, page_ali
 from experiments.evidence.__main__ import main, missing
-from experiments.evidence.cells import Book
+from experiments.evidence.cells import Book, told
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
@@ -232,15 +233,15 @@ def test_results_that_are_stored_at_once_are_all_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "answer"),
     [(["nosuch"], "no run's name holds all of nosuch"), (["--page", "ali"], "leave out words")],
 )
-def test_a_word_that_no_run_has_is_an_error(words, told, monkeypatch, capsys):
+def test_a_word_that_no_run_has_is_an_error(words, answer, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["evidence", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert answer in capsys.readouterr().err
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
@@ -285,3 +286,9 @@ def test_runs_are_compared_by_the_seeds_that_all_of_them_have(tmp_path):
     assert means == [pytest.approx(0.55), pytest.approx(0.45), None]
     assert book.mean(one, look) == pytest.approx(2 / 3)
     assert book.paired([(none, look)]) == [None]
+
+
+def test_a_cell_counts_what_diverged_beyond_all_numbers():
+    assert told([1.0, 2.0, 3.0], 1) == "2.0 ± 1.0"
+    assert told([1.0, math.inf, 3.0], 1) == "no number in 1 of 3 seeds, else 2.0 ± 1.4 (2 seeds)"
+    assert told([math.nan, math.inf], 1) == "no number in 2 of 2 seeds"

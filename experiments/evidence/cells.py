@@ -1,5 +1,6 @@
 """What a table's cell shows of the stored results, and which cells have none."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,14 @@ class Book:
 
 
 def told(found: Sequence[float], digits: int) -> str:
-    """Return mean ± standard deviation, and of how many seeds where they are not three."""
+    """Return mean ± standard deviation, and of how many seeds where they are not three.
+
+    What diverged beyond all numbers has no mean: it is counted, and the others are told.
+    """
+    known = [value for value in found if math.isfinite(value)]
+    if len(known) < len(found):
+        lost = f"no number in {len(found) - len(known)} of {len(found)} seeds"
+        return f"{lost}, else {told(known, digits)}" if known else lost
     mean = f"{statistics.fmean(found):.{digits}f}"
     if len(found) == 1:
         return f"{mean} (1 seed)"
