@@ -53,7 +53,7 @@ ADDED = {
     "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
     "rule": (
         "persample/apart/separable.py",
-        lambda text: text + '\n\n_RULES |= _named(pointwise, "sinc")\n',
+        lambda text: text + '\n\nRULES |= _named(pointwise, "sinc")\n',
     ),
     "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),
     "features": ("features/kinds.py", lambda text: text + "\n\n" + block("features")),
@@ -230,7 +230,7 @@ def test_a_command_is_found_and_has_help(told):
 
 
 def test_a_rule_is_used(told):
-    assert "aten.sinc.default" not in separable._RULES
+    assert "aten.sinc.default" not in separable.RULES
     assert told["way"] == "graph"
 
 

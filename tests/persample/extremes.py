@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedpact.persample.apart.instead import INSTEAD
@@ -90,6 +89,9 @@ def try_one(op: Any, given: Any) -> None:
 
 
 def main() -> None:
+    # Here, as it keeps torch's settings from being changed, in whichever process imports it.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     torch.set_num_threads(1)
     names = sys.argv[1:]
     for op in op_db:
