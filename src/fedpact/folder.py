@@ -25,6 +25,7 @@ sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and privat
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -51,6 +52,9 @@ ATTEMPTS = "attempts.json"
 
 LOCK = "lock"
 """Held by whoever works on a run's folder, or a party's directory."""
+
+COLUMNS = "columns.json"
+"""What released columns are scaled by."""
 
 FIRST_PLAN = "first-plan.json"
 """What a run that was extended began with."""
@@ -87,6 +91,28 @@ def named_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float
     mean, deviation = by.chunk(2)
     named = zip(names, mean.tolist(), deviation.tolist(), strict=True)
     return {name: {"mean": m, "deviation": d} for name, m, d in named}
+
+
+def read_scales(path: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the content of a columns.json, which says what these columns are scaled by.
+
+    Raises DataError: it is missing, or does not say so of each of them, as a finite mean and a
+    finite deviation > 0.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        read = {n: {key: float(found[n][key]) for key in ("mean", "deviation")} for n in names}
+        good = all(math.isfinite(sum(of.values())) and of["deviation"] > 0 for of in read.values())
+        why = "" if good else "a mean or deviation that is none"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        read, why = {}, type(error).__name__
+    if why:
+        raise DataError(
+            f"{path} does not say what the columns {', '.join(names)} are scaled by ({why}): "
+            "expected a mean and a deviation above 0 of each, as the run wrote them there; restore "
+            "it (a deployment's server has it as run/columns.json), or run the plan again"
+        )
+    return read
 
 
 def unused(path: Path) -> Path:

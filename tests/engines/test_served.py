@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -206,6 +207,22 @@ def test_columns_that_sites_release_are_scaled_by_what_they_released(table, tmp_
         expected = result.model.eval()(x.float()).double().softmax(-1).numpy()
     found = result.predict(table.plan.data).probabilities
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for broken in (
+        None,
+        {},
+        {"age": {"mean": 0.1}},
+        {"age": {"mean": "a", "deviation": 1.0}},
+        {"age": {"mean": math.nan, "deviation": 1.0}},
+        {"age": {"mean": 0.1, "deviation": 0.0}},
+        {"age": {"mean": 0.1, "deviation": -0.3}},
+        ["age"],
+        {"age": None},
+    ):
+        path = tmp_path / "run" / "columns.json"
+        path.unlink() if broken is None else path.write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=r"columns\.json does not say what the columns age"):
+            Served.of(tmp_path / "run")
+        path.write_text("{}")
 
 
 def test_the_commands_say_the_same(table, capsys, monkeypatch, tmp_path):

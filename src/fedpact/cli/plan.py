@@ -23,7 +23,7 @@ from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import deviation
+from fedpact.privacy.columns import moved
 from fedpact.privacy.terms import channels
 from fedpact.recommend.optimise import optimised, own_rounds
 from fedpact.recommend.told import loose
@@ -261,10 +261,8 @@ def _drowned(scene: Scene) -> float:
 
 def _moved(scene: Scene) -> str:
     """Say how far noise moves the released mean of a column: of all sites', as they are weighed."""
-    each = [one.columns for one in scene.terms.values() if one.columns is not None]
-    noise = math.sqrt(sum(deviation(one) ** 2 for one in each)) / sum(scene.sizes.values())
-    remedy = "; that is more than columns differ: declare mean and deviation" * (noise > 0.3)
-    return f"; noise moves the mean of all sites by {noise:.2g} of half a range{remedy}"
+    noise = moved((one.columns, one.size) for one in scene.terms.values())
+    return f"; noise moves the mean of all sites by {noise:.2g} of half a range"
 
 
 def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:

@@ -20,7 +20,7 @@ from fedpact.engines.extended import Earlier, check_begun, kept_model
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import remove_left, write_whole
-from fedpact.folder import Checkpoint, Folder, named_columns
+from fedpact.folder import COLUMNS, Checkpoint, Folder, named_columns
 from fedpact.messages import RoundRecord
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
@@ -118,7 +118,7 @@ def finish(
     if CONSTANTS in at.state.vectors:
         # Whoever uses the model scales records by the same.
         found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
-        folder.write_json("columns.json", found)
+        folder.write_json(COLUMNS, found)
     found = _summary(plan, terms, sizes, records, status, Earlier.read(folder)) | {
         "commonest": commonest and asdict(commonest),
         "model_parameters": model.size,

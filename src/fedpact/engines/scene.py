@@ -37,6 +37,7 @@ from fedpact.features.stage import Staged
 from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.privacy.columns import advise_of_loud
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.reach import check_grid
 from fedpact.privacy.sizes import noisy_size
@@ -99,6 +100,7 @@ class Scene:
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)
         check_grid(terms.values())
+        advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))
         return scene
 
     @cached_property

@@ -22,7 +22,7 @@ from fedpact.data.given.targets import unscaled
 from fedpact.engines.asked import AskedRecords, GivenForm, asked_records
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import DataError, InputError, ModelError
-from fedpact.folder import Folder, folder_of_run
+from fedpact.folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
 from fedpact.models.weights import checked
@@ -108,8 +108,8 @@ class Served:
                 "own, which no run's folder holds, so there is no model here to ask"
             )
         at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
-        columns = folder / "columns.json"
-        released = Folder(folder).read_json(columns.name) if columns.exists() else {}
+        names = plan.records.released
+        released = read_scales(folder / COLUMNS, names) if names else {}
         stage = plan.stage(at)
         if form.made_by is not None and not stage.made_by(form.example).is_as(form.made_by):
             raise ModelError(

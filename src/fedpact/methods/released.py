@@ -1,14 +1,17 @@
 """Columns that are scaled by numbers which the sites release, around any method.
 
 Round 0, before the first one: each site releases means and mean squares of its columns, once, as an
-event of its own (privacy.columns), and nothing is trained. The server makes of their weighted mean
-the constants that all sites are told from then on, with every task; each scales its records by
-them (`records_for`), and what is trained does not notice.
+event of its own (privacy.columns), and nothing is trained. The server makes of their mean, in which
+they count by their records and the less the louder their noise is, the constants that all sites are
+told from then on, with every task; each scales its records by them (`records_for`), and what is
+trained does not notice.
 
     columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
                         before they are known
-    columns/means       [2 m], a site's reply to round 0, with columns/noise: N_i times the variance
-                        of its noise, so that the weighted mean of both says how loud their sum is
+    columns/means       [2 m], c_i times a site's means: its reply to round 0
+    columns/part        c_i, by which they count (privacy.columns.part)
+    columns/noise       c_i² v_i, v_i being N_i times the variance of the means' noise, so that the
+                        weighted means of all three say how loud the sum is
 """
 
 import math
@@ -33,6 +36,7 @@ _PREFIX: Final = "columns/"
 _OWN: Final = "constants"
 _MEANS: Final = "columns/means"
 _NOISE: Final = "columns/noise"
+_PART: Final = "columns/part"
 
 
 def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy) -> str:
@@ -89,18 +93,19 @@ class Released(Around):
             return self.inner.bounds(_without(task), terms)
         if terms.columns is None:
             return Bounds({}, {})
-        noise = columns.deviation(terms.columns)
+        noise = columns.noise_of(terms.columns, terms.size)
         longest = reach.RECORDS * columns.most_moved(self.count)
-        release = reach.Release(longest, noise / terms.size)
-        loud = reach.about(noise**2 / terms.size)
-        return Bounds({_MEANS: release.longest(2 * self.count)}, {_NOISE: loud})
+        release = reach.Release(longest, columns.deviation(terms.columns) / terms.size)
+        vectors = {_MEANS: columns.part(noise) * release.longest(2 * self.count)}
+        numbers = {name: reach.about(value) for name, value in _numbers(noise).items()}
+        return Bounds(vectors, numbers)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""
         if task.round:
             return self.inner.local(_without(task), oracle, memory)
         means, noise = oracle.columns()
-        return Local({_MEANS: means}, {_NOISE: noise}, memory)
+        return Local({_MEANS: columns.part(noise) * means}, _numbers(noise), memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
@@ -108,9 +113,10 @@ class Released(Around):
         if bool(own.vectors[_OWN].any()):
             return join(own, _PREFIX, self.inner.update(rest, replies))
         weights = _Weights(replies)
-        mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE])
-        loud = math.sqrt(mean.numbers[_NOISE] / weights.total)
-        found = State({_OWN: columns.constants(mean.vectors[_MEANS], loud)})
+        mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE, _PART])
+        part = mean.numbers[_PART]
+        loud = math.sqrt(mean.numbers[_NOISE] / weights.total) / part
+        found = State({_OWN: columns.constants(mean.vectors[_MEANS] / part, loud)})
         return join(found, _PREFIX, rest)
 
     def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
@@ -118,6 +124,12 @@ class Released(Around):
         if _MEANS in reply.vectors:
             return reply
         return self.inner.opened(reply, {k: v for k, v in told.items() if k != CONSTANTS})
+
+
+def _numbers(noise: float) -> dict[str, float]:
+    """Return what a site says beside its means; noise: v_i."""
+    part = columns.part(noise)
+    return {_NOISE: part * (part * noise), _PART: part}
 
 
 class _Weights:

@@ -9,14 +9,15 @@ as u_j <= 1. So the 2 m sums with noise N(0, σ² Δ²) in each are one Gaussian
 multiplier σ, under add/remove of one record. What is added is rounded to multiples of 2^-20, and
 whole numbers below 2^53 add without error: nothing else moves a sum.
 
-Divided by the declared N_i and weighted by it, the sites' releases are (Σ sums + noise) / Σ N_i.
-From there on all is post-processing: mean μ_j, deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j
-the mean square and s the noise's own deviation, as what lies below it is noise. A deviation that
-came out too small would blow the column up.
+Divided by the declared N_i and weighted by N_i and by how loud they are (`part`), the sites'
+releases are Σ c_i (sums + noise) / Σ c_i N_i. From there on all is post-processing: mean μ_j,
+deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j the mean square and s the noise's own deviation,
+as what lies below it is noise. A deviation that came out too small would blow the column up.
 """
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -36,6 +37,12 @@ _UNIT: Final = 2.0**-20
 _SLACK: Final = 1 + 2.0**-18
 _LEAST_VARIANCE: Final = 2.0**-16
 _CHANNEL: Final = "moments"
+# The variance of a column that is spread evenly over -1 .. 1.
+_SPREAD: Final = 1 / 3
+# Of half a range: more than most columns differ by.
+_LOUD: Final = 0.3
+
+_logger = logging.getLogger("fedpact")
 
 
 def most_moved(columns: int) -> float:
@@ -69,6 +76,46 @@ def deviation(of: Once) -> float:
     return of.sigma * of.bounds[_CHANNEL]
 
 
+def noise_of(of: Once, size: float) -> float:
+    """Return v: N_i times the variance of a site's means, of what noise adds. size: N_i."""
+    return deviation(of) ** 2 / size
+
+
+def part(noise: float) -> float:
+    """Return c_i in (0, 1]: how much of its N_i records a site's means count for. noise: its v.
+
+    A mean of N records of variance s² with noise has the variance (s² + v) / N, and means of the
+    least variance count by 1 over it: by N where noise is quiet, and hardly where it is so loud
+    that one careful site would scale everybody's columns by its noise.
+
+    >>> round(part(0.0), 4), round(part(1.0), 4)
+    (1.0, 0.25)
+    """
+    return _SPREAD / (_SPREAD + noise)
+
+
+def moved(sites: Iterable[tuple[Once | None, float]]) -> float:
+    """Return the standard deviation of noise in the mean of all sites: of each its event and N_i.
+
+    In halves of a column's range; 0 where no site releases any.
+    """
+    parts = [(part(v := noise_of(of, n)), v, n) for of, n in sites if of is not None]
+    whole = sum(c * n for c, _, n in parts)
+    return math.sqrt(sum(c * (c * v) * n for c, v, n in parts)) / whole if parts else 0.0
+
+
+def advise_of_loud(origin: str, sites: Iterable[tuple[Once | None, float]]) -> None:
+    """Warn where noise moves released means by more than columns differ. origin: of the warning."""
+    if (far := moved(sites)) > _LOUD:
+        _logger.warning(
+            f"{origin}: noise moves the released mean of a column by {far:.2g} of half its range, "
+            "more than columns differ, so what scales them is noise, and a model may do no better "
+            'than chance: declare mean and deviation with scale = "standard", or scale = "range" '
+            "alone; a larger ε, more records, fewer released columns or a larger "
+            "privacy.column_share make noise less"
+        )
+
+
 def released(of: Once, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
     """Return `sums` of records u [n, m] with noise, float64 [2 m]. Raises what `charge` raises."""
     return of.release(charge, lambda: {_CHANNEL: sums(u)}, draws)[_CHANNEL]
@@ -86,7 +133,7 @@ def answered(
         raise PolicyRefused(
             f"what scales {u.shape[1]} columns was asked for: this run has {of} for the site"
         )
-    return released(of, charge, u, draws) / size, deviation(of) ** 2 / size
+    return released(of, charge, u, draws) / size, noise_of(of, size)
 
 
 def sums(u: Tensor) -> Tensor:

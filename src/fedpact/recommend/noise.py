@@ -39,6 +39,11 @@ class SiteNoise:
     dealt: bool
 
     @property
+    def releases(self) -> list[tuple[Once | None, float]]:
+        """Of each site what it releases to scale columns, and N_k."""
+        return list(zip(self.columns, self.sizes, strict=True))
+
+    @property
     def weighed(self) -> bool:
         """Whether sites count by their noise."""
         return self.honest is None and len(set(self.budgets)) > 1

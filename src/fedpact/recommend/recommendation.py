@@ -17,7 +17,7 @@ from fedpact.models.build import build
 from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import deviation
+from fedpact.privacy.columns import advise_of_loud, moved
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, sizes_of, with_sites
 from fedpact.recommend.noise import SiteNoise
@@ -86,6 +86,7 @@ class Recommendation:
             told = drowned(snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2)
             reasons["rounds"] = f"the fewest: {told[0]}"
             _logger.warning("%s: %s", data.name, ": ".join(told))
+        advise_of_loud(data.name, public.noise.releases)
         if told := loose(zip((b.delta for b in asked.budgets), sizes.values(), strict=True)):
             _logger.warning("%s: %s", data.name, told)
         if told := undeclared_classes(read, data):
@@ -289,11 +290,10 @@ class _Public:
 
     def _release_told(self) -> str:
         """Return what released columns take of ε, and how far noise moves them; "" for none."""
-        columns = [one for one in self.noise.columns if one]
-        if not columns:
+        noise = moved(self.noise.releases)
+        if not noise:
             return ""
         share, names = Privacy().column_share, len(self.asked.records.released)
-        noise = math.hypot(*map(deviation, columns)) / self.records
         told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
         return f"{told}: noise moves a mean by {noise:.2g} of half its range"
 

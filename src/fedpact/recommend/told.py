@@ -35,6 +35,6 @@ def drowned(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
     ways += ["fewer columns"] * columns + ["--trust sum"] * alone
     return (
         f"noise goes {1 / snr:.2g} times as far as all records together can",
-        "expected the opposite, ten times; what is trained is no better than a guess. What would "
-        f"help: {', '.join(ways)}",
+        "expected the opposite, ten times; what is trained may be little better than a guess. What "
+        f"would help: {', '.join(ways)}",
     )

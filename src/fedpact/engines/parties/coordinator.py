@@ -39,7 +39,7 @@ from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import scaled_by
+from fedpact.privacy.columns import advise_of_loud, scaled_by
 from fedpact.privacy.reach import Bounds, check_grid, counts
 from fedpact.privacy.terms import Terms
 from fedpact.records.writers import Log, check_log
@@ -89,6 +89,8 @@ class Coordinator:
         if plan.privacy.honest:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
         check_grid(found.terms.values())
+        each = ((one.columns, one.size) for one in found.terms.values())
+        advise_of_loud(f"run {federation.run}", each)
         test = (directory / "test.npz").exists() and not plan.local.head
         check_public(plan.budget.early, plan.private, plan.evaluation, test=test, held=False)
         return found

@@ -27,7 +27,7 @@ from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
-from fedpact.folder import RUN, Folder, named_columns
+from fedpact.folder import COLUMNS, RUN, Folder, named_columns, read_scales
 from fedpact.ledger.family import spend_of
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
@@ -37,7 +37,6 @@ from fedpact.plan import Plan
 
 HANDED_OVER: Final = "handed over"
 BROUGHT: Final = "brought by the owner"
-_COLUMNS: Final = "columns.json"
 
 
 @dataclass(frozen=True)
@@ -102,18 +101,8 @@ class FinalModel:
         return {"epsilon": {self.name: cost}, "delta": {self.name: found["delta"]}}
 
     def _columns_beside(self, model: Path) -> Any:
-        names, path = self.plan.records.released, model.with_name(_COLUMNS)
-        if not names:
-            return None
-        try:
-            found = json.loads(path.read_bytes())
-            return {name: {key: float(found[name][key]) for key in ("mean", "deviation")}
-                    for name in names}  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} does not say what the columns {', '.join(names)} are scaled by "
-                f"({type(error).__name__}): expected the server's run/{_COLUMNS} beside its model"
-            ) from None
+        names = self.plan.records.released
+        return read_scales(model.with_name(COLUMNS), names) if names else None
 
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
         folder, of = Folder(self.directory / RUN), self.federation
@@ -123,7 +112,7 @@ class FinalModel:
         given = GivenForm(of.shape, of.values, of.classes, of.columns(self.plan))
         given.by(of.stage(self.plan, self.directory)).write(folder)
         if columns is not None:
-            folder.write_json(_COLUMNS, columns)
+            folder.write_json(COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         write_whole(folder.path / "model.safetensors", save_tensors(tensors))
