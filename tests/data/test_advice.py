@@ -160,5 +160,67 @@ def test_a_site_is_told_how_short_its_records_are_by_powers_of_ten(caplog):
     # Rows of length 1 have short numbers when there are many, and zeros have no unit.
     for rows in (torch.full((3, 2500), 0.02), torch.zeros(3, 2)):
         advise("t.npz", RecordForm(), tuple(rows.shape[1:]), (), rows)
-    advise("t.npz", RecordForm(low=0.0, high=0.004, scale="range"), (2,), (), short * 0.01)
+    advise("t.npz", RecordForm(low=0.0, high=0.0004, scale="range"), (2,), (), short * 0.01)
     assert not caplog.text
+
+
+LITTLE = "much farther from 0 than they differ"
+
+
+@pytest.mark.parametrize(
+    ("declared", "ends"),
+    [
+        ({}, (7.3, 7.5)),  # a pH: below every limit of length, and one number to a model
+        ({}, (-9.52, -9.5)),
+        ({"range": [0, 250], "scale": "range"}, (1.5, 2.0)),  # of centimetres, in metres
+        ({"range": [0, 250], "scale": "unit"}, (249.0, 250.0)),
+        ({"range": [7.0, 7.8], "scale": "none"}, None),  # as declared, where nobody looks
+        ({"range": [0, 90], "mean": 70.0, "deviation": 1.0, "scale": "standard"}, (7.0, 7.1)),
+    ],
+)
+def test_numbers_that_differ_little_beside_how_far_they_are_from_0_are_told_of(
+    caplog, declared, ends
+):
+    form = RecordForm.model_validate({"columns": {"a": declared} if declared else {}})
+    x = None
+    if ends is not None:
+        x = torch.stack([torch.linspace(*ends, 50), torch.arange(50.0) % 2], 1)
+    advise("t.csv", form, (2,), ("a", "b"), x)
+    assert f"{LITTLE}: a (" in caplog.text
+    assert "b (" not in caplog.text
+
+
+def test_what_differs_enough_or_cannot_be_told_is_not_named(caplog):
+    """Codes, columns of one number, those that sites rescale by what they release, and pixels."""
+    released = {"range": [0, 250], "scale": "released"}
+    columns = {"height": released, "code": {"categories": [101, 102], "scale": "one-hot"}}
+    form = RecordForm.model_validate({"columns": columns})
+    some = torch.stack([torch.linspace(1.5, 2, 50), 101 + torch.arange(50.0) % 2], 1)
+    one = torch.stack([torch.full((50,), 3.0), torch.arange(50.0) % 2], 1)
+    advise("t.csv", form, (2,), ("height", "code"), some)
+    advise("t.csv", RecordForm(), (2,), ("one", "sex"), one)
+    advise("t.csv", RecordForm(), (2,), ("metres", "sex"), one + torch.rand(50, 1) - 1.5)
+    edge = torch.cat([torch.linspace(-0.42, -0.4, 50)[:, None], torch.randn(50, 59)], 1)
+    advise("t.npz", RecordForm(), (60,), (), edge)
+    assert not caplog.text
+    # Without names, but as few as a table has.
+    advise("t.npz", RecordForm(), (40,), (), edge[:, :40], values=False)
+    assert f"{LITTLE}: 0 (up to 1e+02 times)" in caplog.text
+
+
+def test_the_remedy_of_numbers_that_differ_little_works(tmp_path, caplog):
+    """A pH about 7.4 decides, beside a column that says nothing."""
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 2, 900)
+    ph = 7.4 + 0.05 * (2 * y - 1) + draw.normal(0, 0.03, 900)
+    path = tmp_path / "ph.npz"
+    x = np.stack([ph, draw.integers(0, 2, 900)], 1).astype(np.float32)
+    np.savez(path, x=x, y=y)
+    steps = {"settings": {"learning_rate": 4.0}, "rounds": 30, "privacy": {"epsilon": 8.0}}
+    bad = simulate(plan_of(str(path), **steps), tmp_path / "bad").summary
+    assert f"{LITTLE}: 0 (" in caplog.text
+    caplog.clear()
+    remedy = {"columns": {"0": {"range": [7.0, 7.8], "clamp": True, "scale": "range"}}}
+    good = simulate(plan_of(str(path), remedy, **steps), tmp_path / "good").summary
+    assert not caplog.text
+    assert good["accuracy"] > 0.85 > 0.7 > bad["accuracy"]

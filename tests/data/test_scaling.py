@@ -309,8 +309,16 @@ def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
     for of, some in ((scaled, x), (form, x * torch.tensor([200.0, 1.0]))):
         advise("t.csv", of, (2,), names, some)
     # Pixels have no names, and many of them are dark.
-    advise("t.npz", form, (2,), (), x)
+    advise("t.npz", form, (60,), (), x.repeat(1, 30))
     assert not caplog.text
+    # But as few as a table has are columns, and so is one that was declared for another unit.
+    advise("t.npz", form, (2,), (), x)
+    assert "stay near 0: 0 (0.001)" in caplog.text
+    caplog.clear()
+    standard = {"range": [0, 3], "mean": 1.7, "deviation": 10.0, "scale": "standard"}
+    heights = x * torch.tensor([250.0, 1.0]) + torch.tensor([1.6, 0.0])
+    advise("t.csv", RecordForm(columns={"rate": Column(**standard)}), (2,), names, heights)
+    assert "stay near 0: rate (0.0" in caplog.text
 
 
 def test_a_range_that_single_precision_does_not_resolve_is_refused():

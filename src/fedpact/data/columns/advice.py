@@ -14,11 +14,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fedpact.data.columns.scaling import rescaled
 from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.text import toml, toml_key
 
 _WIDE: Final = 10.0
 _NARROWER: Final = 10.0
+# How much farther from 0 than they differ numbers may be: above it they are one number to a model.
+_BESIDE: Final = 10.0
+# Columns without names that are a table's. Of pixels in a row some are hardly ever other numbers.
+_TABLE: Final = 50
 # A record's length, below which noise that suits a bound of 1 or so is more than its share.
 _SHORT: Final = 0.3
 _SHOWN: Final = 5
@@ -26,6 +31,7 @@ _REMEDY: Final = (
     "Declare what the values can be, by public knowledge and not by what is in the file, and have "
     "them scaled, in the plan, and of a deployment in federation.toml as well:"
 )
+_UNIT: Final = "Where it is declared: is the file in another unit?"
 
 _logger = logging.getLogger("fedpact")
 
@@ -69,8 +75,10 @@ def advise(
         _logger.warning(_told_of_all(origin, form, most, tell))
     elif wide:
         _logger.warning(_told(origin, wide, tell))
+    if not wide and (features or len(names) <= _TABLE):
+        _advise_of_little(origin, form, names, x, tell)
     if x is not None:
-        if features and not wide:
+        if not wide and (features or len(names) <= _TABLE):
             _advise_of_narrow(origin, form, names, x, tell)
         _advise_of_short(origin, [form.of(name) for name in names], x, tell)
         _advise_of_standards(origin, form, names, x, tell)
@@ -87,9 +95,8 @@ def _coarsely(far: float) -> str:
 def _advise_of_narrow(
     origin: str, form: RecordForm, names: Sequence[str], x: Tensor, tell: _Tell
 ) -> None:
-    """Warn of columns that are not scaled and stay so near to 0 that others drown them."""
-    plain = [form.of(name).scale == "none" for name in names]
-    reach = [_found(x[:, k]) if own else 1.0 for k, own in enumerate(plain)]
+    """Warn of columns that, as they are scaled, stay so near to 0 that others drown them."""
+    reach = [_reach(form.of(name), x[:, k]) for k, name in enumerate(names)]
     most = max(reach)
     near = [(n, far) for n, far in zip(names, reach, strict=True) if 0 < far < most / _NARROWER]
     if near:
@@ -99,8 +106,54 @@ def _advise_of_narrow(
             f"{origin}: numbers of these columns stay near 0: {shown}{more}, as found in the "
             f"records; others reach {tell(most)}, and a model hardly sees these beside them. "
             "Declare what they can be, and have it scaled: [records.columns.NAME] with range = "
-            '[LEAST, MOST] and scale = "range"'
+            f'[LEAST, MOST] and scale = "range". {_UNIT}'
         )
+
+
+def _reach(own: ValueRange, x: Tensor) -> float:
+    """Return how far from 0 a column's numbers [n] get as they are scaled."""
+    if own.scale in ("one-hot", "released"):
+        return 1.0
+    found = _found(rescaled(x.double(), own))
+    # What is scaled may have a few numbers far off, beside which nothing else is narrow.
+    return found if own.scale == "none" else min(found, 1.0)
+
+
+def _advise_of_little(
+    origin: str, form: RecordForm, names: Sequence[str], x: Tensor | None, tell: _Tell
+) -> None:
+    """Warn of columns that, as they are scaled, differ little beside how far from 0 they are."""
+    beside = [
+        (name, _beside(form.of(name), None if x is None else x[:, k]))
+        for k, name in enumerate(names)
+    ]
+    if alike := [(name, far) for name, far in beside if far > _BESIDE]:
+        shown = ", ".join(f"{name} ({tell(far)} times)" for name, far in alike[:_SHOWN])
+        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+        _logger.warning(
+            f"{origin}: numbers of these columns are much farther from 0 than they differ: "
+            f"{shown}{more}{_how(x is not None)}. To a model they are one number, and it may do no "
+            "better than chance. Declare what they can be, no wider than by public knowledge, and "
+            "have it scaled: [records.columns.NAME] with range = [LEAST, MOST], clamp = true and "
+            f'scale = "range". {_UNIT}'
+        )
+
+
+def _beside(own: ValueRange, x: Tensor | None) -> float:
+    """Return how much farther from 0 than they differ a column's numbers [n] are, once scaled.
+
+    0 where nobody says, of codes, and of one number alone, which tells nothing anyway.
+    """
+    if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
+        return 0.0
+    if own.scale == "none" and own.low is not None and own.high is not None:
+        ends = torch.tensor([own.low, own.high], dtype=torch.float64)
+    elif x is not None and (good := x[x.isfinite()]).numel():
+        ends = torch.stack(good.double().aminmax())
+    else:
+        return 0.0
+    low, high = rescaled(ends, own).tolist()
+    return abs(low + high) / abs(high - low) if low != high else 0.0
 
 
 def _advise_of_short(origin: str, own: Sequence[ValueRange], x: Tensor, tell: _Tell) -> None:

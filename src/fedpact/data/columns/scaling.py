@@ -77,15 +77,15 @@ class Scaling:
         if not self.used:
             return x
         if not self.form.columns:
-            return _scaled(x.double(), self.form).float()
+            return rescaled(x.double(), self.form).float()
         columns = [
-            _scaled(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
+            rescaled(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
         ]
         return torch.cat(columns, 1).float()
 
 
-def _scaled(x: Tensor, own: ValueRange) -> Tensor:
-    """x [n, ...] in float64."""
+def rescaled(x: Tensor, own: ValueRange) -> Tensor:
+    """Return what stands in place of numbers x [n, ...] of one declaration; both in float64."""
     if isinstance(own, Column):
         if own.scale == "one-hot":
             known = own.as_numbers().categories or []
