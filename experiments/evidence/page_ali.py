@@ -145,7 +145,8 @@ def _steps(book: Book) -> str:
         "τ = 1, ε = 2: 317 iterations. The first lines are of a sixth of the training records that "
         "is set aside, in batches as large as all records' would be. The released code has "
         "q = 0.05, σ = 2, Dirichlet(1.0) over both parts and a divisor of 64 in place of the "
-        "batch's size, 189 iterations for its ε = 2, and is measured inside the sites."
+        "batch's size, 189 iterations for its ε = 2, and is measured inside the sites. Lines of "
+        "the test set look for what explains the printed numbers: nothing of ours is chosen by it."
     )
     said = "\n".join(f"* {NAMES[data]}: {_explained(book, data)}" for data in ali.DATA)
     return f"{text}\n\n{said}\n\n{table(['data', 'setting', 'accuracy'], rows)}"

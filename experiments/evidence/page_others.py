@@ -123,8 +123,9 @@ def others(book: Book) -> Iterator[str]:
     """Return what the other folders of experiments/ have stored at an (ε, δ)."""
     yield "## Other settings"
     yield (
-        "What other experiments have stored; their own pages say how settings were chosen. Three "
-        "seeds, of heart disease twenty."
+        "What other experiments have stored; their own pages say how settings were chosen, and of "
+        "which rows the test set was looked at before, with other settings (Fashion-MNIST and "
+        "MNIST with own noise; heart disease). Three seeds, of heart disease twenty."
     )
     rows = list[list[str]]()
     for name, said, printed in _FEATURES:

@@ -31,9 +31,9 @@ ROLES = {"kind": "natural", "held_out": 0.2}
 ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]] = {
     "heart ε = 1": ("heart_disease_flamby", 1.0, 1e-4, 4, None, HOSPITALS, 20),
     "heart ε = 0.1": ("heart_disease_flamby", 0.1, 1e-4, 4, None, HOSPITALS, 20),
-    "fashion_mnist": ("fashion_mnist", 2.0, 1e-5, 10, True, LABELS, 1),
-    "cifar10": ("cifar10", 2.0, 1e-5, 10, True, LABELS, 1),
-    "mnist": ("mnist", 3.52, 1e-5, 10, False, DIRICHLET, 1),
+    "fashion_mnist": ("fashion_mnist", 2.0, 1e-5, 10, True, LABELS, 3),
+    "cifar10": ("cifar10", 2.0, 1e-5, 10, True, LABELS, 3),
+    "mnist": ("mnist", 3.52, 1e-5, 10, False, DIRICHLET, 3),
     "shakespeare ε = 1": ("shakespeare", 1.0, 1e-5, 71, None, ROLES, 3),
     "shakespeare ε = 8": ("shakespeare", 8.0, 1e-5, 71, None, ROLES, 3),
 }
@@ -68,11 +68,13 @@ def main(rows: list[str]) -> None:
     for row in rows:
         for trust in ("own", "sum"):
             title, raw = f"{row} {trust}", configuration(row, trust)
-            known = found.setdefault(title, {"plan": raw, "commit": commit, "accuracy": []})
+            known = found.setdefault(title, {"plan": raw, "commit": "", "accuracy": []})
             if known["plan"] != raw:
                 sys.exit(f"{title}: check.json is of another configuration; take it out")
             for seed in range(len(known["accuracy"]), ROWS[row][-1]):
                 known["accuracy"].append(accuracy(raw | {"seed": seed}))
+                if commit not in known["commit"]:
+                    known["commit"] = ", ".join(filter(None, (known["commit"], commit)))
                 STORED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
             values = [100 * value for value in known["accuracy"]]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""

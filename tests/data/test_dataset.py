@@ -36,6 +36,24 @@ def test_a_data_set_holds_no_value_that_is_not_finite(bad, places):
     assert "remove" in text
 
 
+@pytest.mark.parametrize(
+    ("role", "given"),
+    [
+        ("column", {"features": ("a", "b\x1b[31m")}),
+        ("column", {"column": "image\x07"}),
+        ("class", {"classes": ("ill", "well\x9b2J")}),
+        ("site", {"site": ("north", "south\x08")}),
+    ],
+)
+def test_a_name_that_a_terminal_obeys_is_refused_wherever_it_comes_from(role, given):
+    names = {"classes": ("ill", "well"), **given}
+    with pytest.raises(DataError, match=rf"has a {role} '.*\\x.*': expected a name without"):
+        Dataset("d", torch.zeros(2, 2), torch.tensor([0, 1]), **names)
+    # Of texts the classes are the characters that they have.
+    if role == "class":
+        Dataset("d", torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0, 1]), **names)
+
+
 @pytest.mark.parametrize("y", [[0, 1, 2, 3], [0, -1, 0, 0]])
 def test_a_data_set_holds_no_label_out_of_range(y):
     row = next(i for i, label in enumerate(y) if label not in (0, 1, 2))

@@ -129,6 +129,7 @@ def test_arrays_are_filled_and_scaled_by_place_and_as_a_whole():
         ({"scale": "one-hot"}, "without categories"),
         ({"other": 1.0}, "without categories"),
         ({"fill": "A"}, "without categories"),
+        ({"fill": "A", "range": [0, 1]}, "fill = 'A' beside a range of numbers"),
         ({"fill": 9, "high": 8}, "fill = 9 is beyond"),
         ({"range": [0, 1], "low": 0}, r"range = \[0, 1\]"),
         ({"range": [0]}, r"range = \[0\]"),

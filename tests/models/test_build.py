@@ -89,9 +89,15 @@ def test_images_without_channels_are_told_how_to_have_one():
         build("cnn_group_norm", torch.zeros(8, 8), 10, 0)
 
 
-def test_an_image_too_small_for_the_cnn_is_told():
-    with pytest.raises(ModelError, match="too small"):
-        build("cnn", torch.zeros(1, 8, 8), 10, 0)
+@pytest.mark.parametrize(
+    ("name", "side", "instead"),
+    [("cnn", 8, "cnn_padded"), ("cnn", 3, "cnn_group_norm"), ("cnn_padded", 3, "cnn_group_norm")],
+)
+def test_an_image_too_small_for_the_cnn_is_told_what_takes_it(name, side, instead):
+    image = torch.zeros(1, side, side)
+    with pytest.raises(ModelError, match=f"model '{name}' got .* too small .* use '{instead}' or"):
+        build(name, image, 10, 0)
+    assert build(instead, image, 10, 0)(image[None]).shape == (1, 10)
 
 
 def test_logistic_may_start_at_zero_and_have_no_bias():

@@ -3,14 +3,19 @@
 Its errors give names, shapes, rows and columns, never a value of a record.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fedpact.errors import DataError
+
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""What has no place in a name: but for tabs and ends of lines, a terminal may obey it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +36,7 @@ class Dataset:
     description: one line: what it is, where from, the constants of its preprocessing.
 
     Raises DataError: nothing in it, lengths or shapes that do not fit, a value that is NaN or
-    infinite, a label out of range.
+    infinite, a label out of range, or a name with control characters, as a terminal obeys them.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Dataset:
                 f"{len(set(self.classes))} of them different: expected at least one, and no name "
                 "twice; name every class once"
             )
+        self._check_names()
         self._check_pair("x", self.x, "y", self.y)
         if (self.x_test is None) != (self.y_test is None):
             raise DataError(
@@ -106,6 +112,17 @@ class Dataset:
         if of_test is None or of_test.all() or self.x_test is None or self.y_test is None:
             return kept
         return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])
+
+    def _check_names(self) -> None:
+        # Of texts the classes are characters, whichever these have.
+        classes = self.classes if self.x.is_floating_point() else ()
+        given = {"column": (*self.features, *([self.column] if self.column else []))}
+        for role, names in (given | {"class": classes, "site": set(self.site or ())}).items():
+            if strange := sorted(name for name in names if CONTROL.search(name)):
+                raise DataError(
+                    f"data set {self.name} has a {role} {strange[0]!a}: expected a name without "
+                    "control characters, which a terminal obeys; rename it"
+                )
 
     def _check_pair(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
         for name, tensor, dtypes in (

@@ -145,6 +145,10 @@ class Column(ValueRange):
             )
         known = self.categories
         if known is None:
+            if isinstance(self.fill, str) and self.low is not None:
+                raise ValueError(
+                    f"fill = {self.fill!r} beside a range of numbers: expected a number in it"
+                )
             if self.other is not None or self.scale == "one-hot" or isinstance(self.fill, str):
                 raise ValueError(
                     f'other = {self.other!r}, fill = {self.fill!r}, scale = "{self.scale}" without '

@@ -17,6 +17,7 @@ from zipfile import is_zipfile
 import numpy as np
 
 from fedpact.data.cells import Cells, arrow_cells
+from fedpact.data.dataset import CONTROL
 from fedpact.data.form import RecordForm
 from fedpact.errors import DataError
 
@@ -24,7 +25,6 @@ SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 """What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _ANY: Final = RecordForm()
 _NAMED: Final = 40  # columns, in an error
 
@@ -275,7 +275,7 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
     """Raise DataError for a column's name that a terminal would take for a command."""
-    if strange := [name for name in names if _CONTROL.search(name)]:
+    if strange := [name for name in names if CONTROL.search(name)]:
         raise DataError(
             f"data file {path} has a column {strange[0]!a}: expected a name without control "
             "characters, which a terminal obeys; rename it in the file"

@@ -92,13 +92,17 @@ def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
-    channels, *sides = _image("cnn", shape)
+    name = "cnn_padded" if padding else "cnn"
+    channels, *sides = _image(name, shape)
     for _ in range(2):
         sides = [(side + 2 * padding - 4) // 2 for side in sides]
     if min(sides) < 1:
+        # With padding 2 an image is halved twice.
+        smaller = "cnn_padded" if not padding and min(shape[1:]) >= 4 else "cnn_group_norm"
         raise ModelError(
-            f"model 'cnn' got images of {shape[1]}x{shape[2]}: too small for two 5x5 convolutions "
-            f"with padding {padding}, each followed by pooling; use 'cnn_padded' or 'mlp'"
+            f"model {name!r} got images of {shape[1]}x{shape[2]}: too small for two 5x5 "
+            f"convolutions with padding {padding}, each followed by pooling; use {smaller!r} or "
+            "'mlp'"
         )
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5, padding=padding),
