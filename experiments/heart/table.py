@@ -7,18 +7,21 @@ Columns, rounds and η are chosen on a quarter of the training records that is s
 cuts, with the noise over the records that all of them have. A hospital's accuracy counts alike, as
 in FLamby's table. The test parts are looked at by twenty runs of what was chosen. Results are
 stored as they come (results.json: of cuts the accuracy, of runs on the test parts all that is said
-of them), and what is stored is not run again; --again carries out the runs on the test parts anew,
-with the settings as stored, and stores none.
+of them, with commit and version), and what is stored is not run again; --again carries out the runs
+on the test parts anew, with the settings as stored, and stores none.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fedpact
 from fedpact.data.columns.known import KNOWN
@@ -69,6 +72,9 @@ def main(again: bool) -> None:
     """Choose for each noise and ε, carry out the table's runs, and print it."""
     empty: dict[str, dict[str, list[Any]]] = {"cuts": {}, "test": {}}
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else empty
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    made = f"{commit}, torch {torch.__version__}"
 
     def of_cuts(title: str, settings: list[str], epsilon: float) -> float:
         known = found["cuts"].setdefault(title, [])
@@ -81,7 +87,7 @@ def main(again: bool) -> None:
     def of_tests(title: str, settings: list[str]) -> list[float]:
         known = [] if again else found["test"].setdefault(title, [])
         for n in range(len(known), RUNS):
-            known.append(outcome([*settings, f"seed={n}"]))
+            known.append(outcome([*settings, f"seed={n}"]) | {"made": made})
             if not again:
                 RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         return [one["accuracy"] for one in known]
