@@ -104,7 +104,7 @@ def read_scales(path: Path, names: Sequence[str]) -> dict[str, dict[str, float]]
         read = {n: {key: float(found[n][key]) for key in ("mean", "deviation")} for n in names}
         good = all(math.isfinite(sum(of.values())) and of["deviation"] > 0 for of in read.values())
         why = "" if good else "a mean or deviation that is none"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         read, why = {}, type(error).__name__
     if why:
         raise DataError(

@@ -156,7 +156,7 @@ class Plan(ShownPlan, BaseModel):
             self.robust,
             self.secure_aggregation,
             self.local,
-            self.privacy.clip_schedule != "constant",
+            self.privacy,
             self.rounds,
             len(self.records.released),
             self.after,

@@ -6,6 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from fedpact.data.columns.advice import advise
 from fedpact.data.form import Column, RecordForm
@@ -188,6 +189,20 @@ def test_numbers_that_differ_little_beside_how_far_they_are_from_0_are_told_of(
     advise("t.csv", form, (2,), ("a", "b"), x)
     assert f"{LITTLE}: a (" in caplog.text
     assert "b (" not in caplog.text
+    assert ("found by looking" in caplog.text) == (ends is not None)
+
+
+def test_a_slip_a_gap_and_a_wide_column_hide_no_other(caplog):
+    """Of a hundred records one at each end does not count, nor what is said of another column."""
+    ph = torch.cat([torch.linspace(7.3, 7.5, 300), torch.tensor([0.0, 9.9])])
+    x = torch.stack([ph, torch.arange(302.0) % 2], 1)
+    advise("t.csv", RecordForm(), (2,), ("ph", "sex"), x)
+    assert f"{LITTLE}: ph (" in caplog.text
+    caplog.clear()
+    wide = torch.cat([x, torch.linspace(0, 90, 302)[:, None]], 1)
+    advise("t.csv", RecordForm(), (3,), ("ph", "sex", "age"), wide)
+    assert "get far from 0: age (90)" in caplog.text
+    assert f"{LITTLE}: ph (" in caplog.text
 
 
 def test_what_differs_enough_or_cannot_be_told_is_not_named(caplog):
@@ -200,6 +215,13 @@ def test_what_differs_enough_or_cannot_be_told_is_not_named(caplog):
     advise("t.csv", form, (2,), ("height", "code"), some)
     advise("t.csv", RecordForm(), (2,), ("one", "sex"), one)
     advise("t.csv", RecordForm(), (2,), ("metres", "sex"), one + torch.rand(50, 1) - 1.5)
+    # Of digits as columns, scaled by their range, some are hardly ever other numbers.
+    digits = torch.from_numpy(load_digits().data).float()
+    names = tuple(f"pixel {k}" for k in range(64))
+    for scale in ("range", "unit"):
+        known = {name: {"range": [0, 16], "scale": scale} for name in names}
+        form = RecordForm.model_validate({"columns": known})
+        advise("t.csv", form, (64,), names, digits)
     edge = torch.cat([torch.linspace(-0.42, -0.4, 50)[:, None], torch.randn(50, 59)], 1)
     advise("t.npz", RecordForm(), (60,), (), edge)
     assert not caplog.text

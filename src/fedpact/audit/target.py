@@ -17,6 +17,7 @@ from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.weighting import UNIFORM, Fair, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.columns import Means
 from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import epsilon
@@ -179,7 +180,7 @@ class Recorder:
         """See Oracle."""
         return self._recorded(self._inner.opening(*channels), opening=True)
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> Means:
         """See Oracle."""
         return self._inner.columns()
 

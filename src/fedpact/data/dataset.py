@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedpact.errors import DataError
 
-CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""What has no place in a name: but for tabs and ends of lines, a terminal may obey it."""
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What has no place in a name: but for a tab and a new line, a terminal may obey it."""
 
 
 @dataclass(frozen=True, eq=False)

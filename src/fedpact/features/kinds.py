@@ -66,7 +66,10 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
             f"features.kind = {settings.kind!r} with images of shape {shape}: expected at least "
             f"{least} x {least} pixels"
             + (f", as size = {least}; lower size" if settings.kind == "patches" else "")
-            + ("; if channels stand last, hand in numpy.moveaxis(x, -1, 1)" * (shape[-1] <= 4))
+            + (
+                "; if channels stand last, hand in numpy.moveaxis(x, -1, 1)"
+                * (shape[-1] <= 4 < shape[0])
+            )
         )
     cells = min(default, most) if settings.cells is None else settings.cells
     if not 1 <= cells <= most:

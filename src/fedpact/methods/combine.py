@@ -21,6 +21,7 @@ from fedpact.methods.secure import SecureSettings, check_summed
 from fedpact.methods.server import Averaged, ServerOptimised, ServerSettings
 from fedpact.methods.stepped import LocalSettings, Stepped
 from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.settings import Privacy
 
 _OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
 
@@ -138,19 +139,20 @@ def combined(
     robust: RobustSettings,
     secure: SecureSettings,
     local: LocalSettings,
-    clips: bool,
+    privacy: Privacy,
     rounds: int,
-    columns: int = 0,
-    after: int = 0,
+    columns: int,
+    after: int,
 ) -> Method:
-    """Return the algorithm with everything around it. clips: whether the clip changes from round to
-    round. rounds: of the run. columns: that are scaled by what the sites release. after: of the
-    rounds, how many were done before the run was extended.
+    """Return the algorithm with everything around it.
+
+    rounds: of the run. columns: that are scaled by what the sites release. after: of the rounds,
+    how many were done before the run was extended.
 
     Raises PlanError: they do not go together.
     """
     method = Method(name, settings)
-    if clips:
+    if privacy.clip_schedule != "constant":
         _check_clips(name, control, compression.kind)
     chosen = {
         "robust": robust.rule != "mean",
@@ -202,7 +204,7 @@ def combined(
     if columns:
         # Outside of all: its round is before the first one, and no algorithm's.
         _check_columns(method, compression.kind, secure)
-        method = Released(method, columns)
+        method = Released(method, columns, privacy.least_noise_of)
     return method
 
 

@@ -21,6 +21,7 @@ from fedpact.methods import Around, Method
 from fedpact.methods.stepped import Stepped
 from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.privacy.batches import Batch
+from fedpact.privacy.columns import Means
 
 Weights = Mapping[str, tuple[float, float]]
 """Vector of a reply -> sqrt(Σ c_k²) over gradients of batches, and over those of openings."""
@@ -80,7 +81,7 @@ class _Units:
         self.opened.add(self._given)
         return _Unit(self)
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> Means:
         """See oracle.Oracle."""
         raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
 

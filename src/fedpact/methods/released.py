@@ -2,26 +2,27 @@
 
 Round 0, before the first one: each site releases means and mean squares of its columns, once, as an
 event of its own (privacy.columns), and nothing is trained. The server makes of their mean, in which
-they count by their records and the less the louder their noise is, the constants that all sites are
-told from then on, with every task; each scales its records by them (`records_for`), and what is
-trained does not notice.
+they count by their records, and the less where their noise is much louder than others', the
+constants that all sites are told from then on, with every task; each scales its records by them
+(`records_for`), and what is trained does not notice.
 
     columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
                         before they are known
     columns/means       [2 m], c_i times a site's means: its reply to round 0
     columns/part        c_i, by which they count (privacy.columns.part)
-    columns/noise       c_i² v_i, v_i being N_i times the variance of the means' noise, so that the
-                        weighted means of all three say how loud the sum is
+    columns/noise       N_i times the variance of the noise in `means`, so that the weighted means
+                        of all three say how loud the sum is
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from fedpact.check import positive
 from fedpact.errors import PlanError
 from fedpact.features.settings import FeatureSettings
 from fedpact.local import weighted_mean
@@ -66,11 +67,11 @@ def check_as_declared(method: Method) -> None:
 
 
 class Released(Around):
-    """See the module; outermost of all. count: m."""
+    """See the module; outermost of all. count: m. quiet: of m, a site's least noise in its sums."""
 
-    def __init__(self, inner: Method, count: int) -> None:
+    def __init__(self, inner: Method, count: int, quiet: Callable[[int], float]) -> None:
         super().__init__(inner)
-        self.count = count
+        self.count, self._quiet = count, quiet
 
     @property
     def opens_run(self) -> bool:
@@ -91,21 +92,28 @@ class Released(Around):
         """See Method. A record's part is at most Δ long, and N_i of them and noise are sent."""
         if task.round:
             return self.inner.bounds(_without(task), terms)
+        noise = 0.0 if terms.columns is None else columns.deviation(terms.columns)
+        said = self._said(noise, terms.size)
+        numbers = {name: reach.about(value) for name, value in said.items()}
         if terms.columns is None:
-            return Bounds({}, {})
-        noise = columns.noise_of(terms.columns, terms.size)
+            return Bounds({}, numbers)
         longest = reach.RECORDS * columns.most_moved(self.count)
-        release = reach.Release(longest, columns.deviation(terms.columns) / terms.size)
-        vectors = {_MEANS: columns.part(noise) * release.longest(2 * self.count)}
-        numbers = {name: reach.about(value) for name, value in _numbers(noise).items()}
-        return Bounds(vectors, numbers)
+        release = reach.Release(longest, noise / terms.size)
+        return Bounds({_MEANS: said[_PART] * release.longest(2 * self.count)}, numbers)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """See Method."""
         if task.round:
             return self.inner.local(_without(task), oracle, memory)
-        means, noise = oracle.columns()
-        return Local({_MEANS: columns.part(noise) * means}, _numbers(noise), memory)
+        found = oracle.columns()
+        said = self._said(found.noise, found.size)
+        return Local({_MEANS: said[_PART] * found.means}, said, memory)
+
+    def _said(self, noise: float, size: float) -> dict[str, float]:
+        """Return what a site says beside its means. noise: the deviation in its sums. size: N_i."""
+        quiet = self._quiet(self.count) if noise else 0.0
+        part = columns.part(noise, quiet)
+        return {_NOISE: (part * noise) ** 2 / size, _PART: part}
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """See Method."""
@@ -114,7 +122,7 @@ class Released(Around):
             return join(own, _PREFIX, self.inner.update(rest, replies))
         weights = _Weights(replies)
         mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE, _PART])
-        part = mean.numbers[_PART]
+        part = positive(part=mean.numbers[_PART])
         loud = math.sqrt(mean.numbers[_NOISE] / weights.total) / part
         found = State({_OWN: columns.constants(mean.vectors[_MEANS] / part, loud)})
         return join(found, _PREFIX, rest)
@@ -124,12 +132,6 @@ class Released(Around):
         if _MEANS in reply.vectors:
             return reply
         return self.inner.opened(reply, {k: v for k, v in told.items() if k != CONSTANTS})
-
-
-def _numbers(noise: float) -> dict[str, float]:
-    """Return what a site says beside its means; noise: v_i."""
-    part = columns.part(noise)
-    return {_NOISE: part * (part * noise), _PART: part}
 
 
 class _Weights:

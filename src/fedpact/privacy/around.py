@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.privacy.batches import Batch
+from fedpact.privacy.columns import Means
 from fedpact.privacy.oracle import Oracle
 
 
@@ -66,7 +67,7 @@ class OracleAround:
         """See Oracle."""
         return self._inner.shares
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> Means:
         """See Oracle."""
         return self._inner.columns()
 

@@ -9,16 +9,17 @@ as u_j <= 1. So the 2 m sums with noise N(0, σ² Δ²) in each are one Gaussian
 multiplier σ, under add/remove of one record. What is added is rounded to multiples of 2^-20, and
 whole numbers below 2^53 add without error: nothing else moves a sum.
 
-Divided by the declared N_i and weighted by N_i and by how loud they are (`part`), the sites'
-releases are Σ c_i (sums + noise) / Σ c_i N_i. From there on all is post-processing: mean μ_j,
-deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j the mean square and s the noise's own deviation,
-as what lies below it is noise. A deviation that came out too small would blow the column up.
+Divided by the declared N_i and weighted by N_i c_i, c_i <= 1 of what is much louder than others
+(`part`), the sites' releases are Σ c_i (sums + noise) / Σ c_i N_i. From there on all is
+post-processing: mean μ_j, deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j the mean square and s
+the noise's own deviation, as what lies below it is noise. A deviation that came out too small would
+blow the column up.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +38,10 @@ _UNIT: Final = 2.0**-20
 _SLACK: Final = 1 + 2.0**-18
 _LEAST_VARIANCE: Final = 2.0**-16
 _CHANNEL: Final = "moments"
-# The variance of a column that is spread evenly over -1 .. 1.
-_SPREAD: Final = 1 / 3
+# How many times as loud as the least loud a site may be, and still count in full.
+_LOUDER: Final = 3.0
+# No part is smaller, so that a sum of them is no 0 where it is rounded.
+_LEAST_PART: Final = 2.0**-20
 # Of half a range: more than most columns differ by.
 _LOUD: Final = 0.3
 
@@ -76,22 +79,32 @@ def deviation(of: Once) -> float:
     return of.sigma * of.bounds[_CHANNEL]
 
 
-def noise_of(of: Once, size: float) -> float:
-    """Return v: N_i times the variance of a site's means, of what noise adds. size: N_i."""
-    return deviation(of) ** 2 / size
+class Means(NamedTuple):
+    """What a site releases of its columns.
 
-
-def part(noise: float) -> float:
-    """Return c_i in (0, 1]: how much of its N_i records a site's means count for. noise: its v.
-
-    A mean of N records of variance s² with noise has the variance (s² + v) / N, and means of the
-    least variance count by 1 over it: by N where noise is quiet, and hardly where it is so loud
-    that one careful site would scale everybody's columns by its noise.
-
-    >>> round(part(0.0), 4), round(part(1.0), 4)
-    (1.0, 0.25)
+    means: its released sums over N_i, float64 [2 m]. noise: the standard deviation of the noise in
+    each sum, 0 for none. size: N_i. The last two are public.
     """
-    return _SPREAD / (_SPREAD + noise)
+
+    means: Tensor
+    noise: float
+    size: float
+
+
+def part(noise: float, quiet: float) -> float:
+    """Return c_i in (0, 1]: how much of its N_i records a site's means count for.
+
+    noise: the deviation in its sums; quiet: in those of the site with least. Of unlike budgets a
+    careful site's noise would be everybody's scale; beyond three times the least it counts by the
+    inverse of its variance, as means of least variance do. Sites of like budgets count by their
+    records, whatever their sizes: noise in a sum does not depend on these.
+
+    >>> part(1.0, 1.0), part(3.0, 1.0), part(24.0, 1.0), part(0.0, 0.0)
+    (1.0, 1.0, 0.015625, 1.0)
+    """
+    if noise <= _LOUDER * quiet:
+        return 1.0
+    return max((_LOUDER * quiet / noise) ** 2, _LEAST_PART)
 
 
 def moved(sites: Iterable[tuple[Once | None, float]]) -> float:
@@ -99,9 +112,11 @@ def moved(sites: Iterable[tuple[Once | None, float]]) -> float:
 
     In halves of a column's range; 0 where no site releases any.
     """
-    parts = [(part(v := noise_of(of, n)), v, n) for of, n in sites if of is not None]
+    each = [(deviation(of), size) for of, size in sites if of is not None]
+    quiet = min((noise for noise, _ in each), default=0.0)
+    parts = [(part(noise, quiet), noise, size) for noise, size in each]
     whole = sum(c * n for c, _, n in parts)
-    return math.sqrt(sum(c * (c * v) * n for c, v, n in parts)) / whole if parts else 0.0
+    return math.hypot(*(c * noise for c, noise, _ in parts)) / whole if parts else 0.0
 
 
 def advise_of_loud(origin: str, sites: Iterable[tuple[Once | None, float]]) -> None:
@@ -123,7 +138,7 @@ def released(of: Once, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
 
 def answered(
     of: Once | None, u: Tensor, size: float, charge: ChargeOnce | None, draws: Draws
-) -> tuple[Tensor, float]:
+) -> Means:
     """Return Oracle.columns of records u [n, m]; size: N_i. Raises PolicyRefused: no such release.
 
     Raises what `charge` raises.
@@ -133,7 +148,7 @@ def answered(
         raise PolicyRefused(
             f"what scales {u.shape[1]} columns was asked for: this run has {of} for the site"
         )
-    return released(of, charge, u, draws) / size, noise_of(of, size)
+    return Means(released(of, charge, u, draws) / size, deviation(of), size)
 
 
 def sums(u: Tensor) -> Tensor:

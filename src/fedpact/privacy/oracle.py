@@ -103,12 +103,8 @@ class Oracle(Protocol):
         """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         ...
 
-    def columns(self) -> tuple[Tensor, float]:
-        """Return what scales the site's columns, once, before the first round.
-
-        The released sums (privacy.columns) over N_i, float64 [2 m], and N_i times the variance of
-        their noise in each coordinate, a public number.
-        """
+    def columns(self) -> columns.Means:
+        """Return what scales the site's columns, once, before the first round."""
         ...
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
@@ -155,9 +151,10 @@ class PlainOracle:
         """See Oracle."""
         return self._batch(self._opening_rate, channels)
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> columns.Means:
         """See Oracle."""
-        return columns.sums(self._records.x[:, list(self._records.columns)]) / self._size, 0.0
+        found = columns.sums(self._records.x[:, list(self._records.columns)])
+        return columns.Means(found / self._size, 0.0, self._size)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """See Oracle."""
@@ -238,7 +235,7 @@ class PrivateOracle:
         self._step += 1
         return self._batch(opening, self._step - 1, channels)
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> columns.Means:
         """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no such release."""
         once = self._charge.once if isinstance(self._charge, Charge) else None
         u = self._records.x[:, list(self._records.columns)]

@@ -119,16 +119,28 @@ class Bounds:
         return bound + ulps * (bound + distance(start, None))
 
     @staticmethod
-    def of_mean(each: Sequence["Bounds"], d: int, error: float) -> "Bounds":
+    def of_mean(
+        each: Sequence["Bounds"], d: int, error: float, weights: Sequence[float] = ()
+    ) -> "Bounds":
         """Return the bounds of a weighted mean of replies that each keep theirs.
 
         each: at least one, with the same names. error: of the mean, in each of d coordinates.
+        weights: of each in the mean, > 0; without, it may be any.
         """
         first = each[0]
         vectors = {n: max(b.vectors[n] for b in each) + error * math.sqrt(d) for n in first.vectors}
         ranges = {n: [b.numbers[n] for b in each] for n in first.numbers}
+
+        def ends(values: list[float]) -> tuple[float, float]:
+            if not weights:
+                return min(values), max(values)
+            whole = sum(w * value for w, value in zip(weights, values, strict=True))
+            return whole / sum(weights), whole / sum(weights)
+
         numbers = {
-            name: Range(min(r.least for r in some) - error, max(r.most for r in some) + error)
+            name: Range(
+                ends([r.least for r in some])[0] - error, ends([r.most for r in some])[1] + error
+            )
             for name, some in ranges.items()
         }
         return Bounds(vectors, numbers, max(b.steps for b in each))

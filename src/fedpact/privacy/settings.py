@@ -296,6 +296,16 @@ class Privacy(BaseModel):
         budget = self.budget(site, sites)
         return columns.release(len(released), budget, self.accountant, self.column_share, times)
 
+    def least_noise_of(self, released: int) -> float:
+        """Return the least deviation that any of the budgets here leaves in sums of columns."""
+        grants = self.per_site.values()
+        epsilon = max(_most(self.epsilon), *(one.epsilon or 0.0 for one in grants), 0.0)
+        delta = max(_most(self.delta), *(one.delta or 0.0 for one in grants), 0.0)
+        of = Budget(epsilon, delta)
+        return columns.deviation(
+            columns.release(released, of, self.accountant, self.column_share, 1)
+        )
+
     def terms(self, sites: tuple[str, ...], request: TermsRequest) -> Terms:
         """Return one of these sites' terms: with σ_i where it is given, else calibrated.
 
@@ -319,6 +329,10 @@ class Privacy(BaseModel):
             return each
         loudest = max(each.values(), key=lambda one: one.event.sigma)
         return {name: replace(one, sigmas=loudest.sigmas) for name, one in each.items()}
+
+
+def _most(value: float | list[float]) -> float:
+    return max(value) if isinstance(value, list) else value
 
 
 def _at(value: float | list[float], place: int) -> float:

@@ -8,7 +8,7 @@ but by a model that guesses.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import torch
@@ -75,8 +75,7 @@ def advise(
         _logger.warning(_told_of_all(origin, form, most, tell))
     elif wide:
         _logger.warning(_told(origin, wide, tell))
-    if not wide and (features or len(names) <= _TABLE):
-        _advise_of_little(origin, form, names, x, tell)
+    _advise_of_little(origin, form, names, x, tell, {name for name, *_ in wide})
     if x is not None:
         if not wide and (features or len(names) <= _TABLE):
             _advise_of_narrow(origin, form, names, x, tell)
@@ -96,7 +95,8 @@ def _advise_of_narrow(
     origin: str, form: RecordForm, names: Sequence[str], x: Tensor, tell: _Tell
 ) -> None:
     """Warn of columns that, as they are scaled, stay so near to 0 that others drown them."""
-    reach = [_reach(form.of(name), x[:, k]) for k, name in enumerate(names)]
+    few = len(names) <= _TABLE
+    reach = [_reach(form.of(name), x[:, k], few) for k, name in enumerate(names)]
     most = max(reach)
     near = [(n, far) for n, far in zip(names, reach, strict=True) if 0 < far < most / _NARROWER]
     if near:
@@ -110,50 +110,74 @@ def _advise_of_narrow(
         )
 
 
-def _reach(own: ValueRange, x: Tensor) -> float:
-    """Return how far from 0 a column's numbers [n] get as they are scaled."""
-    if own.scale in ("one-hot", "released"):
+def _reach(own: ValueRange, x: Tensor, few: bool) -> float:
+    """Return how far from 0 a column's numbers [n] get as they are scaled. few: of few columns."""
+    if own.scale == "none":
+        return _found(x)
+    if own.scale in ("one-hot", "released") or not few:
         return 1.0
-    found = _found(rescaled(x.double(), own))
+    low, high = _ends(x)
     # What is scaled may have a few numbers far off, beside which nothing else is narrow.
-    return found if own.scale == "none" else min(found, 1.0)
+    return 1.0 if low == high else min(_found(rescaled(x.double(), own)), 1.0)
 
 
 def _advise_of_little(
-    origin: str, form: RecordForm, names: Sequence[str], x: Tensor | None, tell: _Tell
+    origin: str,
+    form: RecordForm,
+    names: Sequence[str],
+    x: Tensor | None,
+    tell: _Tell,
+    told: Collection[str],
 ) -> None:
-    """Warn of columns that, as they are scaled, differ little beside how far from 0 they are."""
-    beside = [
-        (name, _beside(form.of(name), None if x is None else x[:, k]))
-        for k, name in enumerate(names)
-    ]
-    if alike := [(name, far) for name, far in beside if far > _BESIDE]:
-        shown = ", ".join(f"{name} ({tell(far)} times)" for name, far in alike[:_SHOWN])
-        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
-        _logger.warning(
-            f"{origin}: numbers of these columns are much farther from 0 than they differ: "
-            f"{shown}{more}{_how(x is not None)}. To a model they are one number, and it may do no "
-            "better than chance. Declare what they can be, no wider than by public knowledge, and "
-            "have it scaled: [records.columns.NAME] with range = [LEAST, MOST], clamp = true and "
-            f'scale = "range". {_UNIT}'
-        )
+    """Warn of columns that, as they are scaled, differ little beside how far from 0 they are.
+
+    told: those of which that was said.
+    """
+    if len(names) > _TABLE:
+        return
+    declared, found = list[str](), list[str]()
+    for k, name in enumerate(names):
+        own = form.of(name)
+        looked = own.scale != "none" or _extent(own) is None
+        far = _beside(own, x[:, k] if looked and x is not None else None)
+        if far > _BESIDE and name not in told:
+            shown = f"{name} ({tell(far) if looked else _exactly(far)} times)"
+            (found if looked else declared).append(shown)
+    for alike, how in ((declared, ""), (found, _how(True))):
+        if alike:
+            more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+            _logger.warning(
+                f"{origin}: numbers of these columns are much farther from 0 than they differ: "
+                f"{', '.join(alike[:_SHOWN])}{more}{how}. A model hardly tells them apart, and may "
+                "do no better than chance where they matter. Declare what they can be, no wider "
+                "than by public knowledge, and have it scaled: [records.columns.NAME] with range "
+                f'= [LEAST, MOST], clamp = true and scale = "range". {_UNIT}'
+            )
 
 
 def _beside(own: ValueRange, x: Tensor | None) -> float:
     """Return how much farther from 0 than they differ a column's numbers [n] are, once scaled.
 
-    0 where nobody says, of codes, and of one number alone, which tells nothing anyway.
+    0 where nobody says, of codes, and of one number alone, which tells nothing anyway. One record
+    in a hundred at either end does not count: a typing slip, or what stands for a gap.
     """
     if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
         return 0.0
-    if own.scale == "none" and own.low is not None and own.high is not None:
-        ends = torch.tensor([own.low, own.high], dtype=torch.float64)
-    elif x is not None and (good := x[x.isfinite()]).numel():
-        ends = torch.stack(good.double().aminmax())
+    if x is not None:
+        ends = _ends(x)
+    elif own.scale == "none" and own.low is not None and own.high is not None:
+        ends = own.low, own.high
     else:
         return 0.0
-    low, high = rescaled(ends, own).tolist()
+    low, high = rescaled(torch.tensor(ends, dtype=torch.float64), own).tolist()
     return abs(low + high) / abs(high - low) if low != high else 0.0
+
+
+def _ends(x: Tensor) -> tuple[float, float]:
+    """Return the first and the last hundredth of a column's finite numbers; (0, 0) of none."""
+    good = x[x.isfinite()].double().sort().values
+    few = len(good) // 100
+    return (float(good[few]), float(good[-1 - few])) if len(good) else (0.0, 0.0)
 
 
 def _advise_of_short(origin: str, own: Sequence[ValueRange], x: Tensor, tell: _Tell) -> None:

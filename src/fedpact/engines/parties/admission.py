@@ -145,8 +145,11 @@ class Admission:
 
         error: of the mean, in each coordinate.
         """
-        bounds = [self._method.bounds(task, self._terms[site]) for site in sites]
-        joint = Bounds.of_mean(bounds, len(task.vectors["w"]), error)
+        terms = [self._terms[site] for site in sites]
+        bounds = [self._method.bounds(task, one) for one in terms]
+        # Where replies count by their declared sizes, which are public, so do their bounds.
+        weights = [] if self._method.summed.weight else [one.size for one in terms]
+        joint = Bounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
         return joint.fault(mean.vectors, mean.numbers, task.vectors)
 
     def opened(self, reply: Reply, task: Task) -> Reply:

@@ -27,6 +27,7 @@ from fedpact.messages import Local, Reply, State, Task
 from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.batches import Batch, most_records
+from fedpact.privacy.columns import Means
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.terms import Terms
 from fedpact.theory.shares import UNITS, check_added_delta
@@ -185,7 +186,7 @@ class OfSum:
         """See Oracle."""
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
-    def columns(self) -> tuple[Tensor, float]:
+    def columns(self) -> Means:
         """See Oracle."""
         raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
 
