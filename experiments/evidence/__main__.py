@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.evidence import page
-from experiments.evidence.measure import carry_out
+from experiments.evidence.measure import carry_out, tradeoffs
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import Stored
@@ -30,19 +30,23 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--left", action="store_true", help="list what is missing, with its cost")
+    parser.add_argument("--ldp", action="store_true", help="store LDP FedSGD's curves")
     parser.add_argument("--page", action="store_true", help="write docs/evidence.md")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/evidence"), help="where runs on their way are kept"
     )
     asked, stored = parser.parse_args(), Stored()
     titles = [f"{run.title} seed={seed}" for run, seed in ORDER]
-    if asked.page and (asked.words or asked.left):
-        parser.error("--page writes the whole page: leave out words and --left")
+    if (asked.page or asked.ldp) and (asked.words or asked.left or asked.page == asked.ldp):
+        parser.error("--page and --ldp stand alone: leave out words and --left")
     if not any(all(word in title for word in asked.words) for title in titles):
         parser.error(
             f"no run's name holds all of {', '.join(asked.words)}: names are as in {titles[-1]!r}; "
             "--left lists those that are missing"
         )
+    if asked.ldp:
+        tradeoffs(stored.folder)
+        return
     if asked.page:
         page.write()
         return

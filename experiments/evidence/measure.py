@@ -1,7 +1,9 @@
 """Carry a run out."""
 
+import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +36,7 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
             **({"steps": steps} if steps else {}),
             **({"diverged": records[-1].round} if diverged else {}),
             "cpu_seconds": round(time.process_time() - began, 1),
-            "commit": _commit(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            **_versions(),
         }
 
 
@@ -63,6 +63,16 @@ def _seen(record: RoundRecord) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _commit() -> str:
+def tradeoffs(results: Path) -> None:
+    """Store LDP FedSGD's curves: what `fedpact tradeoffs` prints, and by which versions."""
+    for name, own in (("ldp", []), ("ldp-paper", ["--preset", "paper"])):
+        command = [sys.executable, "-m", "fedpact", "tradeoffs", "--json", *own]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        text = json.dumps({**json.loads(printed), "made": _versions()}, indent=1)
+        (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str]:
     asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit, "torch": torch.__version__, "python": platform.python_version()}

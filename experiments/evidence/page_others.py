@@ -65,9 +65,7 @@ def ldp(book: Book) -> Iterator[str]:
     )
     whole = _stored("ldp.json")
     if whole is None:
-        yield book.not_run(
-            "ldp", "`fedpact tradeoffs --json > experiments/evidence/results/ldp.json`, 1 min"
-        )
+        yield book.not_run("ldp", "`python -m experiments.evidence --ldp`, 1 min")
         return
     yield table(["T", "ε", *_CURVES], [_point(whole, *at) for at in _places(whole)])
     printed = _stored("ldp-paper.json")
