@@ -87,7 +87,9 @@ def _of_run(seeds: list[dict]) -> list[tuple[int, list[float]]]:
     for look in {look for outcome in seeds for look in outcome["looks"]}:
         seen = [o["looks"][look] for o in seeds if look in o["looks"]]
         for name, scale, digits in (("accuracy", 100, 2), ("held_out", 100, 2), ("psi", 1, 5)):
-            values = [scale * one[name] for one in seen if name in one]
+            # What diverged beyond all numbers is counted, and the mean is of the others.
+            known = [scale * one[name] for one in seen if name in one]
+            values = [value for value in known if math.isfinite(value)]
             found += [(digits, values)] if values else []
     return found
 
@@ -292,3 +294,4 @@ def test_a_cell_counts_what_diverged_beyond_all_numbers():
     assert told([1.0, 2.0, 3.0], 1) == "2.0 ± 1.0"
     assert told([1.0, math.inf, 3.0], 1) == "no number in 1 of 3 seeds, else 2.0 ± 1.4 (2 seeds)"
     assert told([math.nan, math.inf], 1) == "no number in 2 of 2 seeds"
+    assert told([3.1e20, 2.0, 1.0], 5) == "1e+20 ± 2e+20"

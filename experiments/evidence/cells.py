@@ -4,9 +4,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import Stored
+
+_HUGE: Final = 1e6
 
 
 @dataclass
@@ -88,10 +91,12 @@ def told(found: Sequence[float], digits: int) -> str:
     if len(known) < len(found):
         lost = f"no number in {len(found) - len(known)} of {len(found)} seeds"
         return f"{lost}, else {told(known, digits)}" if known else lost
-    mean = f"{statistics.fmean(found):.{digits}f}"
+    # Of what diverged the power of ten says enough.
+    form = f".{digits}f" if max(map(abs, found)) < _HUGE else ".0e"
+    mean = f"{statistics.fmean(found):{form}}"
     if len(found) == 1:
         return f"{mean} (1 seed)"
-    spread = f"{mean} ± {statistics.stdev(found):.{digits}f}"
+    spread = f"{mean} ± {statistics.stdev(found):{form}}"
     return spread if len(found) == 3 else f"{spread} ({len(found)} seeds)"
 
 
