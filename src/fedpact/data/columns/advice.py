@@ -100,10 +100,9 @@ def _advise_of_narrow(
     most = max(reach)
     near = [(n, far) for n, far in zip(names, reach, strict=True) if 0 < far < most / _NARROWER]
     if near:
-        shown = ", ".join(f"{name} ({tell(far)})" for name, far in near[:_SHOWN])
-        more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
+        shown = _first([f"{name} ({tell(far)})" for name, far in near])
         _logger.warning(
-            f"{origin}: numbers of these columns stay near 0: {shown}{more}, as found in the "
+            f"{origin}: numbers of these columns stay near 0: {shown}, as found in the "
             f"records; others reach {tell(most)}, and a model hardly sees these beside them. "
             "Declare what they can be, and have it scaled: [records.columns.NAME] with range = "
             f'[LEAST, MOST] and scale = "range". {_UNIT}'
@@ -145,10 +144,9 @@ def _advise_of_little(
             (found if looked else declared).append(shown)
     for alike, how in ((declared, ""), (found, _how(True))):
         if alike:
-            more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
             _logger.warning(
                 f"{origin}: numbers of these columns are much farther from 0 than they differ: "
-                f"{', '.join(alike[:_SHOWN])}{more}{how}. A model hardly tells them apart, and may "
+                f"{_first(alike)}{how}. A model hardly tells them apart, and may "
                 "do no better than chance where they matter. Declare what they can be, no wider "
                 "than by public knowledge, and have it scaled: [records.columns.NAME] with range "
                 f'= [LEAST, MOST], clamp = true and scale = "range". {_UNIT}'
@@ -219,14 +217,19 @@ def _advise_of_standards(
                     f"{own.deviation:g})"
                 )
     if far:
-        more = f" and {len(far) - _SHOWN} more" if len(far) > _SHOWN else ""
         _logger.warning(
             f"{origin}: scaled by the mean and deviation that are declared, numbers of these "
-            f"columns get about so far from 0: {', '.join(far[:_SHOWN])}{more}{_how(True)}; "
+            f"columns get about so far from 0: {_first(far)}{_how(True)}; "
             "expected about 1. Other columns are lost beside them, and a model may do no better "
             "than chance. Is the file in another unit? Declare mean and deviation in the file's, "
             'or its range with scale = "range"'
         )
+
+
+def _first(told: Sequence[str]) -> str:
+    """Return the first of what is told of columns, and how many more there are."""
+    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return ", ".join(told[:_SHOWN]) + more
 
 
 def undeclared(form: RecordForm, features: Sequence[str]) -> str:
