@@ -27,6 +27,9 @@ from fedpact.persample.share import TOGETHER, together
 # numpy's or torch's: the two agree in every function that is used of them.
 Array = Any
 
+COLUMNS: Final = 128
+"""Every product has so many columns."""
+
 Bounds = Sequence[tuple[int, int]]
 """Where each site's columns begin and end."""
 
@@ -156,20 +159,30 @@ def lengths(x: Tensor, columns: int) -> Array:
 
 
 def by_columns(weight: Tensor, rows: Tensor) -> Tensor:
-    """weight rowsᵀ, by a library that the weight decides and not the number of records."""
+    """weight rowsᵀ [O, n] for rows [n, K], in products of exactly COLUMNS rows each.
+
+    Both matter: a library multiplies other numbers of columns by other code (seen on processors
+    with AMX from 192 on), and a transposed view by other code than its copy.
+    """
+    blocks = [_product(weight, rows[i : i + COLUMNS]) for i in range(0, len(rows), COLUMNS)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
+
+def _product(weight: Tensor, rows: Tensor) -> Tensor:
+    block = rows.new_zeros(COLUMNS, rows.shape[1])
+    block[: len(rows)] = rows
     if weight.dtype == torch.float64:
         # There the last columns of a product are other code's; rows are not.
-        return evenly(rows, weight).contiguous().t()
-    return linear(weight, rows, large=weight.numel() >= LARGE)
+        found = evenly(block, weight).contiguous().t()
+    else:
+        found = linear(weight, block, large=weight.numel() >= LARGE)
+    return found[:, : len(rows)]
 
 
 def of_records(weight: Tensor, x: Tensor) -> Tensor:
-    """The same for records x [n, K], with columns of zeros behind; only the last few are copied."""
-    full = x.shape[0] // ALIKE * ALIKE
-    if full == x.shape[0]:
-        return by_columns(weight, x)
-    last = by_columns(weight, tensor(behind(x[full:], ALIKE)))
-    return torch.cat([by_columns(weight, x[:full]), last], 1) if full else last
+    """The same for records x [n, K], with columns of zeros up to a multiple of ALIKE."""
+    found = by_columns(weight, x)
+    return torch.nn.functional.pad(found, (0, wanted(len(x), ALIKE) - len(x)))
 
 
 def added(own: Array, exact: bool) -> Array:

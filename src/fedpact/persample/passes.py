@@ -212,8 +212,10 @@ class Passes:
         most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
         if way is not None:
             most = min(most, 2 * norms.KEEP_BYTES // max(1, way.activations))
-        # A few records at a time would cost more than making their gradients twice.
-        return min(max(most // ALIKE, 1) * ALIKE, _MOST)
+        # A few records at a time would cost more than making their gradients twice; a slice that is
+        # no multiple of what its pass is padded to would waste the rest.
+        alike = ALIKE if way is None else way.alike
+        return min(max(most // alike, 1) * alike, _MOST)
 
     def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The records as their way takes them.
