@@ -3,8 +3,9 @@ import math
 import pytest
 
 from fedpact.errors import InputError, PlanError, PolicyRefused
+from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.reservations import over_runs
-from fedpact.privacy.policy import Policy
+from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -56,6 +57,27 @@ def test_three_times_what_was_promised_is_three_times_that():
 def test_whatever_is_not_named_is_refused(algorithm, asked, reserved, told):
     with pytest.raises(PolicyRefused, match=told):
         Policy.parse(ALLOWED).check_run(algorithm, asked, reserved)
+
+
+@pytest.mark.parametrize("honest", [1, 2, 3])
+def test_noise_of_more_honest_sites_than_declared_is_refused(honest, tmp_path):
+    """The run's ε, and that of runs before it, count only as far as the owner believes."""
+    shared = Terms(
+        *("a", 100.0, 0.1, 1.0, {"gradient": 2.0}, 10, Budget(2.0, 1e-5), "best"), honest=2
+    )
+    alone = {"honest": honest, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
+    policy = Policy.parse({**ALLOWED, **alone})
+    with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
+        ledger.reserve("before", shared.budget, shared.history(10), shared.shared)
+        counted = shared.epsilon_alone if honest < 2 else 2.0
+        assert reserved(ledger, "new", policy) == ((counted, 1e-5), shared.epsilon_alone)
+    if honest >= 2:
+        policy.check_run("fedavg", shared, NOTHING)
+    else:
+        with pytest.raises(PolicyRefused, match=r"needs the noise of 2 honest.*honest = 1"):
+            policy.check_run("fedavg", shared, NOTHING)
+    with pytest.raises(PolicyRefused, match="honest = 0"):
+        Policy.parse(ALLOWED).check_run("fedavg", shared, NOTHING)
 
 
 def opened(sigma=5.0, **others):
