@@ -176,7 +176,6 @@ class Coordinator:
         folder = self.folder
         if (folder.path / "plan.json").exists():
             run = folder.read_json("environment.json")["run"]
-            # Of an earlier version it may lack tables that had no other meaning.
             kept = Plan.parse(folder.read_json("plan.json"))
             if (kept, run) != (self.plan, self.federation.run):
                 raise PlanError(
