@@ -88,18 +88,18 @@ def opened(sigma=5.0, **others):
 
 @pytest.mark.parametrize(
     "names",
-    [["gradient"], ["gradient", "anchor"], ["gradient", "anchor_gradient", "Anchor gradient"]],
+    [["gradient"], ["gradient", "opening"], ["gradient", "opening_gradient", "Opening gradient"]],
 )
 def test_what_opens_a_round_is_allowed_by_its_own_name_alone(names):
-    with pytest.raises(PolicyRefused, match="releases anchor gradient are not allowed"):
+    with pytest.raises(PolicyRefused, match="releases opening gradient are not allowed"):
         Policy.parse({**ALLOWED, "releases": names}).check_run("fedavg", opened(), NOTHING)
-    named = Policy.parse({**ALLOWED, "releases": ["gradient", "anchor gradient"]})
+    named = Policy.parse({**ALLOWED, "releases": ["gradient", "opening gradient"]})
     named.check_run("fedavg", opened(), NOTHING)
     with pytest.raises(PolicyRefused, match="smallest_sigma"):
         named.check_run("fedavg", opened(0.5), NOTHING)
 
 
-@pytest.mark.parametrize("name", ["size", "anchor gradient", "anchor "])
+@pytest.mark.parametrize("name", ["size", "opening gradient", "opening "])
 def test_no_channel_has_the_name_of_another_release(name):
     """Its noise would stand where the other's does, and the smaller of the two be hidden."""
     with pytest.raises(InputError, match="a channel is called"):
