@@ -1,0 +1,249 @@
+"""How far can one record move a sum? Measured without noise, so nothing is left to chance.
+
+S(D + r) - S(D) is taken from the oracle under audit with its noise at 0, for every channel that the
+algorithm asks for: with D empty it is the sum of one record alone. The batches have all records,
+and the divisor and the clip of a batch of the run. What the terms state bounds every one of these
+differences, for all weights and all records, so a single one above it refutes the mechanism. That
+none is found proves nothing: records that were not tried may move more.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpact.audit.crafted import Crafted, Question, crafted_records, questions
+from fedpact.audit.target import Target, bound_of
+from fedpact.draws.seeded import SeededDraws
+from fedpact.losses import cross_entropy
+from fedpact.persample.bounds import slack
+from fedpact.persample.kernel import PlainKernel
+from fedpact.privacy.batches import most_records
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.terms import Terms
+
+# Of the weights as asked; the last two where no record was long enough to be clipped.
+_SCALES = (1.0, 10.0, 100.0, 1000.0)
+_CLIPPED = 0.9
+_MOST_RECORDS = 1024  # of a batch
+
+
+@dataclass(frozen=True)
+class Move:
+    """How far a record moves a channel's sum, in units of the channel's bound.
+
+    record, batch: what it is, and what it joins. parameters: of a move that is too long, each
+    parameter's part, in the same units; factors: of a record alone, what its gradient was
+    multiplied by there. A right clip has one factor for all.
+    """
+
+    size: float
+    record: str
+    batch: str
+    parameters: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Who moves what, in words."""
+        longest = sorted(self.parameters, key=lambda name: -self.parameters[name])[:6]
+        parts = (
+            f"{name} {self.parameters[name]:.4g}"
+            + (f" (gradient times {self.factors[name]:.3g})" if name in self.factors else "")
+            for name in longest
+        )
+        return f"{self.record}, joins {self.batch}" + (f"; of it {', '.join(parts)}" * bool(longest))
+
+
+@dataclass(frozen=True)
+class ChannelSensitivity:
+    """One channel: the longest sum of a record alone, and the largest move of any batch's sum.
+
+    Both in units of the channel's bound: C for a gradient. sensitivity: how large a move may be, in
+    these units, times 1 + slack, which is for rounding.
+    """
+
+    channel: str
+    alone: Move
+    beside: Move
+    sensitivity: float
+    slack: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within their bounds."""
+        return self.ratio <= 1 + self.slack
+
+    @property
+    def ratio(self) -> float:
+        """The larger of both, over what it may be."""
+        return max(self.alone.size, self.beside.size / self.sensitivity)
+
+    @property
+    def worst(self) -> Move:
+        """The one that `ratio` is of."""
+        return self.alone if self.alone.size >= self.ratio else self.beside
+
+    @property
+    def text(self) -> str:
+        """One line for a reader."""
+        unit = "C" if self.channel == "gradient" else "b"
+        most = "" if self.sensitivity == 1 else f", of a move {self.sensitivity:g} times that"
+        line = (
+            f"{self.channel}: longest single-record sum {self.alone.size:.6g} {unit}, largest move "
+            f"{self.beside.size:.6g} {unit}; bound {unit} (1 + {self.slack:.2g}){most}; exact"
+        )
+        if not self.passed:
+            return f"{line}; {self.worst.text}"
+        return line if self.alone.size >= _CLIPPED else f"{line}; no record tried was clipped"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What was measured of every channel."""
+
+    channels: tuple[ChannelSensitivity, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no record moves a sum by more than is accounted for."""
+        return all(channel.passed for channel in self.channels)
+
+
+def measure_sensitivity(target: Target) -> Sensitivity:
+    """Return how far crafted records move the sums of the oracle under audit. Seconds."""
+    made = crafted_records(target)
+    found = dict[str, ChannelSensitivity]()
+    for asked in questions(target, made):
+        for scale in _SCALES:
+            measured = _measured(target, asked.scaled(scale), made)
+            for channel in measured:
+                found[channel.channel] = _worse(found.get(channel.channel), channel)
+            if scale >= _SCALES[1] and not any(0 < c.alone.size < _CLIPPED for c in measured):
+                break
+    return Sensitivity(tuple(found.values()))
+
+
+def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> ChannelSensitivity:
+    if one is None:
+        return other
+    alone, beside = (
+        max(pair, key=lambda move: move.size)
+        for pair in ((one.alone, other.alone), (one.beside, other.beside))
+    )
+    return replace(one, alone=alone, beside=beside, slack=min(one.slack, other.slack))
+
+
+def _measured(target: Target, question: Question, made: list[Crafted]) -> list[ChannelSensitivity]:
+    """Return the channels of one question whose bound is not 0; see Batch.difference."""
+    terms = _silent(question)
+    allowed = slack(most_records(terms.batch_size))
+    known = mechanism_of(terms.mechanism).sensitivities
+    alone, beside = dict[str, Move](), dict[str, Move]()
+    for name, batch, records in _batches(target, terms, made):
+        before = _sums(target, question, terms, batch)
+        largest = beside if len(batch.y) else alone
+        for one in records:
+            joined = batch.joined(one.x, one.y, len(batch.y) // 2, together=True)
+            after = _sums(target, question, terms, joined)
+            for channel, query in question.queries.items():
+                move = after[channel] - before[channel]
+                bound = bound_of(channel, query, terms)
+                size = _size(move, bound)
+                if channel not in largest or size > largest[channel].size:
+                    found = Move(size, one.text, name)
+                    if not size <= known[channel] * (1 + allowed):
+                        lone = None if len(batch.y) or channel != "gradient" else one
+                        found = _explained(target, found, move, bound, query, lone)
+                    largest[channel] = found
+    return [
+        ChannelSensitivity(channel, alone[channel], beside[channel], known[channel], allowed)
+        for channel in question.queries
+    ]
+
+
+def _size(move: Tensor, bound: float) -> float:
+    """‖move‖ over the bound; infinity where either is no number, and 0 of nothing."""
+    length = float(move.norm())
+    if length == 0:
+        return 0.0
+    return length / bound if length < math.inf and bound > 0 else math.inf
+
+
+def _silent(question: Question) -> Terms:
+    """Return terms under which a batch has all records, and no noise, and is else as it was."""
+    terms = question.terms
+    size = (terms.opening if question.opening else terms).batch_size
+    return replace(
+        terms,
+        rate=1.0,
+        size=size,
+        sigmas=dict.fromkeys(terms.sigmas, 0.0),
+        opening_rate=1.0,
+        opening_sigmas=dict.fromkeys(terms.opening_sigmas, 0.0),
+    )
+
+
+def _sums(
+    target: Target, question: Question, terms: Terms, records: Records
+) -> dict[str, Tensor]:
+    """Return each channel's sum over the records [d] or [1], but for a constant, in float64."""
+    draws = SeededDraws(target.plan.seed, "audit", "sensitivity")
+    oracle = target.make(records, target.kernel, terms, draws)
+    channels = tuple(question.queries)
+    opened = oracle.opening(*channels) if question.opening else None
+    batch: Any = opened or next(iter(oracle.batches(1, *channels)))
+    summed = mechanism_of(terms.mechanism).summed
+    found = dict[str, Tensor]()
+    for channel, query in question.queries.items():
+        copies = (q.clone() if isinstance(q, Tensor) else q for q in query)
+        answer = torch.as_tensor(getattr(batch, channel)(*copies), dtype=torch.float64)
+        divisor = terms.batch_size if summed or channel != "gradient" else 1.0
+        found[channel] = answer.reshape(-1) * divisor
+    return found
+
+
+def _batches(
+    target: Target, terms: Terms, made: list[Crafted]
+) -> Iterator[tuple[str, Records, list[Crafted]]]:
+    """Yield batches D, by name, and the records to try as r in each."""
+    nobody, site = target.nobody, target.records
+    each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
+    yield "no record", nobody, made
+    for one in made[:1] + each[1:2]:
+        yield one.text, nobody.joined(one.x, one.y, 0, together=True), made
+    for one in made:
+        yield "its own copy", nobody.joined(one.x, one.y, 0, together=True), [one]
+    for count, tried in (
+        (math.ceil(terms.batch_size), each),
+        (most_records(terms.batch_size), each[:3]),
+    ):
+        size = min(count, _MOST_RECORDS)
+        rows = torch.arange(size) % len(site.y)
+        yield f"a batch of {size}", nobody.joined(site.x[rows], site.y[rows], 0), tried
+
+
+def _explained(
+    target: Target,
+    move: Move,
+    vector: Tensor,
+    bound: float,
+    query: tuple[Any, ...],
+    alone: Crafted | None,
+) -> Move:
+    """Return a move with its parameters' parts. alone: the record, of a single one's gradient."""
+    model = target.kernel.model
+    if len(vector) != len(model.vector):
+        return move
+    parts = {name: _size(part, bound) for name, part in model.views(vector)}
+    if alone is None:
+        return replace(move, parameters=parts)
+    model.load(query[0])
+    gradient = PlainKernel(model, cross_entropy).weighted_sum(alone.x, alone.y).double()
+    lengths = {name: float(part.norm()) for name, part in model.views(gradient)}
+    factors = {n: parts[n] * bound / length for n, length in lengths.items() if length > 0}
+    return replace(move, parameters=parts, factors=factors)
