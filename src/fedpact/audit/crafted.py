@@ -1,4 +1,4 @@
-"""Crafted records and questions: what a clip has to hold against, whatever the site's data are."""
+"""Crafted records and requests: what a clip has to hold against, whatever the site's data are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,12 +9,11 @@ from torch import Tensor
 
 from fedpact.audit.target import Asked, Target, play
 from fedpact.persample.weighting import Fair
-from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 
 # Of many classes the rarest at the site.
-_MOST_LABELS = 64
-# A weight 1 + λ (ℓ - F) of plus or minus so much, by choice of F.
+_MOST_LABELS = 16
+# Weights 1 + λ (ℓ - F) of at least so much, or at most minus so much, by choice of F.
 _WEIGHT = 20.0
 
 
@@ -34,7 +33,7 @@ class Crafted:
 
 
 @dataclass(frozen=True)
-class Question:
+class BatchRequest:
     """What one batch is asked: channel -> its arguments. terms: the site's, in that round.
 
     opening: whether the batch is the one that opens a round.
@@ -44,8 +43,8 @@ class Question:
     terms: Terms
     opening: bool
 
-    def scaled(self, factor: float) -> "Question":
-        """Return the same question about weights that are `factor` times as large."""
+    def scaled(self, factor: float) -> "BatchRequest":
+        """Return the same request about weights that are `factor` times as large."""
         return replace(
             self,
             queries={
@@ -61,7 +60,7 @@ def crafted_records(target: Target) -> list[Crafted]:
     Each with its own label, the next one and the site's rarest; the first kind with all labels.
     """
     records, k = target.records, target.canary_records if target.records.persons is not None else 1
-    lengths = records.x.flatten(1).double().norm(dim=1)
+    lengths = records.x.flatten(1).float().norm(dim=1)
     x, y = (part[int(lengths.argmax())][None] for part in (records.x, records.y))
     kinds = _values(target, x) if x.is_floating_point() else _tokens(target, x)
     counts = torch.bincount(records.y.flatten(), minlength=target.classes)
@@ -110,11 +109,11 @@ def _tokens(target: Target, x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def questions(target: Target, made: list[Crafted]) -> Iterator[Question]:
-    """Yield the algorithm's own questions in its second round: of each kind the first and the last.
+def requests(target: Target, made: list[Crafted]) -> Iterator[BatchRequest]:
+    """Yield the algorithm's requests of its second round, the last one of each kind.
 
     At the smallest and the largest clip of its rounds. With a fair weighting also at references
-    that make the longest record's weight very large, or negative.
+    that make all weights very large, or negative.
     """
     clips = target.terms.clips
     numbers = {clips.index(clip(clips)) + 1 for clip in (min, max)} if clips else {1}
@@ -122,26 +121,23 @@ def questions(target: Target, made: list[Crafted]) -> Iterator[Question]:
     batches = dict[int, list[Asked]]()
     for a in asked:
         batches.setdefault(a.batch, []).append(a)
-    chosen = dict[tuple[Any, ...], list[list[Asked]]]()
-    for batch in batches.values():
-        chosen.setdefault((batch[0].opening, *(a.channel for a in batch)), []).append(batch)
-    for same in chosen.values():
-        for batch in same[:1] + same[1:][-1:]:
-            queries = {a.channel: a.query for a in batch}
-            for number in numbers:
-                asked_then = Question(queries, target.at(number).terms, batch[0].opening)
-                yield asked_then
-                yield from _fair(target, asked_then, made)
+    last = {(b[0].opening, *(a.channel for a in b)): b for b in batches.values()}
+    for batch in last.values():
+        queries = {a.channel: a.query for a in batch}
+        for number in numbers:
+            request = BatchRequest(queries, target.at(number).terms, batch[0].opening)
+            yield request
+            yield from _fair(target, request, made)
 
 
-def _fair(target: Target, question: Question, made: list[Crafted]) -> Iterator[Question]:
+def _fair(target: Target, request: BatchRequest, made: list[Crafted]) -> Iterator[BatchRequest]:
     lam = float(getattr(target.plan.algorithm_settings, "fairness_weight", 0.0))
-    if not lam > 0 or "gradient" not in question.queries:
+    if not lam > 0 or "gradient" not in request.queries:
         return
-    w = question.queries["gradient"][0]
+    w = request.queries["gradient"][0]
     target.kernel.model.load(w)
     losses = [float(target.kernel.losses(one.x[:1], one.y[:1])) for one in made]
-    loss = max((each for each in losses if each < 1e6), default=0.0)
-    for weight in (_WEIGHT, -_WEIGHT):
+    finite = [loss for loss in losses if loss < 1e6] or [0.0]
+    for weight, loss in ((_WEIGHT, min(finite)), (-_WEIGHT, max(finite))):
         fair = Fair(lam, loss - (weight - 1) / lam)
-        yield replace(question, queries={**question.queries, "gradient": (w, fair)})
+        yield replace(request, queries={**request.queries, "gradient": (w, fair)})

@@ -1,8 +1,9 @@
 """The audit from many short runs: are the site's releases those with one more record, or without?
 
 The attacker is the one that (ε, δ) speaks of. It knows all other records, chooses them and the
-model, and puts the questions that the algorithm puts. Each run asks the oracle `events` times. Pilot runs choose the attack, its weights and its
-thresholds; the runs that count are others, so Clopper and Pearson's bounds hold.
+model, and puts the questions that the algorithm puts. Each run asks the oracle `events` times.
+Pilot runs choose the attack, its weights and its thresholds; the runs that count are others, so
+Clopper and Pearson's bounds hold.
 
 A statistic of a release:   <release, u>, u the canary's own direction    its contribution
                             log ‖release‖                                what scales with the batch

@@ -66,7 +66,7 @@ Noise = Mapping[str, torch.Tensor]
 
 def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Noise:
     """Return the noise of releases of the site without any records."""
-    return _noise(target, queries, target.nobody)
+    return _noise(target, queries, target.no_records)
 
 
 def noise_levels(

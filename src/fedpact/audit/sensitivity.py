@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpact.audit.crafted import Crafted, Question, crafted_records, questions
+from fedpact.audit.crafted import BatchRequest, Crafted, crafted_records, requests
 from fedpact.audit.target import Target, bound_of
 from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import cross_entropy
@@ -29,7 +29,8 @@ from fedpact.privacy.terms import Terms
 # Of the weights as asked; the last two where no record was long enough to be clipped.
 _SCALES = (1.0, 10.0, 100.0, 1000.0)
 _CLIPPED = 0.9
-_MOST_RECORDS = 1024  # of a batch
+# Of batches: one that all kinds of records join, and one that few do.
+_SOME_RECORDS, _MOST_RECORDS = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Move:
             + (f" (gradient times {self.factors[name]:.3g})" if name in self.factors else "")
             for name in longest
         )
-        return f"{self.record}, joins {self.batch}" + (f"; of it {', '.join(parts)}" * bool(longest))
+        return f"{self.record}, joins {self.batch}" + (
+            f"; of it {', '.join(parts)}" * bool(longest)
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class ChannelSensitivity:
     """One channel: the longest sum of a record alone, and the largest move of any batch's sum.
 
     Both in units of the channel's bound: C for a gradient. sensitivity: how large a move may be, in
-    these units, times 1 + slack, which is for rounding.
+    these units, times 1 + slack, which is for rounding. channel: "opening ..." for the batch that
+    opens a round.
     """
 
     channel: str
@@ -91,7 +95,7 @@ class ChannelSensitivity:
     @property
     def text(self) -> str:
         """One line for a reader."""
-        unit = "C" if self.channel == "gradient" else "b"
+        unit = "C" if self.channel.endswith("gradient") else "b"
         most = "" if self.sensitivity == 1 else f", of a move {self.sensitivity:g} times that"
         line = (
             f"{self.channel}: longest single-record sum {self.alone.size:.6g} {unit}, largest move "
@@ -118,12 +122,13 @@ def measure_sensitivity(target: Target) -> Sensitivity:
     """Return how far crafted records move the sums of the oracle under audit. Seconds."""
     made = crafted_records(target)
     found = dict[str, ChannelSensitivity]()
-    for asked in questions(target, made):
+    for asked in requests(target, made):
         for scale in _SCALES:
             measured = _measured(target, asked.scaled(scale), made)
-            for channel in measured:
-                found[channel.channel] = _worse(found.get(channel.channel), channel)
-            if scale >= _SCALES[1] and not any(0 < c.alone.size < _CLIPPED for c in measured):
+            for one in measured:
+                found[one.channel] = _worse(found.get(one.channel), one)
+            clipped = not any(0 < c.alone.size < _CLIPPED for c in measured)
+            if (scale >= _SCALES[1] and clipped) or not all(c.passed for c in measured):
                 break
     return Sensitivity(tuple(found.values()))
 
@@ -135,22 +140,24 @@ def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> Channel
         max(pair, key=lambda move: move.size)
         for pair in ((one.alone, other.alone), (one.beside, other.beside))
     )
-    return replace(one, alone=alone, beside=beside, slack=min(one.slack, other.slack))
+    return replace(one, alone=alone, beside=beside)
 
 
-def _measured(target: Target, question: Question, made: list[Crafted]) -> list[ChannelSensitivity]:
-    """Return the channels of one question whose bound is not 0; see Batch.difference."""
-    terms = _silent(question)
+def _measured(
+    target: Target, request: BatchRequest, made: list[Crafted]
+) -> list[ChannelSensitivity]:
+    """Return every channel of one request."""
+    terms = _silent(request)
     allowed = slack(most_records(terms.batch_size))
     known = mechanism_of(terms.mechanism).sensitivities
     alone, beside = dict[str, Move](), dict[str, Move]()
     for name, batch, records in _batches(target, terms, made):
-        before = _sums(target, question, terms, batch)
+        before = _sums(target, request, terms, batch)
         largest = beside if len(batch.y) else alone
         for one in records:
             joined = batch.joined(one.x, one.y, len(batch.y) // 2, together=True)
-            after = _sums(target, question, terms, joined)
-            for channel, query in question.queries.items():
+            after = _sums(target, request, terms, joined)
+            for channel, query in request.queries.items():
                 move = after[channel] - before[channel]
                 bound = bound_of(channel, query, terms)
                 size = _size(move, bound)
@@ -160,9 +167,10 @@ def _measured(target: Target, question: Question, made: list[Crafted]) -> list[C
                         lone = None if len(batch.y) or channel != "gradient" else one
                         found = _explained(target, found, move, bound, query, lone)
                     largest[channel] = found
+    prefix = "opening " if request.opening else ""
     return [
-        ChannelSensitivity(channel, alone[channel], beside[channel], known[channel], allowed)
-        for channel in question.queries
+        ChannelSensitivity(prefix + name, alone[name], beside[name], known[name], allowed)
+        for name in request.queries
     ]
 
 
@@ -174,10 +182,10 @@ def _size(move: Tensor, bound: float) -> float:
     return length / bound if length < math.inf and bound > 0 else math.inf
 
 
-def _silent(question: Question) -> Terms:
+def _silent(request: BatchRequest) -> Terms:
     """Return terms under which a batch has all records, and no noise, and is else as it was."""
-    terms = question.terms
-    size = (terms.opening if question.opening else terms).batch_size
+    terms = request.terms
+    size = (terms.opening if request.opening else terms).batch_size
     return replace(
         terms,
         rate=1.0,
@@ -189,17 +197,17 @@ def _silent(question: Question) -> Terms:
 
 
 def _sums(
-    target: Target, question: Question, terms: Terms, records: Records
+    target: Target, request: BatchRequest, terms: Terms, records: Records
 ) -> dict[str, Tensor]:
     """Return each channel's sum over the records [d] or [1], but for a constant, in float64."""
     draws = SeededDraws(target.plan.seed, "audit", "sensitivity")
     oracle = target.make(records, target.kernel, terms, draws)
-    channels = tuple(question.queries)
-    opened = oracle.opening(*channels) if question.opening else None
-    batch: Any = opened or next(iter(oracle.batches(1, *channels)))
+    channels = tuple(request.queries)
+    batch: Any
+    batch = oracle.opening(*channels) if request.opening else next(oracle.batches(1, *channels))
     summed = mechanism_of(terms.mechanism).summed
     found = dict[str, Tensor]()
-    for channel, query in question.queries.items():
+    for channel, query in request.queries.items():
         copies = (q.clone() if isinstance(q, Tensor) else q for q in query)
         answer = torch.as_tensor(getattr(batch, channel)(*copies), dtype=torch.float64)
         divisor = terms.batch_size if summed or channel != "gradient" else 1.0
@@ -211,20 +219,19 @@ def _batches(
     target: Target, terms: Terms, made: list[Crafted]
 ) -> Iterator[tuple[str, Records, list[Crafted]]]:
     """Yield batches D, by name, and the records to try as r in each."""
-    nobody, site = target.nobody, target.records
+    no_records, site = target.no_records, target.records
     each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
-    yield "no record", nobody, made
+    yield "no record", no_records, made
     for one in made[:1] + each[1:2]:
-        yield one.text, nobody.joined(one.x, one.y, 0, together=True), made
+        yield one.text, no_records.joined(one.x, one.y, 0, together=True), made
     for one in made:
-        yield "its own copy", nobody.joined(one.x, one.y, 0, together=True), [one]
-    for count, tried in (
-        (math.ceil(terms.batch_size), each),
-        (most_records(terms.batch_size), each[:3]),
+        yield "its own copy", no_records.joined(one.x, one.y, 0, together=True), [one]
+    for size, tried in (
+        (min(_SOME_RECORDS, math.ceil(terms.batch_size)), each),
+        (min(_MOST_RECORDS, most_records(terms.batch_size)), each[:2]),
     ):
-        size = min(count, _MOST_RECORDS)
         rows = torch.arange(size) % len(site.y)
-        yield f"a batch of {size}", nobody.joined(site.x[rows], site.y[rows], 0), tried
+        yield f"a batch of {size}", no_records.joined(site.x[rows], site.y[rows], 0), tried
 
 
 def _explained(

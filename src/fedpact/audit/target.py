@@ -132,7 +132,7 @@ class Target:
         return epsilon(history, delta, self.terms.accountant)
 
     @property
-    def nobody(self) -> Records:
+    def no_records(self) -> Records:
         """A site without any records."""
         persons = self.records.persons
         return Records(
