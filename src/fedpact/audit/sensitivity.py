@@ -57,7 +57,7 @@ class Move:
             + (f" (gradient times {self.factors[name]:.3g})" if name in self.factors else "")
             for name in longest
         )
-        return f"{self.record}, joins {self.batch}" + (
+        return f"{self.record}, added to {self.batch}" + (
             f"; of it {', '.join(parts)}" * bool(longest)
         )
 
@@ -89,8 +89,8 @@ class ChannelSensitivity:
 
     @property
     def worst(self) -> Move:
-        """The one that `ratio` is of."""
-        return self.alone if self.alone.size >= self.ratio else self.beside
+        """What refutes the mechanism: the record alone, where that is enough."""
+        return self.beside if self.alone.size <= 1 + self.slack else self.alone
 
     @property
     def text(self) -> str:
@@ -221,7 +221,7 @@ def _batches(
     """Yield batches D, by name, and the records to try as r in each."""
     no_records, site = target.no_records, target.records
     each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
-    yield "no record", no_records, made
+    yield "an empty batch", no_records, made
     for one in made[:1] + each[1:2]:
         yield one.text, no_records.joined(one.x, one.y, 0, together=True), made
     for one in made:
