@@ -102,19 +102,31 @@ def turns_by_name(monkeypatch, seconds):
     return asked
 
 
-@pytest.mark.usefixtures("_idle")
+def work_of(monkeypatch, seconds):
+    """Have methods take so many seconds of processor time, by their names, and no time."""
+    clock = [0.0]
+    monkeypatch.setattr(kernel.time, "process_time", lambda: clock[0])
+
+    def method(name):
+        def work():
+            clock[0] += seconds.get(name, 1.0)
+
+        return lambda problem, batch: work
+
+    for name in steps.METHODS:
+        monkeypatch.setitem(steps.METHODS, name, method(name))
+
+
 def test_slow_peers_take_part_in_two_turns(monkeypatch):
     asked = turns_by_name(monkeypatch, dict.fromkeys(steps.METHODS, 1.0))
-    monkeypatch.setitem(
-        steps.METHODS, "opacus_hooks", lambda problem, batch: lambda: time.sleep(0.02)
-    )
-    kernel.measured("tiny resnet", 3, 2, 0.3)
-    peers = ["opacus_ghost", "vmap_grad"]
-    assert [(names, threads) for names, _, threads in asked] == [
-        (["plain", "kernel_step", *peers], 2),
-        (["plain", "opacus_hooks"], 2),
+    work_of(monkeypatch, {"opacus_hooks": 10.0})
+    monkeypatch.setattr(kernel.torch, "get_num_threads", lambda: 1)
+    kernel.measured("tiny resnet", 3, 2, 60.0)
+    # Four methods of a second each, in 60 seconds of turns that count one and a half times.
+    assert asked == [
+        (["plain", "kernel_step", "opacus_ghost", "vmap_grad"], 10, 2),
+        (["plain", "opacus_hooks"], 2, 2),
     ]
-    assert [turns for _, turns, _ in asked] == [5, 2]
 
 
 @pytest.mark.usefixtures("_idle")
@@ -125,12 +137,12 @@ def test_gradients_of_too_many_bytes_are_not_kept(monkeypatch):
     assert unmeasured == {"Opacus, hooks", "vmap(grad)"}
 
 
-@pytest.mark.usefixtures("_idle")
 def test_models_that_are_too_slow_are_not_timed(monkeypatch):
-    for method in ("plain", "kernel_step"):
-        monkeypatch.setitem(steps.METHODS, method, lambda problem, batch: lambda: time.sleep(0.01))
-    rows, _ = kernel.measured("tiny resnet", 3, 1, 0.04)
-    assert all(row["value"] is None and "too long" in row["note"] for row in rows)
+    work_of(monkeypatch, {"plain": 1.0, "kernel_step": 2.0})
+    monkeypatch.setattr(kernel.torch, "get_num_threads", lambda: 1)
+    ((row,), _) = kernel.measured("tiny resnet", 3, 1, 5.0)
+    assert (row["name"], row["value"]) == ("fedpact, batch 3, 1 thread", None)
+    assert row["note"] == "too long: a plain step and a private one take 1.0 s and 2.0 s"
 
 
 @pytest.mark.usefixtures("_idle")
