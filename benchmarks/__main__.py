@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in [] if asked.page else tables or known:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            table = measure(name, *((QUICK,) if asked.quick else (FULL, RESULTS)))
+            table = measure(name, QUICK) if asked.quick else measure(name, FULL, RESULTS)
         except ModuleNotFoundError as error:
             parser.error(f"{name} needs {error.name}: pip install -e '.[bench,deploy]'")
         if not asked.quick:

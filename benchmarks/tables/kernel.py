@@ -192,7 +192,7 @@ def _rows(
         if method in notes:
             yield Row(name, None, note=notes[method])
         elif method in found:
-            marks = {"goal": goal} if method == _OWN else {}
+            marks = {"goal": goal} if method == _OWN and goal is not None else {}
             yield found[method].row(name, method, _PLAIN, **marks)
 
 
