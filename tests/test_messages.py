@@ -295,9 +295,6 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     assert json.loads(line) == {**held, **metrics}
     assert RoundRecord.from_json(line) == record
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)
-    # A line of an earlier version, whose round was not evaluated.
-    old = {**json.loads(RoundRecord(round=0).to_json()), "psi": None}
-    assert RoundRecord.from_json(json.dumps(old)) == RoundRecord(round=0)
 
 
 def test_a_record_of_what_is_not_finite_is_strict_json() -> None:

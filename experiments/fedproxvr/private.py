@@ -3,7 +3,7 @@
     python experiments/fedproxvr/private.py [SEEDS] [OUT] [ETA]
 
 Logistic regression on the embedded digits, 5 alike sites, 20 rounds of 10 iterations at q = 0.05,
-η = ETA (1), C = 1, μ = 0, the anchor's noise three times a batch's. K is the bound of a difference
+η = ETA (1), C = 1, μ = 0, the opening's noise three times a batch's. K is the bound of a difference
 over the movement: small, it clips; large, it adds noise. A folder that has been begun is resumed,
 run by run.
 """
@@ -27,7 +27,7 @@ def plans(rate: float = 1.0) -> dict[str, fedpact.Plan]:
     found = dict[str, fedpact.Plan]()
     for epsilon in (1.0, 2.0, 10.0):
         for name, (algorithm, settings) in METHODS.items():
-            own = {"proximal": 0.0, "anchor_noise": 3.0} if algorithm == "fedproxvr" else {}
+            own = {"proximal": 0.0, "opening_noise": 3.0} if algorithm == "fedproxvr" else {}
             found[f"{name}-eps{epsilon:g}"] = fedpact.Plan.parse(
                 {
                     "algorithm": algorithm,

@@ -105,16 +105,21 @@ def test_accuracy_ends_the_round_at_the_first_iterate_that_has_it(solver, theta)
     assert site.batches_asked == first
 
 
-# ---------------------------------------------------------------- the anchor
+# ---------------------------------------------------------------- the opening
 
 
-@pytest.mark.parametrize("anchor_rate", [1.0, 0.3])
+@pytest.mark.parametrize("opening_rate", [1.0, 0.3])
 @pytest.mark.parametrize("solver", ["sarah", "svrg", "sgd"])
-def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path, solver, anchor_rate):
-    """Each round is the anchor at q_a and τ events at q; dp-accounting's sum of all is below ε."""
+def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path, solver, opening_rate):
+    """Each round is the opening at q_a and τ events at q; dp-accounting's sum of all is below ε."""
     draws = stream("records")
     x, y = torch.randn(90, 4, generator=draws), torch.randint(3, (90,), generator=draws)
-    settings = {"solver": solver, "anchor_rate": anchor_rate, "anchor_noise": 4.0, "local_steps": 6}
+    settings = {
+        "solver": solver,
+        "opening_rate": opening_rate,
+        "opening_noise": 4.0,
+        "local_steps": 6,
+    }
     plan = Plan.parse(
         {
             "algorithm": "fedproxvr",
@@ -133,13 +138,13 @@ def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path, solver, 
         charges = [e for e in read_entries(path) if e["kind"] == "charge"]
         (sigma,) = terms["sigmas"].values()
         events = [(e["q"], e["sigma"], e["count"]) for e in charges]
-        assert events == [(anchor_rate, 4 * sigma, 1), (0.2, sigma, 6)] * 5
+        assert events == [(opening_rate, 4 * sigma, 1), (0.2, sigma, 6)] * 5
         # Theirs is an upper bound as well, of a discretised loss: allow it 0.1 %.
         assert 1.9 < recounted.epsilon(events, 1e-5) <= 2.0 * 1.001
 
 
-def test_a_sampled_anchor_is_the_full_gradient_on_average():
-    """1000 anchors of rate 0.3 over 40 records: their mean is off by a few of its standard errors.
+def test_a_sampled_opening_is_the_full_gradient_on_average():
+    """1000 openings of rate 0.3 over 40 records: their mean is off by a few of its standard errors.
 
     15 coordinates within six standard errors each: fails once in 3e7.
     """
@@ -148,14 +153,14 @@ def test_a_sampled_anchor_is_the_full_gradient_on_average():
     y = torch.randint(3, (40,), generator=stream("y"))
     kernel, w = PlainKernel(model, cross_entropy), model.vector.clone()
 
-    def anchors(rate, count):
+    def openings(rate, count):
         oracles = (
             PlainOracle(Records(x, y), kernel, 0.1, 40.0, SeededDraws(seed), rate)
             for seed in range(count)
         )
         return torch.stack([oracle.opening("gradient").gradient(w) for oracle in oracles])
 
-    (full,), sampled = anchors(1.0, 1), anchors(0.3, 1000)
+    (full,), sampled = openings(1.0, 1), openings(0.3, 1000)
     error = sampled.std(0) / 1000**0.5
     assert bool(((sampled.mean(0) - full).abs() < 6 * error).all())
     assert float(error.max()) < 0.1 * float(full.norm())

@@ -38,7 +38,7 @@ def test_the_bound_follows_the_movement(given, slope, federation):
 
 
 @pytest.mark.parametrize("solver", ["svrg", "sarah"])
-def test_the_noise_is_the_anchors_and_the_differences(federation, solver):
+def test_the_noise_is_the_openings_and_the_differences(federation, solver):
     """At an empty site all is noise. With η = 1, μ = 0, τ = 1: w_2 - w⁰ = -(2 v⁰ + ξ), v⁰ of
     deviation s_a = σ_a C / N in a coordinate, ξ of σ K ‖w_1 - w⁰‖ / (q N) = σ K ‖v⁰‖ / (q N): so
     E‖w_2 - w⁰‖² = d s_a² (4 + d (σ K / (q N))²).
@@ -55,8 +55,8 @@ def test_the_noise_is_the_anchors_and_the_differences(federation, solver):
         (reply,) = bed.replies(method, method.init(bed.w))
         found.append((reply.vectors["w"] - bed.w).square().sum())
     dimension, size = bed.w.numel(), 10.0
-    anchor = settings.anchor_noise * bed.sigma * bed.clip / size
+    opening = settings.opening_noise * bed.sigma * bed.clip / size
     factor = 4 + dimension * (bed.sigma * 1.89 / (bed.rate * size)) ** 2
     assert float(torch.stack(found).mean()) == pytest.approx(
-        dimension * anchor**2 * factor, rel=0.1
+        dimension * opening**2 * factor, rel=0.1
     )

@@ -228,7 +228,7 @@ def test_a_name_is_what_one_sees_of_it():
 
 @pytest.mark.parametrize("kind", ["npz", "parquet"])
 def test_bytes_are_the_text_that_they_spell(kind, tmp_path):
-    """Whoever is nobody is so in bytes, too, which older writers store text as."""
+    """Whoever is nobody is so in bytes, too, which some writers store text as."""
     whose = [b"7", b"", b"NA", b"8"] * 10
     path = tmp_path / f"t.{kind}"
     if kind == "npz":

@@ -208,18 +208,6 @@ def test_a_servers_false_word_takes_nothing_back_of_what_the_site_knows_itself(s
         Site(site_dir)
 
 
-def test_a_note_of_an_earlier_version_is_read(site_dir):
-    with Site(site_dir) as site:
-        told(site, 1)
-        seen = site.ledger.length, site.ledger.head
-    path = site_dir / "ledger.jsonl.seen"
-    path.write_text(json.dumps([*seen, "this site"]))
-    Site(site_dir).ledger.close()
-    path.write_text(json.dumps([seen[0] + 1, "e" * 64, "the server of run a"]))
-    with pytest.raises(LedgerError, match="by the word of the server of run a"):
-        Site(site_dir)
-
-
 def test_an_older_ledger_that_was_written_on_is_not_let_in_once_it_is_longer(site_dir, tmp_path):
     """The lengths agree with what the server has seen, and the entries do not."""
     with Site(site_dir) as site:

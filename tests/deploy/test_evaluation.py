@@ -59,22 +59,16 @@ def test_it_evaluates_when_due_and_last_and_charges_what_it_was_given(ran):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("barred", [False, True], ids=["", "by an earlier version"])
-def test_a_server_that_dies_after_an_evaluation_bars_nobody(federate, number, barred, monkeypatch):
+def test_a_server_that_dies_after_an_evaluation_bars_nobody(federate, number, monkeypatch):
     """It asks for the round's training again, and sites send replies older than what it saw."""
     run = federate(TEST_SEEDS, **PLAN)
     killed_before(run, number, monkeypatch)
     folder = run.directory / "server" / "run"
-    if barred:
-        why = "showed a ledger of 6 entries after one of 7"
-        (folder / "barred.json").write_text(json.dumps(dict.fromkeys(NAMES, why)))
-        for site in NAMES:
-            Standing(folder).readmit(site)
     records = run()
     assert [record.round for record in records] == [0, 1, 2, 3]
     assert all(record.refused == record.unevaluated == {} for record in records)
     assert [bool(record.evaluation) for record in records] == [False, False, True, True]
-    assert json.loads((folder / "barred.json").read_text() if barred else "{}") == {}
+    assert not (folder / "barred.json").exists()
     for site in NAMES:
         runs = receipt(run.directory / "sites" / site / "ledger.jsonl")["runs"]
         assert all(e["spent"] == e["reserved"] for one in runs.values() for e in one["events"])
@@ -111,9 +105,6 @@ def test_only_the_very_reply_that_was_seen_may_be_older(tmp_path):
     ):
         assert Standing(tmp_path).look("site", length, head, kind) is good, (kind, length)
     assert Standing(tmp_path).seen("site") == (7, two)
-    (tmp_path / "ledgers.json").write_text(json.dumps({"site": [7, two]}))
-    assert Standing(tmp_path).seen("site") == (7, two)
-    assert not Standing(tmp_path).look("site", 6, one, "fedavg")
 
 
 def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
@@ -333,17 +324,11 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     assert look(server)["own_figures"] is look(ran.directory)["own_figures"] is None
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys, left):
-    """left: by an earlier version, which kept sums of no records and could not read them."""
+def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
     run = federate(None, rounds=2)
     run()
     site = run.nodes[0].directory
     assert not (site / "own-figures.json").exists()
-    if left:
-        settings = {"share": 0.0, "releases": ["hits", "loss"]}
-        named = {"settings": settings, "classes": ["a"], "groups": [], "unit": "record"}
-        (site / "own-figures.json").write_text(json.dumps({"run": "r", "rounds": {}, **named}))
     command.status(site, as_json=False)
     assert look(site)["own_figures"] is None
     told = capsys.readouterr().out

@@ -147,13 +147,6 @@ def test_a_signal_goes_to_what_was_looked_at(stranger):
     found.send(signal.SIGKILL, [])  # nobody has the number: no error
 
 
-def test_numbers_alone_as_earlier_versions_recorded_them_are_read(deployment, stranger):
-    (deployment / "processes.json").write_text(json.dumps({"site-00": stranger.pid, "x": 1}))
-    assert local.look(deployment)["running"]["site-00"] is True
-    (deployment / "processes.json").write_text(json.dumps({"site-00": os.getpid()}))
-    assert local.look(deployment)["running"]["site-00"] is False
-
-
 @pytest.mark.parametrize("act", [local.start, local.stop, local.look])
 def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
     (tmp_path / "empty").mkdir()

@@ -3,8 +3,9 @@ import math
 import pytest
 
 from fedpact.errors import InputError, PlanError, PolicyRefused
+from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.reservations import over_runs
-from fedpact.privacy.policy import Policy
+from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -58,6 +59,27 @@ def test_whatever_is_not_named_is_refused(algorithm, asked, reserved, told):
         Policy.parse(ALLOWED).check_run(algorithm, asked, reserved)
 
 
+@pytest.mark.parametrize("honest", [1, 2, 3])
+def test_noise_of_more_honest_sites_than_declared_is_refused(honest, tmp_path):
+    """The run's ε, and that of runs before it, count only as far as the owner believes."""
+    shared = Terms(
+        *("a", 100.0, 0.1, 1.0, {"gradient": 2.0}, 10, Budget(2.0, 1e-5), "best"), honest=2
+    )
+    alone = {"honest": honest, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
+    policy = Policy.parse({**ALLOWED, **alone})
+    with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
+        ledger.reserve("before", shared.budget, shared.history(10), shared.shared)
+        counted = shared.epsilon_alone if honest < 2 else 2.0
+        assert reserved(ledger, "new", policy) == ((counted, 1e-5), shared.epsilon_alone)
+    if honest >= 2:
+        policy.check_run("fedavg", shared, NOTHING)
+    else:
+        with pytest.raises(PolicyRefused, match=r"needs the noise of 2 honest.*honest = 1"):
+            policy.check_run("fedavg", shared, NOTHING)
+    with pytest.raises(PolicyRefused, match="honest = 0"):
+        Policy.parse(ALLOWED).check_run("fedavg", shared, NOTHING)
+
+
 def opened(sigma=5.0, **others):
     """Terms whose rounds open with a gradient of noise `sigma`."""
     given = {"opening_sigmas": {"gradient": sigma}, "openings": 3, **others}
@@ -66,18 +88,18 @@ def opened(sigma=5.0, **others):
 
 @pytest.mark.parametrize(
     "names",
-    [["gradient"], ["gradient", "anchor"], ["gradient", "anchor_gradient", "Anchor gradient"]],
+    [["gradient"], ["gradient", "opening"], ["gradient", "opening_gradient", "Opening gradient"]],
 )
 def test_what_opens_a_round_is_allowed_by_its_own_name_alone(names):
-    with pytest.raises(PolicyRefused, match="releases anchor gradient are not allowed"):
+    with pytest.raises(PolicyRefused, match="releases opening gradient are not allowed"):
         Policy.parse({**ALLOWED, "releases": names}).check_run("fedavg", opened(), NOTHING)
-    named = Policy.parse({**ALLOWED, "releases": ["gradient", "anchor gradient"]})
+    named = Policy.parse({**ALLOWED, "releases": ["gradient", "opening gradient"]})
     named.check_run("fedavg", opened(), NOTHING)
     with pytest.raises(PolicyRefused, match="smallest_sigma"):
         named.check_run("fedavg", opened(0.5), NOTHING)
 
 
-@pytest.mark.parametrize("name", ["size", "anchor gradient", "anchor "])
+@pytest.mark.parametrize("name", ["size", "opening gradient", "opening "])
 def test_no_channel_has_the_name_of_another_release(name):
     """Its noise would stand where the other's does, and the smaller of the two be hidden."""
     with pytest.raises(InputError, match="a channel is called"):

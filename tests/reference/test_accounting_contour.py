@@ -80,6 +80,18 @@ def gaussian_delta(mu, e):
     return float(ndtr(mu / 2 - e / mu) - math.exp(e + log_ndtr(-mu / 2 - e / mu)))
 
 
+@pytest.mark.parametrize("c", [2.0, 6.0])
+def test_an_integral_that_is_all_rounding_is_a_bound_still(c):
+    """One Gaussian, far out: δ is below the last digits of the sum, which is too low or negative.
+
+    Beside a small ε there are digits enough, and the smoothing adds less than a hundredth.
+    """
+    mu, integral = 0.7, contour._Integral([], 0.7**2, 7e-5, c, 60.0)
+    for e in np.linspace(0.5, 9.0, 171):
+        assert integral.delta(e) >= gaussian_delta(mu, e)
+        assert e > 5 or integral.delta(e) <= 1.01 * gaussian_delta(mu, e)
+
+
 @pytest.mark.parametrize(("q", "count"), [(1e-7, 10**8), (1e-6, 10**7), (1e-5, 10**8)])
 def test_tiny_rates_approach_their_central_limit(q, count):
     # Bu, Dong, Long, Su 2020; here the limit is reached but for 0.2 %.

@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from fedpact.theory import pld
+from fedpact.theory import persons, pld, running
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -46,6 +46,48 @@ def test_the_rounding_of_the_transforms_stays_below_its_allowance(sigma, count):
         exact = gaussian_delta(mu, epsilon)
         got = composed.get_delta_for_epsilon(epsilon)
         assert exact - pld.fft_rounding(count) <= got <= exact * 1.05 + pld.fft_rounding(count)
+
+
+@pytest.mark.parametrize(("sigma", "count", "delta"), [(1.1, 716, 1e-10), (4.0, 4000, 3e-10)])
+def test_what_transforms_may_round_never_lowers_epsilon(monkeypatch, sigma, count, delta):
+    """The worst rounding: a relative error of count + log2(size) units in the last place takes all
+    of it off δ(ε). ε is no smaller then than by transforms without any, whose δ is not lowered.
+    """
+    terms = [(0.015, sigma, count)]
+    error = (count + 20) * 2.0**-52
+    exact, repeated = pld._composed(terms, pld.grid_step(terms), delta), pld._repeated
+
+    class Rounded:
+        def __init__(self, one, number):
+            self._found = repeated(one, number)
+
+        def get_delta_for_epsilon(self, epsilon):
+            return self._found.get_delta_for_epsilon(epsilon) - error
+
+        def get_epsilon_for_delta(self, most):
+            return self._found.get_epsilon_for_delta(most + error)
+
+    monkeypatch.setattr(pld, "_repeated", Rounded)
+    assert pld.resolved(terms, delta)
+    assert exact <= pld.epsilon(terms, delta) <= 1.001 * exact
+
+
+@pytest.mark.parametrize("module", [running, persons])
+def test_its_own_transforms_rounding_never_lowers_epsilon(monkeypatch, module):
+    """The same of the transforms that fedpact carries out itself."""
+    q, sigma, count, delta = 0.015, 1.1, 716, 1e-10
+    error, solve = (count + 20) * 2.0**-52, running._solve
+
+    def epsilon():
+        if module is running:
+            return running.epsilons([[(q, sigma, count)]], delta)[0]
+        return persons._epsilon.__wrapped__(((q, sigma, count),), delta, 2)
+
+    with monkeypatch.context() as without:
+        without.setattr(module, "fft_rounding", lambda count: 0.0)
+        exact = epsilon()
+    monkeypatch.setattr(running, "_solve", lambda *grid: solve(*grid[:2], grid[2] + error))
+    assert exact <= epsilon() <= 1.001 * exact
 
 
 @pytest.mark.parametrize(

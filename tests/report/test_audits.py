@@ -17,7 +17,13 @@ SITES = ["north", "south"]
 
 def audit(**changes: Any) -> dict[str, Any]:
     """What `fedpact audit` writes: one ε of 0.23149, one noise, one AUC, all as they should be."""
-    whole = {"method": "one-run", "delta": None, "confidence": 0.95, "found": "guesses"}
+    whole = {
+        "method": "one-run",
+        "delta": None,
+        "confidence": 0.95,
+        "found": "guesses",
+        "power": None,
+    }
     return {
         "site": "north",
         "epsilon": 2.0,
@@ -49,7 +55,7 @@ def test_the_bound_stands_beside_the_claim_with_all_it_needs(build: Build) -> No
     text = shown(build(SITES), audit())
     for part in (
         # A lower bound is rounded down, a claim up.
-        # At best comes second; of an earlier version's audit nobody knows it.
+        # At best comes second; of a test there is none.
         row("ε ≥ 0.2314", "ε ≥ 0.8511", "ε ≤ 1.9", "1e-05", "95 %"),
         row("σ ≤ 2.6", "–", "σ = 2.5", "–", "99.9 %"),
         row("AUC ≥ 0.45", "–", "AUC ≤ 0.88"),

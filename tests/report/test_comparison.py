@@ -292,7 +292,7 @@ UNLIKE = {"privacy": {"epsilon": [1.0, 2.0]}}
 def test_plans_that_mean_the_same_are_equal_however_they_were_typed(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    # As an earlier version wrote it, or a sweep: typed now, a noise of no count is refused.
+    # As a sweep has it: typed now, a noise of no count is refused.
     plans = {
         name: Plan.parse({"rounds": 4, "sites": 2, **of}, typed=())
         for name, of in {"one": one, "two": other}.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 from tests.secure.conftest import SLOW, Party
 from tests.secure.test_protocol import check_mean, listed
@@ -39,6 +40,26 @@ def test_each_sum_of_a_session_has_masks_of_its_own(party):
             assert not (one == other).any()
             for third in seen[:j]:
                 assert not (one - other == other - third).any()
+
+
+def test_masks_of_unlike_attempts_do_not_cancel(party):
+    """A server that asks one site for a new attempt, and the others for the old one, sees noise."""
+    for attempts, cancel in (([1, 1, 1], True), ([1, 0, 0], False)):
+        mine = party(3, 2)
+        session = mine.session()
+        mine.up_to(session, "roster")
+        this = session.slot(1, mine.weighing)
+        tasks = {
+            site: dataclasses.replace(mine.task, attempt=attempt)
+            for site, attempt in zip(mine.sites, attempts, strict=True)
+        }
+        total = plain = np.zeros(mine.length + 1, dtype=np.uint64)
+        for site, question in this.ask_masked(tasks).items():
+            words = mine.weighing.words(wire.reply_in(mine.answer(site, question)))
+            seed = mine.maskers[site]._session.secrets.seed(0)
+            total = total + words - keys.stream(seed, words)
+            plain = plain + mine.weighing.encode(mine.replies[site])
+        assert (total == plain).all() if cancel else not (total == plain).any()
 
 
 def test_a_slot_is_used_once_and_none_before_it_after(party):

@@ -207,6 +207,28 @@ def test_the_ring_holds_the_largest_sum_and_no_bit_more():
         shared.bits(terms_of(plan_of(sampling_rate=1.0, rounds=1), size=1e9))
 
 
+@pytest.mark.parametrize("sites", [2, 5, 40])
+@pytest.mark.parametrize("width", [17, 20, 22])
+def test_the_largest_legal_sum_does_not_wrap(sites, width):
+    """Every record of the largest batch at its bound, and noise of 12 deviations.
+
+    σ is such that this sum just fits into a width, or just does not.
+    """
+    some = plan_of(sampling_rate=1.0).terms({"site-00": 200.0})["site-00"]
+    records = shared.most_records(some.batch_size)
+    noise = 12 * UNITS * math.sqrt(sites)
+    for part, needed in ((0.998, width), (1.0001, width + 1)):
+        largest = part * 2.0 ** (width - 1)
+        sigma = records * UNITS * sites / (largest - noise)
+        terms = {str(i): replace(some, sigmas={"gradient": sigma}) for i in range(sites)}
+        assert shared.bits(terms) == needed
+        for whole in (int(largest / sites), -int(largest / sites)):
+            word = np.array([whole]).astype(np.uint32)
+            sent = [shared.unpack(shared.pack(word, needed), needed) for _ in terms]
+            total = np.sum(sent, axis=0, dtype=np.uint32)
+            assert shared.centred(total, shared.bits(terms)) == sites * whole
+
+
 @pytest.mark.parametrize(
     ("tables", "why"),
     [

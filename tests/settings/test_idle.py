@@ -111,7 +111,7 @@ OLD = {"momentum": 0.5, "adaptivity": 7.0}
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """The folder of a run whose plan.json has what was taken in silence by an earlier version."""
+    """The folder of a run whose plan.json has settings without effect, as a sweep's may."""
     folder = tmp_path_factory.mktemp("old") / "run"
     plan = Plan.parse({"rounds": 2, "sites": 2, "privacy": {"mode": "none"}})
     done = []

@@ -9,8 +9,8 @@ Symbols   paper  code              meaning, unit or range                     wh
           τ      local_steps       iterations after the first, >= 1           plan, tune fedproxvr
           θ      accuracy          local accuracy that ends a round early     plan; None: τ does
           K      difference_bound  most ‖∇ℓ(w) - ∇ℓ(u)‖/‖w - u‖ of a record   plan; None: L
-          σ_a/σ  anchor_noise      the anchor's noise over a batch's, > 0     plan
-          q_a    anchor_rate       records in the anchor, in (0, 1]           plan
+          σ_a/σ  opening_noise     the opening's noise over a batch's, > 0   plan
+          q_a    opening_rate      records in the opening, in (0, 1]         plan
 Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
           w⁰ = w̄,  v⁰ = ∇F_n(w̄),  w¹ = prox(w⁰ - η v⁰)
           t = 1..τ:  sarah  v_t = ∇f_b(w_t) - ∇f_b(w_{t-1}) + v_{t-1}
@@ -19,7 +19,7 @@ Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
                      w_{t+1} = prox(w_t - η v_t)
           upload w_{τ+1} (iterate "last"), or w_t', t' uniform on 1..τ ("random")
 Server    w ← Σ p_i w_i
-Releases  v⁰: one gradient sum over the anchor, an event of its own; then up to τ sums of
+Releases  v⁰: one gradient sum over the opening, an event of its own; then up to τ sums of
           gradient differences (sgd: of gradients), an event each
 Bounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and the bounds V on ‖v⁰‖, G on a
           gradient, K R m on a difference over a movement m (R: of one that is clipped to 1):
@@ -44,7 +44,7 @@ SVRG carries the noise of v⁰ through the whole round, and adds one difference'
 v⁰'s and that of all t differences. Where movements are small against C/K this is far below the
 noise of t clipped gradients.
 
-Choose, for a private run: anchor_noise at most 1/(q sqrt(τ)), which makes v⁰ as noisy as the mean
+Choose, for a private run: opening_noise at most 1/(q sqrt(τ)), which makes v⁰ as noisy as the mean
 of τ batches' gradients; and K with η σ K sqrt(τ d)/(q N) at most 1. That is how much longer than a
 movement the noise it calls for becomes within a round: at a few times 1 the solver feeds on its own
 noise and diverges, as it does with K = L on most models. A smaller K clips, which costs less.
@@ -77,8 +77,8 @@ class Settings(BaseSettings):
     the "last" or a "random" one. learning_rate: η; left out, it is 1/(βL).
     smoothness: L of the loss. step_divisor: β; Lemma 1 wants > 3. accuracy: θ, the local accuracy
     that ends a round early; left out, τ does. difference_bound: K, the most that a record's
-    gradient changes over the distance moved; left out, L. anchor_rate: each record's chance to be
-    in the anchor.
+    gradient changes over the distance moved; left out, L. opening_rate: each record's chance to be
+    in the opening.
     """
 
     needs_all_sites: ClassVar[str] = ""
@@ -91,8 +91,8 @@ class Settings(BaseSettings):
     local_steps: int = Field(default=10, ge=1)
     accuracy: float | None = Field(default=None, gt=0)
     difference_bound: float | None = Field(default=None, gt=0)
-    anchor_noise: float = Field(default=3.0, gt=0)
-    anchor_rate: float = Field(default=1.0, gt=0, le=1)
+    opening_noise: float = Field(default=3.0, gt=0)
+    opening_rate: float = Field(default=1.0, gt=0, le=1)
 
     @property
     def step_size(self) -> float:
@@ -102,7 +102,7 @@ class Settings(BaseSettings):
     @property
     def opening(self) -> Opening:
         """See algorithms.BaseSettings: v⁰."""
-        return Opening(self.anchor_rate, {"gradient": self.anchor_noise})
+        return Opening(self.opening_rate, {"gradient": self.opening_noise})
 
 
 def channels(settings: Settings) -> dict[str, float]:

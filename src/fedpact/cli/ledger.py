@@ -14,7 +14,6 @@ from fedpact.errors import LedgerError
 from fedpact.files import check_file, understood, write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
-from fedpact.ledger.reservations import FILTER
 from fedpact.records.rounds import strict
 from fedpact.shown.tables import print_table
 from fedpact.text import upper
@@ -187,9 +186,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
                 upper(spend["epsilon_spent"]),
                 f"{spend['delta']:g}",
                 str(sum(event["spent"] for event in spend["events"])),
-                "filter"
-                if spend["accounting"] == FILTER
-                else str(sum(event["reserved"] for event in spend["events"])),
+                str(sum(event["reserved"] for event in spend["events"])),
                 *(_alone(spend) if shared else ()),
             )
     print_table(out, table)

@@ -150,7 +150,7 @@ def class_numbers(
 def text_of(value: Any) -> str:
     """Return a label or the name of a site as text: whole numbers without a point, True, False.
 
-    Bytes, as older writers have text, are read as UTF-8. A Decimal is without the zeros that it has
+    Bytes are read as UTF-8. A Decimal is without the zeros that it has
     where another of its column has more digits.
     """
     if value is None:

@@ -261,11 +261,8 @@ def _recorded(directory: Path) -> dict[str, Process]:
     """Return the processes that a directory's record names, which may have ended."""
     path = directory / "processes.json"
     with suppress(FileNotFoundError), understood(path, "end what runs by hand, then remove it"):
-        return {
-            # Before starts were recorded an entry was a number.
-            name: Process(entry, "") if isinstance(entry, int) else Process(**entry)
-            for name, entry in json.loads(path.read_bytes()).items()
-        }
+        entries = json.loads(path.read_bytes()).items()
+        return {name: Process(**entry) for name, entry in entries}
     return {}
 
 

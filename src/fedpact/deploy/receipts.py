@@ -59,8 +59,7 @@ def _plan(directory: Path) -> tuple[About, str]:
     path = directory / "plan.json"
     with understood(path, "put it back from a backup, or from another party"):
         raw = json.loads(path.read_bytes())
-        # Of an earlier version a plan says nothing about itself.
-        return About.model_validate(raw.get("about", {})), Path(raw["data"]).name
+        return About.model_validate(raw["about"]), Path(raw["data"]).name
 
 
 def signed(told: Mapping[str, Any], site: Path) -> dict[str, Any]:

@@ -19,8 +19,7 @@ _PAUSE = 0.001
 class Process:
     """A process that was started for a party.
 
-    number: the system's. started: when, as the system tells it; "" where a version of before this
-    was written down has recorded the number alone.
+    number: the system's. started: when, as the system tells it.
     """
 
     number: int
@@ -45,8 +44,7 @@ class Process:
         with suppress(ChildProcessError):
             if os.waitpid(self.number, os.WNOHANG)[0] != 0:
                 return False
-        started = _started(self.number)
-        if started is None or self.started not in ("", started):
+        if _started(self.number) != self.started:
             return False
         return _command(self.number).endswith(" ".join(words))
 

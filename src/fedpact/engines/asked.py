@@ -43,7 +43,7 @@ class GivenForm:
     """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
 
     features: a table's columns in their order, () where nobody knows them or there are none.
-    made_by: what makes the features that the model is given; None of an earlier version's run.
+    made_by: what makes the features that the model is given; None before `by`.
     """
 
     shape: tuple[int, ...]
@@ -70,14 +70,13 @@ class GivenForm:
         """Read it from a run's folder. Raises DataError: it has none."""
         if not (folder / FORM).exists():
             raise DataError(
-                f"{folder} has no {FORM}, which says what a record is: the run has not ended, or "
-                f"an earlier version made it; `fedpact resume {quote(str(folder))}` ends it, and "
-                "writes that"
+                f"{folder} has no {FORM}, which says what a record is: the run has not ended; "
+                f"`fedpact resume {quote(str(folder))}` ends it, and writes that"
             )
         raw = Folder(folder).read_json(FORM)
         with understood(folder / FORM, "put it back, or run the plan again in another folder"):
             shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
-            of = raw.get("made_by")
+            of = raw["made_by"]
             made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
             return GivenForm(shape, raw["values"], classes, features, made_by)
 

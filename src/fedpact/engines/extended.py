@@ -53,7 +53,7 @@ class Earlier:
             return Earlier()
         raw = folder.read_json(EARLIER)
         try:
-            told, more = tuple(raw["told"]), tuple(raw.get("more", ()))
+            told, more = tuple(raw["told"]), tuple(raw["more"])
             return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], told, more)
         except (KeyError, TypeError) as error:
             raise DataError(

@@ -86,9 +86,8 @@ def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[s
         scene.partition.save(folder.partition)
         folder.write_json("environment.json", environment)
     environment = folder.read_json("environment.json")
-    # Runs of before it was written do not say; of what Python handed in the data set's name does.
     for name, digest in digests.items():
-        if environment.get(name, digest) != digest:
+        if environment.get(name) != digest:
             raise PlanError(
                 f"{folder.path} holds a run that was begun on other {name}: {_CHANGED[name]} "
                 "changed since. Put that back as it was, or start anew in another folder with --out"
@@ -128,8 +127,7 @@ def check_draws(folder: Folder, environment: Mapping[str, Any]) -> None:
 
     A round that is carried out again would be another release under the first one's charge.
     """
-    # Runs of before draws had a number had those of number 1.
-    begun = environment.get("draws", 1)
+    begun = environment.get("draws")
     if begun != DRAWS:
         raise PlanError(
             f"{folder.path} holds a run that was begun by a version of fedpact whose seeds give "

@@ -24,11 +24,13 @@ _COVERS = [
     "who sees them.",
 ]
 _DOES_NOT_COVER = [
-    "How long a site takes to answer.",
+    "How long a site takes to answer, and when it is there.",
     "What a record's owner could be harmed by even if the record were left out.",
-    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
-    "measures a federation and protects nobody.",
 ]
+_SEEDED = (
+    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
+    "measures a federation and protects nobody."
+)
 _UNCOUNTED = (
     "How many records a person has at a site: nobody counts them, and each ε per person is for "
     "whoever has at most so many."
@@ -67,14 +69,14 @@ class Side:
 
     separation: how records are kept apart, in words. pooled: whether the sites' held-out records
     stand in for a test set. simulator_only: numbers that no site would release. form: what sites
-    sum of held-out records. persons: whether sites know whose each record is.
+    sum of held-out records. persons: whether sites know whose each record is. seeded: whether this
+    is a simulation.
     """
 
     randomness: str
     separation: str
-    covers: Sequence[str]
-    does_not_cover: Sequence[str]
     form: SumsForm
+    seeded: bool = False
     pooled: bool = False
     simulator_only: Sequence[str] = ()
     persons: bool = False
@@ -85,6 +87,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
     mode, each = plan.privacy.mode, site_terms(plan, terms)
     of_person = _of_person(plan, side.persons) if plan.private else []
     of_held = released_of_held(plan, side.form, side.persons)
+    covers, uncovered = _scope(plan, side.seeded)
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
@@ -109,14 +112,14 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "initial": plan.initial.told(),
         "sites_per_round": plan.sites_per_round,
         "covers": [
-            *side.covers,
+            *covers,
             *_own_models(plan),
             *filter(None, [plan.participants(terms).told() if plan.private else ""]),
             *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
             *secure_lines(plan, sites),
         ],
         "does_not_cover": [
-            *side.does_not_cover,
+            *uncovered,
             *of_person,
             *_unprotected_weights(plan),
             *_by_delta_alone(terms),
@@ -133,13 +136,11 @@ def of_simulation(scene: Scene) -> dict[str, Any]:
     headed = bool(scene.plan.local.head)
     if headed or scene.dataset.x_test is None:
         simulator_only.append(heads.MEASURED if headed else _POOLED)
-    covers, uncovered = _scope(scene.plan)
     side = Side(
         randomness="seeded simulation",
         separation=scene.workshop.separation() if scene.plan.private else "",
-        covers=covers,
-        does_not_cover=uncovered,
         form=scene.form,
+        seeded=True,
         pooled=headed or scene.dataset.x_test is None,
         simulator_only=simulator_only,
         persons=scene.dataset.person is not None,
@@ -204,21 +205,22 @@ def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
     ]
 
 
-def _scope(plan: Plan) -> tuple[list[str], list[str]]:
+def _scope(plan: Plan, seeded: bool) -> tuple[list[str], list[str]]:
     """Return what the guarantee covers, and what it does not."""
     if not plan.private:
         return [], []
-    covers = [*_COVERS, *released_columns(plan)]
+    covers = [*_COVERS, *_released_columns(plan)]
+    uncovered = [*_DOES_NOT_COVER, *[_SEEDED] * seeded]
     if not plan.noisy_sizes:
-        return covers, [*_DOES_NOT_COVER, _PUBLIC_SIZES]
+        return covers, [*uncovered, _PUBLIC_SIZES]
     released = (
         "Each site's size: a count with noise of standard deviation "
         f"{plan.privacy.size_noise:g}, released once, before training, as an event of its own."
     )
-    return [*covers, released], [*_DOES_NOT_COVER, _NOISY_SIZES]
+    return [*covers, released], [*uncovered, _NOISY_SIZES]
 
 
-def released_columns(plan: Plan) -> list[str]:
+def _released_columns(plan: Plan) -> list[str]:
     """Return what is said of columns that are scaled by what the sites release; or nothing."""
     names = plan.records.released
     if not (names and plan.private):

@@ -5,12 +5,10 @@ One file per site, for all runs on the same data; `chain` keeps it. Kinds of ent
     open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
     reserve   a run may make these events; all of them together cost at most (ε, δ). One beside a
               run is of other records of the site, and has a name of its own: "RUN/evaluation"
-    filter    of an earlier version: a run reserved (ε, δ) for events chosen as it went; see
-              reservations
     charge    `count` joint events of one kind, for one request, about to be released
     unprotected  exact numbers are about to leave: the run's (ε, δ) protect nobody any more
     torn      a line that a crash left unreadable, and what it is counted as: the dearest events
-              that runs have left, and of a filter all that it reserved
+              that runs have left
 
 `charge` returns only after the entry is on the disk. A crash between the two costs budget, never
 privacy. (A simulation's charge does not wait for the disk. A power failure may lose it; the resumed
@@ -34,7 +32,6 @@ from fedpact.ledger.family import family
 from fedpact.ledger.reservations import (
     Beside,
     FixedSequence,
-    Reservation,
     Shared,
     cost_of_torn,
     from_entry,
@@ -62,7 +59,7 @@ class Ledger:
     def __init__(self, path: Path, site: str, *, hypothetical: bool) -> None:
         self.path, self.site, self.hypothetical = path, site, hypothetical
         self._lock = threading.Lock()
-        self._reserved: dict[str, Reservation] = {}
+        self._reserved: dict[str, FixedSequence] = {}
         self._requests: dict[_Request, int] = {}
         self._rounds: dict[str, int] = {}
         self._attempts: set[tuple[str, int, int]] = set()
@@ -166,7 +163,7 @@ class Ledger:
         if run not in self._reserved:
             return False
         before = self._reserved[run]
-        if not isinstance(before, FixedSequence) or before.terms != promise.terms:
+        if before.terms != promise.terms:
             raise other_terms(run, self.path, before, promise)
         return True
 
@@ -218,8 +215,7 @@ class Ledger:
 
     def _own_share(self, run: str, event: SampledGaussian) -> Entry:
         """Return the second event that a charge of shared noise is: the site's own share of it."""
-        promise = self._reserved[run]
-        shared = promise.shared if isinstance(promise, FixedSequence) else None
+        shared = self._reserved[run].shared
         return {} if shared is None else {"sigma_alone": shares.alone(event, shared.honest).sigma}
 
     def expose(self, run: str, round_number: int) -> None:
@@ -322,12 +318,12 @@ class Ledger:
 
     def _apply(self, entry: Entry) -> None:
         match entry["kind"]:
-            case "reserve" | "filter":
+            case "reserve":
                 self._reserved[entry["run"]] = from_entry(entry)
             case "charge":
                 event = SampledGaussian(entry["q"], entry["sigma"])
                 key = (entry["run"], entry["request"], tuple(entry["purpose"]), event)
-                self._charged(key, entry["count"], entry["round"], entry.get("attempt", 0))
+                self._charged(key, entry["count"], entry["round"], entry["attempt"])
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count

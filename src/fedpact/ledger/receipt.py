@@ -13,7 +13,7 @@ from typing import Any
 
 from fedpact.errors import LedgerError
 from fedpact.ledger.chain import Chained, Entry, read_all
-from fedpact.ledger.reservations import FILTER, FIXED, over_runs
+from fedpact.ledger.reservations import FIXED, over_runs
 from fedpact.ledger.witness import Witness
 from fedpact.text import guarded, upper
 from fedpact.theory import shares
@@ -34,7 +34,7 @@ def receipt(path: Path) -> dict[str, Any]:
     witness.check(Chained(entries))
     if not entries or entries[0].get("kind") != "open":
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
-    runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] in ("reserve", "filter")}
+    runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] == "reserve"}
     if torn:
         # What the line was is decided when the ledger is opened; until then it may be anything.
         for run in runs.values():
@@ -103,7 +103,7 @@ def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, flo
 
 def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
-    spent, closed = spent_of(run, entries)
+    spent = spent_of(run, entries)
     honest = reservation.get("honest", 0)
     cost = epsilon(spent, delta - (shares.ADDED_DELTA if honest else 0.0))
     alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
@@ -112,18 +112,11 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
     if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
         # Exact numbers left the site: no ε bounds what the run has told.
         budget = cost = budget_alone = alone = math.inf
-    if reservation["kind"] == "filter":
-        accounting = FILTER
-        # A progress figure, as if the events had been fixed in advance: all it reserved is proven.
-        cost = alone = budget if closed else min(budget, cost)
-        reserved: dict[SampledGaussian, int | None] = dict.fromkeys(sorted(spent))
-    else:
-        accounting = FIXED
-        reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
+    reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     return {
-        "accounting": accounting,
+        "accounting": FIXED,
         # Whom ε is of.
-        "unit": reservation.get("unit", "record"),
+        "unit": reservation["unit"],
         # The run whose records these are not; None: of the records that are trained on.
         "beside": reservation.get("beside"),
         "epsilon_reserved": budget,
@@ -134,7 +127,7 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         "epsilon_alone_reserved": budget_alone,
         "epsilon_alone_spent": alone,
         "epsilon_per_person": _per_person(reserved, delta, honest, budget)
-        if reservation.get("unit", "record") == "record"
+        if reservation["unit"] == "record"
         else None,
         "events": [
             {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
@@ -144,11 +137,10 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
 
 
 def _per_person(
-    reserved: Mapping[SampledGaussian, int | None], delta: float, honest: int, budget: float
+    events: Mapping[SampledGaussian, int], delta: float, honest: int, budget: float
 ) -> dict[str, float] | None:
-    """Return k -> ε at δ of all that is reserved, for a person's k records; None of a filter."""
-    events = {event: n for event, n in reserved.items() if n is not None}
-    if len(events) < len(reserved) or not events:
+    """Return k -> ε at δ of all that is reserved, for a person's k records; None of no events."""
+    if not events:
         return None
     # An infinite budget stands for exact numbers that have left.
     least = budget if math.isinf(budget) else 0.0
@@ -165,15 +157,14 @@ def _per_person(
     return {str(k): max(least, cost) for k, cost in found.items()}
 
 
-def spent_of(run: str, entries: Sequence[Entry]) -> tuple[Counter[SampledGaussian], bool]:
-    """Return the events charged to a run, and whether its filter was closed by a torn line."""
-    spent, closed = Counter[SampledGaussian](), False
+def spent_of(run: str, entries: Sequence[Entry]) -> Counter[SampledGaussian]:
+    """Return the events charged to a run, with those that torn lines are counted as."""
+    spent = Counter[SampledGaussian]()
     for entry in entries:
         if entry["kind"] == "charge" and entry["run"] == run:
             spent[SampledGaussian(entry["q"], entry["sigma"])] += entry["count"]
         elif entry["kind"] == "torn":
-            closed = closed or run in entry.get("closed", ())
             for name, q, sigma, count in entry["charges"]:
                 if name == run:
                     spent[SampledGaussian(q, sigma)] += count
-    return spent, closed
+    return spent

@@ -17,7 +17,6 @@ from typing import Any
 
 from fedpact.errors import BudgetExhausted, InputError
 from fedpact.ledger.receipt import receipt
-from fedpact.ledger.reservations import FILTER
 from fedpact.theory.accounting import Budget, History, SampledGaussian
 
 
@@ -43,7 +42,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     """Return what a ledger leaves of the budget `whole`, which all runs on its records share.
 
     Raises LedgerError: no ledger, or an altered one. BudgetExhausted: nothing is left. InputError:
-    joint, with a run whose events were chosen as it went, or whose noise was shared.
+    joint, with a run whose noise was shared.
     """
     told = receipt(path)
     runs = told["runs"].values()
@@ -61,9 +60,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
             "records, and nothing is left for another run"
         )
     if joint:
-        return Remaining(
-            told["site"], len(runs), epsilon, delta, whole, _events(path, told), unit=unit
-        )
+        return Remaining(told["site"], len(runs), epsilon, delta, whole, _events(told), unit=unit)
     left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
     if not min(left) > 0:
         raise BudgetExhausted(
@@ -83,15 +80,9 @@ def _rest(whole: float, spent: float) -> float:
     return left
 
 
-def _events(path: Path, told: dict[str, Any]) -> History:
+def _events(told: dict[str, Any]) -> History:
     events = Counter[SampledGaussian]()
-    for name, run in told["runs"].items():
-        if run["accounting"] == FILTER:
-            raise InputError(
-                f"--joint with run {name!r} of ledger {path}: its events were chosen from what it "
-                "released, so they are no fixed sequence; leave --joint out, and the run counts "
-                "with the whole (ε, δ) that it reserved"
-            )
+    for run in told["runs"].values():
         for event in run["events"]:
             events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
     return events

@@ -1,10 +1,7 @@
 """What a run was promised at a site, and what it has charged.
 
-    fixed sequence   the events are enumerated before the run; PLD and RDP bound them all together
-    Rényi filter     of an earlier version: events were chosen as the run went, and admitted while a
-                     filter had room. Such a promise is read and counted; nothing is charged to it
-
-Either way (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
+The events are a fixed sequence, enumerated before the run; PLD and RDP bound them all together, and
+(ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
 
 Where noise is shared (theory.shares), an event has the noise of h sites' shares, and (ε, δ) holds
 if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
@@ -26,7 +23,6 @@ from fedpact.theory import shares
 from fedpact.theory.accounting import Budget, SampledGaussian, added, epsilon
 
 FIXED: Final = "fixed sequence"
-FILTER: Final = "Rényi filter"
 
 WHY: Final = (
     "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
@@ -105,12 +101,10 @@ class FixedSequence:
     def entry(self) -> dict[str, Any]:
         """What the ledger's chain holds of it."""
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
-        found = {"kind": "reserve", **_budget(self.budget)}
+        found = {"kind": "reserve", **asdict(self.budget)}
         for more in (self.shared, self.beside):
             found |= {} if more is None else asdict(more)
-        # An entry without it is of records, as those of earlier versions are.
-        whose = {} if self.unit == "record" else {"unit": self.unit}
-        return {**found, **whose, "events": events}
+        return {**found, "unit": self.unit, "events": events}
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -158,65 +152,30 @@ class FixedSequence:
         return taken
 
 
-class Filtered:
-    """A promise of an earlier version, under a Rényi filter: what it reserved stays spent."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self.spent = Counter[SampledGaussian]()
-        self.epsilon = self.epsilon_alone = budget.epsilon
-        self.honest, self.beside, self.unit = 0, None, "record"
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """What the ledger's chain holds of it."""
-        return {"kind": "filter", **_budget(self.budget)}
-
-    def check(self, run: str, event: SampledGaussian, count: int) -> None:
-        """Raise PolicyRefused: no further event is admitted."""
-        raise PolicyRefused(
-            f"run {run!r} asks for {count} of {event}: it reserved (ε = {self.budget.epsilon:g}, "
-            f"δ = {self.budget.delta:g}) under a Rényi filter of an earlier version, and this one "
-            "charges nothing to such a promise; use a new run name, under which events are fixed"
-        )
-
-    def charge(self, event: SampledGaussian, count: int) -> None:
-        """Count events that the earlier version let pass."""
-        self.spent[event] += count
-
-
-Reservation = FixedSequence | Filtered
-
-
-def from_entry(entry: Mapping[str, Any]) -> Reservation:
+def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
     """Return a reservation as its entry has it, nothing charged. Raises ValueError and the like."""
     budget = Budget(entry["epsilon"], entry["delta"])
-    if entry["kind"] == "filter":
-        return Filtered(budget)
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside, entry.get("unit", "record"))
+    return FixedSequence(budget, events, shared, beside, entry["unit"])
 
 
-def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, Reservation]) -> dict[str, Any]:
+def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) -> dict[str, Any]:
     """Return what unreadable lines are counted as, in every open run, as a ledger's entry.
 
-    Of fixed events the dearest that are left (see FixedSequence); of a filter everything. The
-    lines' own releases never left the site. Of several all but the first tell of the first, as a
-    ledger is not used before it is counted; but nobody can read that in them.
+    The dearest events that are left (see FixedSequence). The lines' own releases never left the
+    site. Of several all but the first tell of the first, as a ledger is not used before it is
+    counted; but nobody can read that in them.
     """
     told = b"\n".join(lines)
     named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', told))
-    charges: list[list[str | float]] = []
-    closed: list[str] = []
-    for run, reservation in reserved.items():
-        if isinstance(reservation, Filtered):
-            closed.append(run)
-        else:
-            taken = reservation.dearest_left(named, len(lines))
-            charges += [[run, event.q, event.sigma, count] for event, count in taken]
-    return {"kind": "torn", "charges": charges, "closed": closed}
+    charges = [
+        [run, event.q, event.sigma, count]
+        for run, reservation in reserved.items()
+        for event, count in reservation.dearest_left(named, len(lines))
+    ]
+    return {"kind": "torn", "charges": charges}
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
@@ -239,17 +198,12 @@ def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:
     )
 
 
-def other_terms(run: str, path: Path, before: Reservation, asked: FixedSequence) -> PolicyRefused:
+def other_terms(run: str, path: Path, before: FixedSequence, asked: FixedSequence) -> PolicyRefused:
     """Return the error of a run that asks for another promise than the one it has."""
-    was = before.terms if isinstance(before, FixedSequence) else before.entry
-    now = asked.terms
+    was, now = before.terms, asked.terms
     differ = (name for name in was | now if was.get(name) != now.get(name))
     told = ", ".join(f"{name} {was.get(name)} there and {now.get(name)} now" for name in differ)
     return PolicyRefused(
         f"run {run!r} has a reservation with other terms in {path} ({told}): a run's mechanisms "
         "are fixed at its start; use a new run name"
     )
-
-
-def _budget(budget: Budget) -> dict[str, float]:
-    return {"epsilon": budget.epsilon, "delta": budget.delta}

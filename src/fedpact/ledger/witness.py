@@ -75,9 +75,6 @@ class Witness:
     def _read(self) -> dict[str, tuple[int, str]]:
         try:
             found: Any = json.loads(self.path.read_bytes().decode("ascii"))
-            if not hasattr(found, "items"):
-                # As earlier versions wrote it: one word, whosever was the last.
-                found = {found[2]: found[:2]}
             words = {str(who): (length, str(head)) for who, (length, head) in found.items()}
             good = all(type(n) is int and is_place(n, head) for n, head in words.values())
         except (OSError, ValueError, TypeError, AttributeError, LookupError):

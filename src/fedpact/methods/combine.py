@@ -88,7 +88,7 @@ NEEDS_ONE_CLIP: Final[dict[str, str]] = {
     "ali_dpfl": "its controller's estimates are of gradients of one clip",
     "feddyn": "its h_i adds up gradients of earlier rounds, and how far a reply may go follows one "
     "clip of them all",
-    "fedproxvr": "its anchors and differences are bounded by one clip",
+    "fedproxvr": "its openings and differences are bounded by one clip",
     "scaffold": "its control variates are gradients of earlier rounds, clipped to another length "
     "than those that they correct",
 }

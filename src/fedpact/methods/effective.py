@@ -71,7 +71,6 @@ def _absent(value: object) -> bool:
     return value is None
 
 
-_LOSSES = FairRelease.model_fields
 _MEAN, _SCALED = "loss_quantile quantile_rate count_noise", 'a column with scale = "released"'
 
 USES: Final[tuple[Use, ...]] = (
@@ -115,8 +114,7 @@ _refused: ContextVar[Collection[str] | None] = ContextVar("refused", default=Non
 def refusing(typed: Collection[str] | None) -> Iterator[None]:
     """While it lasts, `check_used` refuses none but these dotted keys; None: any.
 
-    What an earlier version took, or was typed for other values of what a sweep changes, is no
-    mistake of now.
+    What was typed for other values of what a sweep changes is no mistake.
     """
     before = _refused.set(typed)
     try:

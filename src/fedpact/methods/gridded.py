@@ -179,7 +179,7 @@ class _Opened(OracleAround):
 
 
 def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> float:
-    """Return s."""
+    """Return the unit of the grid, s: the deviation of the step's noise over UNITS."""
     return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / UNITS
 
 

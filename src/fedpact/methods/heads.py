@@ -52,7 +52,7 @@ NEEDS_ONE_MODEL: Final[dict[str, str]] = {
     "feddyn": "its h adds up all of w, and of a head nothing is sent",
     "fedfair": _ONE_MODEL,
     "fedfdp": _ONE_MODEL,
-    "fedproxvr": "its anchors are mean gradients at one model",
+    "fedproxvr": "its openings are mean gradients at one model",
     "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
     "mr_mtl": "each of its sites has a whole model of its own already",
     "qffl": _ONE_MODEL,

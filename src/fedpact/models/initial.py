@@ -258,11 +258,6 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         spent, deltas = summary["epsilon"], summary["delta"]
         if not (summary["private"] is True and spent and deltas):
             return None, ""
-        if "weights" not in summary:
-            return None, (
-                f"{run / 'summary.json'} does not say which weights are the run's, as older "
-                "versions wrote none, so nobody can tell whether these are: "
-            )
         if sha256 not in summary["weights"].values():
             return None, f"{file.name} is none of the weights that the run in {run} wrote: "
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]

@@ -164,7 +164,7 @@ class NoiseTerms(Protocol):
 
     @property
     def clip(self) -> float:
-        """C."""
+        """The bound on one record's contribution to a gradient sum, C."""
         ...
 
     @property

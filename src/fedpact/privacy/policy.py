@@ -26,8 +26,8 @@ class Policy(BaseModel):
     """What a site's owner allows. Nothing is allowed by leaving it out.
 
     algorithms: names of algorithms. releases: names as in Terms.releases: channels (gradient,
-    difference, loss, below), "anchor gradient" for what opens a round, and "size" for a noisy count
-    of records. A name that nothing has allows nothing.
+    difference, loss, below), "opening gradient" for what opens a round, and "size" for a noisy
+    count of records. A name that nothing has allows nothing.
     epsilon_per_run, delta_per_run: the most that one run may reserve.
     epsilon_ever, delta_ever: the most that all runs on this data set may reserve together, by basic
     composition. smallest_sigma: the least noise multiplier of any release, by itself.

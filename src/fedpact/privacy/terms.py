@@ -36,7 +36,7 @@ Channels = Mapping[str, float]
 
 # What a policy calls the other releases; no channel has such a name, which would stand for both.
 _SIZE: Final = "size"
-_ANCHOR: Final = "anchor "
+_OPENING: Final = "opening "
 _COLUMNS: Final = "columns "
 
 SUMMED: Final = frozenset({"gradient", "loss", "below"})
@@ -110,11 +110,11 @@ class Terms:
         check.natural(openings=self.openings)
         check.natural(honest=self.honest)
         for name in (*self.sigmas, *self.opening_sigmas):
-            if name == _SIZE or name.startswith((_ANCHOR, _COLUMNS)):
+            if name == _SIZE or name.startswith((_OPENING, _COLUMNS)):
                 raise InputError(
                     f"a channel is called {name!r}: expected another name than {_SIZE!r}, "
-                    f"{_ANCHOR + '...'!r} and {_COLUMNS + '...'!r}, by which a policy allows other "
-                    "releases"
+                    f"{_OPENING + '...'!r} and {_COLUMNS + '...'!r}, by which a policy allows "
+                    "other releases"
                 )
         noisy = [
             check.non_negative(**{f"sigmas[{name!r}]": sigma}) > 0
@@ -205,12 +205,12 @@ class Terms:
     def releases(self) -> dict[str, float]:
         """Everything the site releases -> its noise multiplier.
 
-        The channels of the batches; "anchor gradient" and the like, those of the event that opens a
-        round; "size", a noisy one; "columns moments", what scales them. A policy names what it
+        The channels of the batches; "opening gradient" and the like, those of the event that opens
+        a round; "size", a noisy one; "columns moments", what scales them. A policy names what it
         allows by these, and no other name is anything's.
         """
         size = {} if self.size_noise is None else {_SIZE: self.size_noise}
-        opening = {_ANCHOR + name: s for name, s in self.opening.multipliers.items()}
+        opening = {_OPENING + name: s for name, s in self.opening.multipliers.items()}
         columns = {} if self.columns is None else self.columns.releases
         return self.multipliers | (opening if self.openings else {}) | size | columns
 

@@ -96,8 +96,7 @@ class RoundRecord:
         if scores or any(raw.get(name) is not None for name in figures):
             raw |= {name: _filled(raw.get(name), math.nan) for name in figures}
             metrics = _filled(metrics, math.nan)
-        # A round that was not evaluated has none, or null in a file of an earlier version.
-        metrics = {key: float(value) for key, value in metrics.items() if value is not None}
+        metrics = {key: float(value) for key, value in metrics.items()}
         return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
 
 

@@ -22,7 +22,7 @@ class AuditRow:
 
     quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
     "p", of a test of the mechanism, beside its level. power: the bound that the best attack would
-    show, were all as claimed; None of a test, and of an earlier version's audit.
+    show, were all as claimed; None of a test.
     """
 
     method: str
@@ -124,7 +124,7 @@ def _check(raw: Mapping[str, Any]) -> AuditRow:
         delta=None if raw["delta"] is None else float(raw["delta"]),
         confidence=float(raw["confidence"]),
         found=str(raw["found"]),
-        power=None if raw.get("power") is None else float(raw["power"]),
+        power=None if raw["power"] is None else float(raw["power"]),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fedpact.errors import DataError
 from fedpact.ledger.chain import read_entries
-from fedpact.ledger.reservations import FixedSequence, from_entry
+from fedpact.ledger.reservations import from_entry
 from fedpact.papers.selection import LAWS, Trials, as_document, lines, tried
 from fedpact.report.reading import RunFolder
 from fedpact.theory import shares
@@ -201,13 +201,11 @@ def _promise(path: Path) -> _Promise:
             "it back, remove the run's folder and compare again, or leave --counted out"
         )
     entries = read_entries(path)
-    made = [from_entry(e) for e in entries if e["kind"] in ("reserve", "filter")]
+    made = [from_entry(e) for e in entries if e["kind"] == "reserve"]
     events, held, splits = Counter[SampledGaussian](), Counter[SampledGaussian](), set[str]()
     for one in made:
-        if isinstance(one, FixedSequence):
-            (events if one.beside is None else held).update(one.allowed)
-            splits |= set() if one.beside is None else {one.beside.split}
-    unknown = not made or any(not isinstance(one, FixedSequence) for one in made)
+        (events if one.beside is None else held).update(one.allowed)
+        splits |= set() if one.beside is None else {one.beside.split}
     return _Promise(
         events,
         held if splits else None,
@@ -215,6 +213,6 @@ def _promise(path: Path) -> _Promise:
         min((one.epsilon for one in made), default=math.inf),
         max((one.budget.delta for one in made), default=0.5),
         max((one.honest for one in made), default=0),
-        unknown or any(e["kind"] == "unprotected" for e in entries),
+        not made or any(e["kind"] == "unprotected" for e in entries),
         frozenset(one.unit for one in made),
     )

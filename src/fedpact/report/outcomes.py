@@ -121,12 +121,12 @@ class Outcome:
 
     @property
     def records_read(self) -> float | None:
-        """Records in the batches of all sites, as expected; None of an earlier version's run."""
+        """Records in the batches of all sites, as expected; None before the run has ended."""
         return self.run.summary.get("records_read")
 
     @property
     def learning_rate(self) -> float | None:
-        """η; None of an earlier version's run that was not given it."""
+        """η; None where the algorithm has none."""
         return self.run.plan.get("settings", {}).get("learning_rate")
 
     @property

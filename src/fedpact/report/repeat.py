@@ -48,10 +48,6 @@ _SECURE = (
     "seed: a simulation, which spends nothing. To train the same sites anew, name a new run in "
     "federation.toml at every party; each site's ledger then reserves and spends anew."
 )
-_FORGOTTEN = (
-    "It cannot be repeated from this folder: the run was extended by an earlier version, which did "
-    "not keep the plan that it began with."
-)
 _LEDGERS = "run.ledgers names ledgers that are kept: the repetition reserves and spends there anew."
 _TIMED = "budget.seconds ends a run by measured time, which no repetition has to the second."
 _CARD = "It trained on a GPU, whose noise a CPU does not draw."
@@ -62,8 +58,6 @@ def repeat(run: RunFolder) -> Repeat:
     path, again = run.path / "plan.json", str(_beside(run.path))
     more = _extensions(run)
     if more:
-        if not (run.path / FIRST_PLAN).exists():
-            return Repeat(f"fedpact plan {shlex.quote(str(path))}", False, _FORGOTTEN)
         path = run.path / FIRST_PLAN
     steps = [f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"]
     for one in more:

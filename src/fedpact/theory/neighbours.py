@@ -65,7 +65,7 @@ class Neighbourhoods:
 
     @property
     def neighbours(self) -> int:
-        """k."""
+        """How many neighbours each site has, k."""
         return 2 * len(self.distances) if self.distances else self.sites - 1
 
     def adjacency(self) -> NDArray[np.bool_]:

@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def passes(self) -> float:
-        """q T."""
+        """How many times a record is read, q T: passes over the data, as expected."""
         return self.rate * self.steps
 
     @property

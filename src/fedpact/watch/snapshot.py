@@ -140,20 +140,20 @@ def _ledger(path: Path, changed: int, length: int) -> Document:
     exposed = {entry["run"] for entry in entries if entry["kind"] == "unprotected"}
     runs = dict[str, Document]()
     for entry in entries:
-        if entry["kind"] not in ("reserve", "filter"):
+        if entry["kind"] != "reserve":
             continue
-        spent, closed = spent_of(entry["run"], entries)
+        spent = spent_of(entry["run"], entries)
         shared = shares.ADDED_DELTA if entry.get("honest") else 0.0
         cost = epsilon(spent, entry["delta"] - shared)
         reserved = math.inf if entry["run"] in exposed else entry["epsilon"]
         runs[entry["run"]] = {
             # What an unreadable last line was is decided when the ledger is opened.
-            "epsilon_spent": reserved if closed or torn or math.isinf(reserved) else cost,
+            "epsilon_spent": reserved if torn or math.isinf(reserved) else cost,
             "epsilon_reserved": reserved,
             "delta": entry["delta"],
             "rounds": max((e["round"] for e in entries if e["kind"] == "charge"
                            and e["run"] == entry["run"]), default=0),
-            "unit": entry.get("unit", "record"),
+            "unit": entry["unit"],
         }  # fmt: skip
     unit = next((run["unit"] for run in runs.values()), "record")
     return {"runs": runs, "entries": len(entries), "adjacency": UNITS[unit]}

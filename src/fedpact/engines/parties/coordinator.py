@@ -26,7 +26,7 @@ from fedpact.engines.run import environment_of, finish, start
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
-from fedpact.engines.statement import Side, released_columns, statement
+from fedpact.engines.statement import Side, statement
 from fedpact.engines.workshop import Workshop
 from fedpact.errors import PlanError
 from fedpact.evaluation.early import Early, check_public
@@ -46,17 +46,6 @@ from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
 from fedpact.theory.accounting import History
 
-_COVERS = [
-    "Everything a site sends during training: it passes the site's oracle, which clips and adds "
-    "noise, and its ledger, which charges first.",
-    "The final model and every model on the way, against the server, the other sites and anyone "
-    "who sees them.",
-]
-_DOES_NOT_COVER = [
-    "How long a site takes to answer, and when it is there.",
-    "What a record's owner could be harmed by even if the record were left out.",
-    "The sites' declared sizes, sampling rates and label names, which are public.",
-]
 _EPSILON = (
     "ε as the server knows it: every round that a site was asked in counts as charged once, though "
     "it was absent, as does each new attempt at a round under secure aggregation. A site that died "
@@ -187,7 +176,6 @@ class Coordinator:
         folder = self.folder
         if (folder.path / "plan.json").exists():
             run = folder.read_json("environment.json")["run"]
-            # Of an earlier version it may lack tables that had no other meaning.
             kept = Plan.parse(folder.read_json("plan.json"))
             if (kept, run) != (self.plan, self.federation.run):
                 raise PlanError(
@@ -206,8 +194,6 @@ class Coordinator:
         side = Side(
             randomness="seeded test: protects nobody" if test else "secure, at each site",
             separation=self.workshop().separation(),
-            covers=[*_COVERS, *released_columns(self.plan)],
-            does_not_cover=_DOES_NOT_COVER,
             form=self.form,
             persons=self.federation.person is not None,
         )

@@ -125,8 +125,7 @@ def own_figures(directory: Path) -> dict[str, Any] | None:
         return None
     with understood(path, "remove it: the site writes a new one at the next round"):
         found = json.loads(path.read_bytes())
-        # Where nothing is held out, earlier versions wrote sums of no records.
-        return {name: found[name] for name in _KEPT} if found["settings"]["share"] else None
+        return {name: found[name] for name in _KEPT}
 
 
 def _key(directory: Path, ledger: Path, run: str) -> bytes:

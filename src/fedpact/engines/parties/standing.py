@@ -31,8 +31,8 @@ class Standing:
         self._ledgers, self._barred = folder / "ledgers.json", folder / "barred.json"
         with understood(self._ledgers, _LOST):
             self._seen = {
-                site: _Seen((int(length), str(head)), _shown(*shown))
-                for site, (length, head, *shown) in _document(self._ledgers).items()
+                site: _Seen((int(length), str(head)), _shown(shown))
+                for site, (length, head, shown) in _document(self._ledgers).items()
             }
         self._saved = dict(self._seen)
 
@@ -105,9 +105,8 @@ class _Seen:
     shown: dict[str, _Place]
 
 
-def _shown(found: dict[str, Any] | None = None) -> dict[str, _Place]:
-    """Of a file of an earlier version: nothing."""
-    return {kind: (int(length), str(head)) for kind, (length, head) in (found or {}).items()}
+def _shown(found: dict[str, Any]) -> dict[str, _Place]:
+    return {kind: (int(length), str(head)) for kind, (length, head) in found.items()}
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -154,11 +154,11 @@ class Secrets:
         return len(self._seeds)
 
     def mask_key(self, slot: int) -> X25519PrivateKey:
-        """Return m."""
+        """Return the key pair's private half of a slot, m: its public half M is in `advert`."""
         return self._masks[slot]
 
     def seed(self, slot: int) -> bytes:
-        """Return b."""
+        """Return the seed of a slot's own mask, b: `advert` has its hash."""
         return self._seeds[slot]
 
     def advert(self) -> Advert:

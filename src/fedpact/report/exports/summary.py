@@ -23,8 +23,7 @@ def summary(facts: Facts) -> dict[str, Any]:
     """Return the cells as plain data: what sites of a class may spend, and have spent, at most."""
     run, privacy = facts.run, facts.run.privacy
     held = privacy.get("evaluation") or {}
-    # Of an earlier version's run what it reserved is all that is known.
-    beside = float(held.get("epsilon", held.get("epsilon_reserved", 0.0)))
+    beside = float(held.get("epsilon", 0.0))
     classes: dict[int, list[str]] = {}
     for name, site in run.site_privacy.items():
         allowed = max(site.epsilon_allowed, beside)
