@@ -56,6 +56,8 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
 Further = Callable[[int], Words]
 """(count) -> so many uniform words of 64 bits that nothing else is made of, not in `_room`."""
+Parts = Iterator[tuple[slice, Tensor]]
+"""Parts of a vector, and a number for each entry of them; the next part overwrites the last."""
 
 
 class WordSource(Protocol):
@@ -116,18 +118,17 @@ def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
 
 def normals(
     source: WordSource, size: int, dtype: torch.dtype, further: Further | None = None
-) -> Iterator[Tensor]:
-    """Yield `size` standard normal numbers, part by part; the next part overwrites the last.
+) -> Parts:
+    """Yield `size` standard normal numbers, part by part.
 
     dtype: float64, or anything else for float32. further: where float64's tail comes from; without
     it, it ends at 8.58.
     """
-    double = dtype == torch.float64
-    most = CHUNK if double else 2 * CHUNK
+    most = CHUNK if dtype == torch.float64 else 2 * CHUNK
     for start in range(0, size, most):
         count = min(most, size - start)
-        words = source.words(_words_for(count, dtype))
-        yield from_numpy(_paired(words, dtype, further)[:count])
+        z = _paired(source.words(_words_for(count, dtype)), dtype, further)
+        yield slice(start, start + count), from_numpy(z)[:count]
 
 
 def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:

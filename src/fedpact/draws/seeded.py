@@ -8,15 +8,14 @@ measure what a federation would do, they do not protect anybody. The run's repor
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.draws.keystream import KeyStream, normals, poisson
-from fedpact.draws.shares import rounded
+from fedpact.draws.keystream import KeyStream, Parts, normals, poisson
+from fedpact.draws.shares import shared
 from fedpact.params import at_hand, from_numpy
 
 DRAWS: Final = 3
@@ -117,32 +116,26 @@ class SeededDraws:
             return like.new_empty(size).normal_(generator=generator)
         noise = empty(size, like.dtype)
         for part, z in self._parts(noise, step, purpose):
-            part.copy_(z)
+            noise[part] = z
         return noise
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See Draws. The noise is that of `add_noise`, so that runs differ by rounding alone."""
-        noise = self.gaussian(total.numel(), total, step, purpose).double()
-        return rounded(total, unit, units, noise)
+        return shared(total, unit, units, self._parts(total, step, purpose))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
-        if not at_hand(total):
-            noise = self.gaussian(total.numel(), total, step, purpose)
-            return total.add_(noise, alpha=sigma * sensitivity)
         for part, z in self._parts(total, step, purpose):
-            part.add_(z, alpha=sigma * sensitivity)
+            total[part].add_(z, alpha=sigma * sensitivity)
         return total
 
-    def _parts(self, vector: Tensor, step: int, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the vector [d] part by part, each with as many normal numbers."""
-        start = 0
-        words = KeyStream(self.noise_key(step, purpose))
-        for z in normals(words, vector.numel(), vector.dtype):
-            yield vector[start : start + len(z)], z
-            start += len(z)
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
+        """Yield normal numbers for all of a vector [d], part by part."""
+        if not at_hand(vector):
+            return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
+        return normals(KeyStream(self.noise_key(step, purpose)), len(vector), vector.dtype)
 
     def _key_of(self, *key: str | int) -> bytes:
         return _digest((*self._key, *key), 32)

@@ -6,9 +6,11 @@ value is rounded otherwise than a real number would be only within 1e-9 of a hal
 2^22 units, 2^-26 for up to 2^27, which moves its probability by as much of itself.
 """
 
+import torch
 from torch import Tensor
 
 from fedpact.check import positive
+from fedpact.draws.keystream import Parts
 
 
 def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
@@ -21,3 +23,11 @@ def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
     whole = noise.mul_(positive(units=units))
     whole.add_(total.detach().double() / positive(unit=unit))
     return whole.add_(0.5).floor_().long()
+
+
+def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
+    """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
+    whole = torch.empty_like(total, dtype=torch.int64)
+    for part, z in parts:
+        whole[part] = rounded(total[part], unit, units, z.double())
+    return whole
