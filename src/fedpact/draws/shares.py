@@ -14,7 +14,7 @@ from fedpact.draws.keystream import Parts
 
 
 def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
-    """Return floor(s/unit + ν z + 1/2) for a sum s [d], int64 [d] where z is.
+    """Return floor(s/unit + ν z + 1/2) for a sum s [d], float64 [d] where z is.
 
     unit: of the grid, in units of the sum. units: ν, the noise's deviation on the grid. noise: z
     [d], standard normal, float64, which may be written over.
@@ -22,7 +22,7 @@ def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
     """
     whole = noise.mul_(positive(units=units))
     whole.add_(total.detach().double() / positive(unit=unit))
-    return whole.add_(0.5).floor_().long()
+    return whole.add_(0.5).floor_()
 
 
 def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
