@@ -45,13 +45,16 @@ def drawn(source, size, dtype=DOUBLE):
 
 
 def test_the_stream_is_aes_256_in_counter_mode():
-    """Against single blocks of the cipher: counters from 2 on (SP 800-38D, a nonce of 96 bits)."""
+    """Against single blocks of the cipher, from 0 on, and from a place on (SP 800-38A)."""
     key = bytes(range(32))
     stream = KeyStream(key)
-    blocks = b"".join(bytes(12) + counter.to_bytes(4, "big") for counter in range(2, 34))
     block = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    expected = np.frombuffer(block.update(blocks), dtype=np.uint64)
-    assert [*stream.words(30).tolist(), *stream.words(34).tolist()] == expected.tolist()
+    for place in (bytes(12), b"another here"):
+        blocks = b"".join(place + counter.to_bytes(4, "big") for counter in range(32))
+        expected = np.frombuffer(block.update(blocks), dtype=np.uint64)
+        stream.seek(place)
+        assert [*stream.words(30).tolist(), *stream.words(34).tolist()] == expected.tolist()
+    assert np.array_equal(KeyStream(key).words(9).copy(), stream.seek(bytes(12)).words(9))
 
 
 def test_the_rate_is_never_exceeded():

@@ -23,7 +23,7 @@ from fedpact.draws.keystream import KeyStream, Parts, Words, normals, poisson
 from fedpact.draws.seeded import empty
 from fedpact.draws.shares import shared
 
-# Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
+# Of one key, in words: 8 GiB, an eighth of what there is from a place on.
 _KEY_LASTS: Final = 1 << 30
 
 _forks = 0

@@ -8,6 +8,7 @@ measure what a federation would do, they do not protect anybody. The run's repor
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from fedpact.draws.keystream import KeyStream, Parts, normals, poisson
 from fedpact.draws.shares import shared
 from fedpact.params import at_hand, from_numpy
 
-DRAWS: Final = 3
+DRAWS: Final = 4
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 
@@ -75,6 +76,15 @@ def _digest(key: tuple[str | int, ...], length: int) -> bytes:
     return hashlib.shake_256(json.dumps(key).encode()).digest(length)
 
 
+@lru_cache
+def _digest_of(kind: str) -> bytes:
+    return hashlib.sha256(kind.encode()).digest()[:8]
+
+
+def _place(kind: str, step: int) -> bytes:
+    return _digest_of(kind) + step.to_bytes(4, "big")
+
+
 def stream(*key: str | int) -> torch.Generator:
     """Return the generator that belongs to a key; other keys give independent streams.
 
@@ -91,23 +101,25 @@ def stream(*key: str | int) -> torch.Generator:
 class SeededDraws:
     """Reproducible draws for a simulation: everything follows from the seed.
 
-    `around` is whatever further tells one request from another: site and round.
+    `around` is whatever further tells one request from another: site and round. All of a request's
+    draws are of one key, each of a place of its own there. One thread at a time may use an object.
     """
 
     repeats = True
 
     def __init__(self, seed: int, *around: str | int) -> None:
         self._key = (seed, *around)
+        self._stream = KeyStream(_digest(self._key, 32))
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         """See Draws. Rate 1 takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
-        return poisson(KeyStream(self._key_of(step, "batch")), records, rate)
+        return poisson(self._stream.seek(_place("batch", step)), records, rate)
 
-    def noise_key(self, step: int, purpose: str) -> bytes:
-        """Return the key of the noise's KeyStream on a CPU."""
-        return self._key_of(step, "noise", purpose)
+    def noise_words(self, step: int, purpose: str) -> KeyStream:
+        """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""
+        return self._stream.seek(_place("noise " + purpose, step))
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
@@ -135,10 +147,7 @@ class SeededDraws:
         """Yield normal numbers for all of a vector [d], part by part."""
         if not at_hand(vector):
             return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
-        return normals(KeyStream(self.noise_key(step, purpose)), len(vector), vector.dtype)
-
-    def _key_of(self, *key: str | int) -> bytes:
-        return _digest((*self._key, *key), 32)
+        return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
 
     def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
         """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""
