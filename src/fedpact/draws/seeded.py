@@ -1,6 +1,6 @@
 """Where a site's randomness comes from: which records a batch holds, and the Gaussian noise.
 
-In a simulation every draw is a function of a stable digest of (seed, site, round, step, purpose),
+In a simulation every draw is a function of stable digests of seed, site, round, step and purpose,
 so results depend neither on the number of workers nor on their order, and a release that is
 computed again is the same release. Such draws can be foretold by whoever knows the seed: they
 measure what a federation would do, they do not protect anybody. The run's report says so.

@@ -121,7 +121,8 @@ def moved(start: Tensor, codes: Tensor, step: float) -> Tensor:
     target, room = np.empty_like(source), np.empty(min(_PART, len(source)))
     for part in _parts(len(source)):
         sums = room[: len(source[part])]
-        np.multiply(whole[part], step, out=sums, dtype=np.float64)
+        np.copyto(sums, whole[part])
+        sums *= step
         sums += source[part]
         target[part] = sums
     return from_numpy(target).to(start.device)
@@ -134,7 +135,7 @@ def encode(codes: Tensor, step: float) -> Tensor:
     flat = (whole + whole) ^ (whole >> (8 * whole.itemsize - 1))
     planes = flat.view(np.uint8).reshape(-1, whole.itemsize).T
     count = max((i + 1 for i, plane in enumerate(planes) if plane.any()), default=1)
-    block = _STEP.pack(step) + _own.compressor.compress(np.ascontiguousarray(planes[:count]))
+    block = _STEP.pack(step) + _own.compressor.compress(np.ascontiguousarray(planes[:count]).data)
     return torch.from_numpy(np.frombuffer(block, np.uint8).copy())
 
 

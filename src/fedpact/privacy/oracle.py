@@ -292,6 +292,7 @@ class PrivateOracle:
         unit = sigma * bound / units
         whole = self._draws.share(total, unit, units, step, purpose)
         # In parts, so that what is in between stays in the processor's cache.
-        for part, codes in zip(total.split(CHUNK), whole.split(CHUNK), strict=True):
-            part.copy_(codes.double().mul_(unit))
+        for start in range(0, len(total), CHUNK):
+            part = slice(start, start + CHUNK)
+            total[part] = whole[part].double().mul_(unit)
         return total
