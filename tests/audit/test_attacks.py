@@ -75,15 +75,6 @@ def test_each_rounds_clip_is_attacked(audited, monkeypatch, bounds_alone):
         assert float(rows.norm(dim=1).max()) == pytest.approx(clip, rel=1e-5)
 
 
-def test_the_unclamped_weight_is_found(fair, audited, bounds_alone):
-    """FedFDP's weight as printed lets λ (F - ℓ) > 1 + C/‖g‖ through, with any length."""
-    found = many_runs(
-        dataclasses.replace(fair, make=audited.broken["weight not clamped"]), runs=100
-    )
-    assert bounds_fail(found), found
-    assert "weight" in found.attack
-
-
 def test_false_alarms_are_rare(plain, monkeypatch, bounds_alone):
     """Ten seeds of a correct mechanism: each alarms at 5 % at most, more than 4 at 7e-5.
 
@@ -145,12 +136,6 @@ def test_the_canary_is_as_bad_as_it_can_be(plain):
         answer = plain.answer(attack.canary, "gradient", attack.queries["gradient"]).double()
         assert float(answer.norm()) == pytest.approx(longest, rel=1e-5)
         assert float(answer @ attack.directions["gradient"]) == pytest.approx(longest, rel=1e-5)
-
-
-def test_fair_questions_are_put_at_the_worst_references(fair):
-    names = [attack.name for attack in attacks(fair)]
-    assert sum("weight +20" in name for name in names) == 2
-    assert sum("weight -20" in name for name in names) == 2
 
 
 def test_play_asks_what_the_algorithm_asks(audited):

@@ -209,3 +209,12 @@ def test_auc_ceiling_is_the_area(epsilon, delta):
     )
     area = np.trapezoid(np.minimum(region, 1), x)
     assert auc_ceiling(epsilon, delta) == pytest.approx(area, abs=1e-4)
+
+
+@pytest.mark.parametrize(("seen", "runs"), [(0, 1), (1, 1), (3, 40), (40, 40), (499, 500)])
+def test_the_bounds_of_counts_are_those_of_scipys_test(seen, runs):
+    for error in (0.025, 1e-4):
+        low = stats.binomtest(seen, runs, alternative="greater").proportion_ci(1 - error).low
+        high = stats.binomtest(seen, runs, alternative="less").proportion_ci(1 - error).high
+        assert lower_probability(seen, runs, error) == pytest.approx(low, abs=1e-12)
+        assert upper_probability(seen, runs, error) == pytest.approx(high, abs=1e-12)

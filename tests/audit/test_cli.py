@@ -16,7 +16,8 @@ from fedpact.cli.main import app
 from fedpact.engines.scene import Scene
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.plan import Plan
-from fedpact.text import lower
+from fedpact.privacy import batches
+from fedpact.text import lower, upper
 
 QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
 
@@ -39,15 +40,18 @@ def test_one_json_document_with_everything_an_epsilon_needs(few_runs):
     assert document["adjacency"] == "add/remove one record"
     assert document["confidence"] == 0.95
     assert document["accountant"] == "best"
-    assert set(document["methods"]) == {"one-run", "many-runs", "membership"}
+    assert set(document["methods"]) == {"sensitivity", "one-run", "many-runs", "membership"}
     assert document["passed"]
     one = document["methods"]["one-run"]
     assert (one["canaries"], one["events"]) == (60, 2)
     for bound in [one, *document["methods"]["many-runs"]["bounds"]]:
         assert 0 <= bound["epsilon"] <= bound["claimed"]
-    # The same once more in one form: one-run and its curve, three δ, a channel's noise and the
-    # nearest of the tests, AUC.
-    assert [c["quantity"] for c in document["checks"]] == [*"εpεεεσp", "AUC"]
+    # The same once more in one form: how far a record moves a sum, one-run and its curve, three δ,
+    # a channel's noise and the nearest of the tests, AUC.
+    assert [c["quantity"] for c in document["checks"]] == [*"Δεpεεεσp", "AUC"]
+    (channel,) = document["methods"]["sensitivity"]["channels"]
+    largest = max(channel[part]["size"] for part in ("alone", "beside"))
+    assert 0.98 < document["checks"][0]["bound"] == largest <= 1
     # What each attack could show at best stands beside what it showed; a test bounds nothing.
     for check in document["checks"]:
         match check["quantity"]:
@@ -57,8 +61,9 @@ def test_one_json_document_with_everything_an_epsilon_needs(few_runs):
                 assert check["power"] > check["claimed"]
             case _:
                 assert check["power"] is None
-    assert document["checks"][0]["bound"] == one["epsilon"]
-    assert [document["checks"][i]["confidence"] for i in (0, 2, 5, 7)] == [0.95, 0.95, 0.999, 0.95]
+    assert document["checks"][1]["bound"] == one["epsilon"]
+    confidences = [document["checks"][i]["confidence"] for i in (0, 1, 3, 6, 8)]
+    assert confidences == [1, 0.95, 0.95, 0.999, 0.95]
 
 
 def test_text():
@@ -66,6 +71,7 @@ def test_text():
     assert result.exit_code == 0, result.output
     assert "claimed ε = 2 at δ = 1e-05, add/remove one record, accountant best" in result.stdout
     assert "95% confidence" in result.stdout
+    assert "sensitivity gradient: longest single-record sum 0.9" in result.stdout
     assert "no attack contradicts the claim" in result.stdout
     assert "membership" not in result.stdout
 
@@ -106,6 +112,19 @@ def test_a_wrong_claim_ends_with_an_error(monkeypatch, audited, few_runs):
     assert not json.loads(result.stdout)["passed"]
 
 
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_twice_the_clip_is_found_whatever_the_attacks_find(seed, monkeypatch):
+    """No attack has the power to: the noise is as stated, and hides most of it."""
+    right = batches.clip_for
+    monkeypatch.setattr(batches, "clip_for", lambda clip, expected: 2 * right(clip, expected))
+    result = invoke("--method", "one-run", "--json", "--set", f"seed={seed}")
+    assert isinstance(result.exception, PrivacyError)
+    for part in ("(method sensitivity)", "sum 1.98", "label", "clip each record's whole"):
+        assert part in str(result.exception)
+    failed = [c for c in json.loads(result.stdout)["checks"] if not c["passed"]]
+    assert [c["method"] for c in failed] == ["sensitivity"]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
@@ -128,8 +147,10 @@ def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatc
     assert (document["epsilon"], document["delta"]) == (site["epsilon"], site["delta"])
     assert (document["mechanism"], document["events"]) == (stated["mechanism"], site["steps"])
     page = (run / "report.html").read_text()
-    check, curve = document["checks"]
+    moved, check, curve = document["checks"]
     assert curve["quantity"] == "p"
+    assert moved["found"] in page
+    assert f"Δ ≤ {upper(moved['claimed'], 6)}</td>" in page
     assert f"ε ≥ {lower(check['bound'])}</td>" in page
     assert check["found"] in page
     assert "No attack contradicts the claim" in page

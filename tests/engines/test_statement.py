@@ -13,6 +13,7 @@ from fedpact.report.page import write_report
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
 from fedpact.theory.persons import epsilon_per_person
+from fedpact.theory.shares import ADDED_DELTA, UNITS, added_delta
 
 # At this rate RDP is the smaller bound: PLD's grid pays for the tail of a single release.
 FAINT = {"sampling_rate": 1e-4, "privacy": {"epsilon": 0.5, "delta": 1e-4, "sigma": 1.0}}
@@ -138,9 +139,13 @@ def test_shared_noise_has_both_of_a_person():
     told = of_simulation(scene)
     for name, site in told["sites"].items():
         assert site["epsilon_alone_per_person"]["2"] > site["epsilon_per_person"]["2"]
-        # Beyond what δ covers, only what needs no other share is stated.
-        assert site["epsilon_alone_per_person"]["5"] == site["epsilon_per_person"]["5"] > 10
         event, steps = scene.terms[name].event, scene.terms[name].steps
+        # Of h shares beyond the ε that a plan is checked for, with the laws' distance paid.
+        together = site["epsilon_per_person"]["5"]
+        assert together == pytest.approx(epsilon_per_person({event: steps}, site["delta"], 5))
+        assert 10 < together < site["epsilon_alone_per_person"]["5"]
+        sums = float(len(scene.bench().private.model.vector)) * steps
+        assert added_delta(together, UNITS, 3, sums) <= ADDED_DELTA
         own = SampledGaussian(event.q, event.sigma / math.sqrt(2))
         alone = epsilon_per_person({own: steps}, site["delta"], 5)
         assert site["epsilon_alone_per_person"]["5"] == pytest.approx(alone)

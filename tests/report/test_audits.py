@@ -36,6 +36,8 @@ def audit(**changes: Any) -> dict[str, Any]:
             | {"power": 0.85119},
             {**whole, "quantity": "σ", "bound": 2.6, "claimed": 2.5, "confidence": 0.999},
             {**whole, "quantity": "AUC", "bound": 0.45, "claimed": 0.88},
+            {**whole, "quantity": "Δ", "bound": 0.99994, "claimed": 1.0000610352}
+            | {"confidence": 1.0},
         ],
         **changes,
     }
@@ -59,6 +61,7 @@ def test_the_bound_stands_beside_the_claim_with_all_it_needs(build: Build) -> No
         row("ε ≥ 0.2314", "ε ≥ 0.8511", "ε ≤ 1.9", "1e-05", "95 %"),
         row("σ ≤ 2.6", "–", "σ = 2.5", "–", "99.9 %"),
         row("AUC ≥ 0.45", "–", "AUC ≤ 0.88"),
+        row("Δ = 0.99994", "–", "Δ ≤ 1.00007", "–", "100 %"),
         "of site north for one record, add/remove one record; accountant best",
         "No attack contradicts the claim",
     ):
@@ -67,7 +70,9 @@ def test_the_bound_stands_beside_the_claim_with_all_it_needs(build: Build) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "bound"), [(0, 1.91), (1, 2.49), (2, 0.881), (0, None)], ids=["ε", "σ", "AUC", "∞"]
+    ("place", "bound"),
+    [(0, 1.91), (1, 2.49), (2, 0.881), (3, 1.0001), (3, None), (0, None)],
+    ids=["ε", "σ", "AUC", "Δ", "Δ = ∞", "∞"],
 )
 def test_a_claim_that_falls_is_marked_whatever_the_file_says(build: Build, place, bound) -> None:
     wrong = audit()

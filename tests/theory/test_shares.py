@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ndtr
 
 from fedpact.errors import InputError
-from fedpact.theory import shares
+from fedpact.theory import gaussian, shares
 from fedpact.theory.accounting import SampledGaussian
 
 REACH = 60
@@ -88,8 +88,6 @@ def test_what_is_taken_off_delta_is_enough_for_any_run_that_is_let_in():
     assert shares.added_delta(1.0, shares.UNITS, 9, 1e10) <= shares.ADDED_DELTA
     # An ε that is stated beside the promise, as of a person, is covered, or it is no bound.
     assert shares.added_delta(10.0, shares.UNITS, 100, 1e9) <= shares.ADDED_DELTA
-    assert [shares.covered(cost, 8.0, 99.0) for cost in (8.0, 10.0, 10.1)] == [8.0, 10.0, 99.0]
-    assert shares.covered(13.0, 13.0, 99.0) == 13.0
     assert shares.added_delta(1.0, 1.0, 9, 1e10) > 1
     for bad in ((300.0, 9, 1e9), (1e6, 9, 1.0), (8.0, 9, 1e18)):
         with pytest.raises(InputError, match="expected at most 1e-15"):
@@ -99,6 +97,33 @@ def test_what_is_taken_off_delta_is_enough_for_any_run_that_is_let_in():
     for bad in (math.nan, -1.0, 0.0):
         with pytest.raises(InputError):
             shares.added_delta(bad, 4.0, 3, 10.0)
+
+
+@pytest.mark.parametrize("budget", [2.0, 8.0, 11.0])
+@pytest.mark.parametrize("delta", [1e-14, 1e-9, 1e-6, 1e-2])
+@pytest.mark.parametrize("mu", [0.5, 2.0, 2.3, 3.0, 4.0, 10.0])
+def test_what_is_covered_pays_for_the_laws_distance(mu, delta, budget):
+    """By the definition, at the largest distance that is let in: (1 + e^E) D = ADDED_DELTA."""
+
+    def hockey_stick(epsilon):
+        return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
+
+    def price(left):
+        return gaussian.epsilon(mu, left)
+
+    found = shares.covered(price, delta, budget, 1e9)
+    distance = shares.ADDED_DELTA / (1 + math.exp(max(budget, shares.COVERED)))
+    if found < 1e9:
+        assert hockey_stick(found) + (1 + math.exp(found)) * distance <= delta * (1 + 1e-9)
+        assert found <= price(delta - shares.ADDED_DELTA) + 0.01
+    else:
+        # There is no room: the distance takes a part of δ that is felt.
+        assert (1 + math.exp(price(delta - shares.ADDED_DELTA) + 0.02)) * distance > delta / 200
+
+
+def test_no_finite_price_leaves_what_a_share_costs_alone():
+    for price in (math.inf, 1e6, math.nan):
+        assert shares.covered(lambda _, price=price: price, 1e-5, 8.0, 99.0) == 99.0
 
 
 @pytest.mark.parametrize("honest", [1, 2, 7, 99])

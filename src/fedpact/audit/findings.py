@@ -11,8 +11,9 @@ from fedpact.audit.membership import Membership
 from fedpact.audit.noise_level import CONFIDENCE as NOISE_CONFIDENCE
 from fedpact.audit.noise_level import Tested
 from fedpact.audit.one_run import OneRun
+from fedpact.audit.sensitivity import Sensitivity
 
-Finding = OneRun | ManyRuns | Membership
+Finding = Sensitivity | OneRun | ManyRuns | Membership
 
 _SIGN = {"ε": ">=", "σ": "<=", "AUC": ">=", "p": "="}
 
@@ -23,7 +24,8 @@ class Check:
 
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, bounded from
     above; "AUC" of a membership attack, bounded from below, where the claim is the most that
-    (ε, δ) leaves room for; "p" of a test of the mechanism, beside the level it may not fall below.
+    (ε, δ) leaves room for; "p" of a test of the mechanism, beside the level it may not fall below;
+    "Δ", how far a record moved a channel's sum, relative to its sensitivity, in which no chance is.
     confidence: with which the bound holds. found: how it came about. power: the bound that the
     best attack would show, were the mechanism exactly as claimed: one below it is no evidence of
     privacy; None of a test, which bounds nothing.
@@ -48,6 +50,8 @@ class Check:
     @property
     def text(self) -> str:
         """One line for a reader."""
+        if self.quantity == "Δ":
+            return self.found
         at = "" if self.delta is None else f" at δ = {self.delta:g}"
         best = "" if self.power is None else f", at best {self.power:.4g}"
         return (
@@ -73,6 +77,11 @@ def checks(findings: Mapping[str, Finding], confidence: float) -> list[Check]:
 
 def _of(method: str, finding: Finding, confidence: float) -> list[Check]:
     match finding:
+        case Sensitivity():
+            return [
+                Check(method, "Δ", c.ratio, 1 + c.slack, None, 1.0, c.text)
+                for c in finding.channels
+            ]
         case OneRun():
             told = (
                 f"{finding.correct} of {finding.guesses} guesses right, {finding.canaries} "

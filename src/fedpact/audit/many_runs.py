@@ -1,9 +1,9 @@
 """The audit from many short runs: are the site's releases those with one more record, or without?
 
 The attacker is the one that (ε, δ) speaks of. It knows all other records, chooses them and the
-model, and puts the questions that the algorithm puts, with the worst reference loss it can think
-of. Each run asks the oracle `events` times. Pilot runs choose the attack, its weights and its
-thresholds; the runs that count are others, so Clopper and Pearson's bounds hold.
+model, and puts the questions that the algorithm puts. Each run asks the oracle `events` times.
+Pilot runs choose the attack, its weights and its thresholds; the runs that count are others, so
+Clopper and Pearson's bounds hold.
 
 A statistic of a release:   <release, u>, u the canary's own direction    its contribution
                             log ‖release‖                                what scales with the batch
@@ -14,7 +14,6 @@ its accountant is so for every δ, and wrong noise shows at a large δ with the 
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from fedpact.audit.bounds import Counts, many_runs_epsilon, many_runs_power
 from fedpact.audit.noise_level import NoiseLevel, Tested, noise_alone, noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
-from fedpact.audit.target import Asked, Target, mislabelled, play
+from fedpact.audit.target import Target, mislabelled, play
 from fedpact.check import count
 from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.errors import InputError
@@ -43,8 +42,6 @@ _EVENTS = 40
 # Of C: so long a canary's gradient is before it is clipped, if its record can be made so.
 _LENGTH = 10.0
 _SCALES = (1.0, 10.0, 100.0, 1000.0)
-# A weight 1 + λ (ℓ - F) of plus or minus so much, by choice of F.
-_WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
@@ -211,37 +208,17 @@ class _Rule:
 
 
 def attacks(target: Target) -> list[Attack]:
-    """Return the attacks to try: the canary among all the site's records, and beside one alone.
-
-    Each with the algorithm's own questions; with a fair weighting also at references that would
-    make the canary's weight very large, or negative.
-    """
+    """Return the attacks to try: the canary among all the site's records, and beside one alone."""
     *_, asked = play(target, target.records, min(2, target.rounds), "questions")
     first = [a for a in asked if a.batch == asked[0].batch]
     alone = None if target.records.persons is None else torch.zeros(1, dtype=torch.int64)
     one = Records(target.records.x[:1], target.records.y[:1], persons=alone)
-    made = list[Attack]()
-    for records, where in ((target.records, "all records"), (one, "one record")):
-        for queries, how in _questions(target, first):
-            canary, directions = _canary(target, queries)
-            made.append(Attack(f"{where}, {how}", records, canary, queries, directions))
-    return made
-
-
-def _questions(
-    target: Target, asked: Sequence[Asked]
-) -> Iterable[tuple[dict[str, tuple[Any, ...]], str]]:
-    yield {a.channel: a.query for a in asked}, "as asked"
-    lam = float(getattr(target.plan.algorithm_settings, "fairness_weight", 0.0))
-    if lam > 0:
-        w = next(a.query[0] for a in asked if a.channel == "gradient")
-        target.kernel.model.load(w)
-        canary = _worst_record(target, w)
-        loss = float(target.kernel.losses(canary.x, canary.y))
-        for weight in (_WEIGHT, -_WEIGHT):
-            fair = Fair(lam, loss - (weight - 1) / lam)
-            queries = {a.channel: a.query for a in asked}
-            yield {**queries, "gradient": (w, fair)}, f"weight {weight:+g} by the reference"
+    queries = {a.channel: a.query for a in first}
+    canary, directions = _canary(target, queries)
+    return [
+        Attack("all records", target.records, canary, queries, directions),
+        Attack("one record", one, canary, queries, directions),
+    ]
 
 
 def _canary(

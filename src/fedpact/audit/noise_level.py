@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from scipy import stats
 
-from fedpact.audit.target import Target
+from fedpact.audit.target import Target, bound_of
 from fedpact.draws.seeded import SeededDraws, stream
 from fedpact.privacy.oracle import Records
 
@@ -66,7 +66,7 @@ Noise = Mapping[str, torch.Tensor]
 
 def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Noise:
     """Return the noise of releases of the site without any records."""
-    return _noise(target, queries, _nobody(target))
+    return _noise(target, queries, target.no_records)
 
 
 def noise_levels(
@@ -151,10 +151,6 @@ def _together(vectors: torch.Tensor) -> float:
     return min(1.0, n * (n - 1) * float(stats.norm.sf(float(z.max()))) * 2)
 
 
-def _nobody(target: Target) -> Records:
-    return Records(target.records.x[:0], target.records.y[:0])
-
-
 def _noise(target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records) -> Noise:
     """Return each channel's noise over records.
 
@@ -197,5 +193,5 @@ def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
     """The standard deviation of the noise in a release, by the terms (see privacy.oracle)."""
     if channel == "gradient":
         return target.terms.noise_variance**0.5
-    bound = {"loss": lambda: float(query[1]), "below": lambda: 0.5}[channel]()
+    bound = bound_of(channel, query, target.terms)
     return target.terms.sigmas[channel] * bound / target.terms.batch_size

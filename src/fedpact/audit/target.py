@@ -132,10 +132,24 @@ class Target:
         return epsilon(history, delta, self.terms.accountant)
 
     @property
+    def no_records(self) -> Records:
+        """A site without any records."""
+        persons = self.records.persons
+        return Records(
+            self.records.x[:0], self.records.y[:0], persons=None if persons is None else persons[:0]
+        )
+
+    @property
     def rounds(self) -> int:
         """The rounds that the plan's events allow."""
         each = self.plan.method.steps()
         return max(1, min(self.plan.rounds, self.terms.steps // each))
+
+
+def bound_of(channel: str, query: tuple[Any, ...], terms: Terms) -> float:
+    """Return a channel's bound: C, 1/2 of a count, and else the last of its arguments."""
+    fixed = {"gradient": terms.clip, "below": 0.5}
+    return fixed[channel] if channel in fixed else float(query[-1])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,12 @@ def _per_person(
     if not honest:
         found = {k: epsilon_per_person(events, delta, k) for k in PERSON_RECORDS}
         return {str(k): max(least, cost) for k, cost in found.items()}
-    own, left = shares.all_alone(events, honest), delta - shares.ADDED_DELTA
+    own = shares.all_alone(events, honest)
     found = {
         k: shares.covered(
-            epsilon_per_person(events, left, k), budget, epsilon_per_person(own, delta, k)
+            partial(epsilon_per_person, events, records=k),
+            *(delta, budget),
+            epsilon_per_person(own, delta, k),
         )
         for k in PERSON_RECORDS
     }

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 from fedpact import check
@@ -321,8 +321,8 @@ class Terms:
         cost = epsilon_per_person(own, self.budget.delta, records)
         if alone:
             return cost
-        together = epsilon_per_person(history, self.delta, records)
-        return shares.covered(together, self.budget.epsilon, cost)
+        price = partial(epsilon_per_person, history, records=records)
+        return shares.covered(price, self.budget.delta, self.budget.epsilon, cost)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

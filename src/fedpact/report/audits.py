@@ -13,6 +13,7 @@ _WORDS = {
     "σ": ("σ ≤ {}", "σ = {}"),
     "p": ("p = {}", "p ≥ {}"),
     "AUC": ("AUC ≥ {}", "AUC ≤ {}"),
+    "Δ": ("Δ = {}", "Δ ≤ {}"),
 }
 
 
@@ -21,8 +22,9 @@ class AuditRow:
     """One bound that was measured, and what the accountant states of the same.
 
     quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
-    "p", of a test of the mechanism, beside its level. power: the bound that the best attack would
-    show, were all as claimed; None of a test.
+    "p", of a test of the mechanism, beside its level; "Δ", how far a record moved a channel's sum,
+    relative to its sensitivity. power: the bound that the best attack would show, were all as
+    claimed; None of a test.
     """
 
     method: str
@@ -44,11 +46,12 @@ class AuditRow:
     def cells(self) -> tuple[str, ...]:
         """Measured, at best, claimed, δ and confidence as text."""
         measured, claimed = _WORDS[self.quantity]
-        told = upper if self.quantity == "σ" else lower
+        told = upper if self.quantity in ("σ", "Δ") else lower
+        digits = 6 if self.quantity == "Δ" else 4
         return (
-            measured.format(told(self.bound)),
+            measured.format(told(self.bound, digits)),
             "–" if self.power is None else measured.format(told(self.power)),
-            claimed.format(upper(self.claimed)),
+            claimed.format(upper(self.claimed, digits)),
             "–" if self.delta is None else upper(self.delta),
             f"{100 * self.confidence:.4g} %",
         )

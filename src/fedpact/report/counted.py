@@ -182,7 +182,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     sums = tried([one.events for one in runs], left)
 
     def covered(cost: float, without: float) -> float:
-        return shares.covered(cost, min(shared), without)
+        return cost if cost <= max(min(shared), shares.COVERED) else without
 
     winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
     every = covered(sums.every, alone.every)

@@ -16,6 +16,7 @@ two laws differ by is added to δ: `added_delta`, which UNITS keeps below ADDED_
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Final
 
 from fedpact.check import count as at_least_one
@@ -30,8 +31,12 @@ FINE_UNITS: Final = 16.0
 """ν where what is released is rounded once more: this rounding adds 0.03 %."""
 
 ADDED_DELTA: Final = 1e-15
-_COVERED: Final = 10.0
 """What is taken off a budget's δ for the difference of the laws."""
+
+COVERED: Final = 10.0
+"""The least ε up to which ADDED_DELTA is checked to be enough."""
+
+_ROOM: Final = 0.01
 
 _TAIL: Final = 40.0
 """Beyond so many deviations a normal law has less than 1e-340."""
@@ -76,7 +81,7 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
 
 def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
     """Raise InputError where the shares' laws cost more than ADDED_DELTA; see `covered`."""
-    epsilon = max(epsilon, _COVERED)
+    epsilon = max(epsilon, COVERED)
     cost = added_delta(epsilon, UNITS, shares, coordinates)
     if not cost <= ADDED_DELTA:
         raise InputError(
@@ -86,14 +91,28 @@ def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
         )
 
 
-def covered(cost: float, budget: float, alone: float) -> float:
-    """Return an ε at δ - ADDED_DELTA, as of several records, or `alone` where δ does not cover it.
+def covered(price: Callable[[float], float], delta: float, budget: float, alone: float) -> float:
+    """Return an ε of the shares' sum at δ, as of several records.
 
-    budget: ε >= 0 of the run's promise. alone: ε that needs no other share, and so always holds.
-    The laws' distance costs more δ at a larger ε, and `check_added_delta` has looked no farther
-    than 10 or the promise.
+    price: δ -> the ε of the Gaussian that the shares make together. budget: ε >= 0 of the run's
+    promise. alone: ε at δ that needs no other share, which is returned where δ has no room.
+
+    With E = max(budget, COVERED), `check_added_delta` has found (1 + e^E) D <= ADDED_DELTA for the
+    laws' distance D. For t >= E it follows that (1 + e^t) D <= e^(t - E) ADDED_DELTA =: s, as
+    (1 + e^t) <= e^(t - E) (1 + e^E). So where ε = price(δ - s) <= t, the sum is (ε, δ)-private: the
+    Gaussian is (ε, δ - s)-private, and the laws add (1 + e^ε) D <= s.
     """
-    return cost if cost <= max(budget, _COVERED) else alone
+    checked = max(budget, COVERED)
+    cost = price(delta - ADDED_DELTA)
+    if cost <= checked:
+        return cost
+    most = cost + _ROOM
+    aside = ADDED_DELTA * math.exp(min(700.0, most - checked))
+    if aside < delta:
+        cost = price(delta - aside)
+        if cost <= most:
+            return min(cost, alone)
+    return alone
 
 
 def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
