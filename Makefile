@@ -34,7 +34,8 @@ $(TESTED): $(INSTALLED) $(SOURCES)
 slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
 
-# Every table of docs/benchmarks.md, measured on this machine (an hour): `make bench TABLES=noise` one.
+# Every table of docs/benchmarks.md, measured on this machine (two hours). `make bench TABLES=kernel`:
+# one kind, which goes on where it was stopped; TABLES="kernel --quick": a first look, not stored.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(TABLES)
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks                    all tables, then docs/benchmarks.md
     python -m benchmarks step-B noise       these tables alone, then the page from all results
+    python -m benchmarks kernel             all tables of tables/kernel.py; what is stored is kept
     python -m benchmarks --quick            fewer repetitions: for trying, not for quoting
     python -m benchmarks --page             only the page, from the results that are there
 

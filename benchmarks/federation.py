@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import steps
 from benchmarks.problems import CLIP, PROBLEMS, RATE, Problem
+from benchmarks.steps import made_private
 from benchmarks.timing import Others, Turns, Work
 from fedpact.data.dataset import Dataset
 from fedpact.engines.simulation import simulate
@@ -30,22 +30,34 @@ _WARM = 2  # rounds that are not counted, the initial evaluation among them
 
 
 def plan_of(
-    model: str, sites: int, rate: float, rounds: int, workers: int = 0, stacked: int = 1
+    model: str,
+    sites: int,
+    rate: float,
+    rounds: int,
+    workers: int = 0,
+    stacked: int = 1,
+    steps: int = 1,
+    device: str = "cpu",
 ) -> Plan:
-    """DP-FedAvg with one local step a round; nothing is evaluated between first and last round."""
+    """DP-FedAvg with so many local steps; nothing is evaluated between first and last round."""
     raw: dict[str, Any] = {
         "data": "made-up records",
         "model": _MODELS[model],
         "rounds": rounds,
         "sites": sites,
         "sampling_rate": rate,
-        "settings": {"learning_rate": RATE},
+        "settings": {"learning_rate": RATE, "local_steps": steps},
         "partition": {"kind": "iid", "held_out": 0.0},
         # Made-up models are for tests, which need no tight bound.
         "privacy": {"clip": CLIP, "accountant": "rdp" if model in _TINY else "best"},
         # The peers write no bytes for a network, and count none.
         "compression": {"kind": "none"},
-        "run": {"workers": workers, "stacked": stacked, "evaluate_every": 10**6},
+        "run": {
+            "workers": workers,
+            "stacked": stacked,
+            "evaluate_every": 10**6,
+            "device": device,
+        },
     }
     return Plan.parse(raw)
 
@@ -116,7 +128,7 @@ def opacus_client(
     module = problem.module()
     module.load_state_dict(weights)
     loader = DataLoader(TensorDataset(*records), batch_size=batch, shuffle=True)
-    module, optimizer, criterion, loader = steps.made_private(module, loader, mode)
+    module, optimizer, criterion, loader = made_private(module, loader, mode)
     x, y = next(iter(loader))
     optimizer.zero_grad()
     criterion(module(x), y).backward()

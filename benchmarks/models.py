@@ -54,6 +54,57 @@ def resnet(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+def resnet18(shape: tuple[int, ...], classes: int, *, width: int = 64) -> nn.Module:
+    """ResNet-18 with GroupNorm, for small images [channels, H, W]: no stride before its blocks."""
+    before, blocks = width, list[nn.Module]()
+    for k in range(4):
+        after, stride = width * 2**k, 1 if k == 0 else 2
+        blocks += [Residual(before, after, stride), Residual(after, after, 1)]
+        before = after
+    return nn.Sequential(
+        nn.Conv2d(shape[0], width, 3, padding=1, bias=False),
+        nn.GroupNorm(8, width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(before, classes),
+    )
+
+
+def _twice(before: int, after: int) -> nn.Module:
+    """Two convolutions of 3x3, each with GroupNorm and ReLU."""
+    pairs = ((before, after), (after, after))
+    layers = [(nn.Conv2d(*p, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()) for p in pairs]
+    return nn.Sequential(*(layer for three in layers for layer in three))
+
+
+class UNet(nn.Module):
+    """Classifies the pixels of images [B, channels, H, W] by three levels, H and W in fours.
+
+    Ronneberger, Fischer, Brox, arXiv 1505.04597, with GroupNorm and padding: up again by transposed
+    convolutions, beside what was there on the way down.
+    """
+
+    def __init__(self, shape: tuple[int, ...], classes: int, *, width: int = 16) -> None:
+        super().__init__()
+        self.top, self.middle = _twice(shape[0], width), _twice(width, 2 * width)
+        self.bottom = _twice(2 * width, 4 * width)
+        self.up_middle = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.again_middle = _twice(4 * width, 2 * width)
+        self.up_top = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.again_top = _twice(2 * width, width)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes, H, W]."""
+        top = self.top(x)
+        middle = self.middle(F.max_pool2d(top, 2))
+        bottom = self.bottom(F.max_pool2d(middle, 2))
+        middle = self.again_middle(torch.cat([middle, self.up_middle(bottom)], 1))
+        return self.head(self.again_top(torch.cat([top, self.up_top(middle)], 1)))
+
+
 def _small(*shape: int, trainable: bool = True) -> nn.Parameter:
     """Return a parameter of small normal numbers."""
     return nn.Parameter(0.02 * torch.randn(*shape), requires_grad=trainable)

@@ -11,21 +11,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 _HEAD = """# Benchmarks
 
-Made by `make bench`; do not edit. `python -m benchmarks NAME` measures one table again, and this
-page from all that are there (`benchmarks/results`). What is compared takes turns in one process; a
-ratio is taken within a turn, and a row shows the median and the quartiles over the turns. Turns in
-which other processes used more than a tenth of a core are not counted. A table for which too few
-turns were quiet says so: there all turns count, and what runs on one thread is compared by its
-processor time. What takes less than ten milliseconds runs several times in a turn, after once
-unmeasured, so that it finds its code and records in the caches. All methods have the C library keep
-freed memory, as a run of fedpact does, but not where memory is measured. Ratios from different
-tables are not to be compared.
+Made by `make bench` from `benchmarks/results`; do not edit. `make bench TABLES="kernel noise"`
+measures some tables anew. What is compared takes turns in one process; a ratio is taken within a
+turn, and a row shows the median and the quartiles over the turns. Turns in which other processes
+used more than a tenth of a core are not counted. A table for which too few turns were quiet says
+so: there all turns count, and what runs on one thread is compared by its processor time. What takes
+less than ten milliseconds runs several times in a turn, after once unmeasured, so that it finds its
+code and records in the caches. All methods have the C library keep freed memory, as a run of
+fedpact does, but not where memory is measured. Ratios from different tables are not to be compared.
 
-`goal` and `stretch` are what is to be reached; an arrow shows the better direction. They were set
-before the work began, and anew after the first measurements: a goal beyond what the arithmetic
-leaves became what had been reached, to be kept, or was dropped, and others were raised. Those for
-models that people bring were set after a first look at them. A row that misses its stretch says
-why, or nobody knows yet.
+Above each table stand the date, the commit, the processor and the threads of its figures; a + after
+a commit says that the sources differed from it. A test fails where the kernel package has changed
+since its tables were measured, except for the changes that `benchmarks/harmless.toml` lists.
+
+`goal` and `stretch` are what is to be reached; an arrow shows the better direction.
 """
 
 
@@ -37,7 +36,7 @@ def write(folder: Path = RESULTS, page: Path = PAGE) -> None:
 def text(folder: Path) -> str:
     """Return the page."""
     found = {path.stem: Table.load(path) for path in sorted(folder.glob("*.json"))}
-    lines = [_HEAD, *_machines(found)]
+    lines = [_HEAD, *_machines(found), *_without_card(found)]
     titles: set[str] = set()
     for name, module in modules().items():
         if module.TITLE not in titles:
@@ -50,21 +49,44 @@ def text(folder: Path) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _without_card(found: Mapping[str, Table]) -> list[str]:
+    """Say which tables need a graphics card and have no figure, for want of one."""
+    of_card = [n for n, module in modules().items() if getattr(module, "DEVICE", "cpu") == "cuda"]
+    missing = [n for n in of_card if n not in found or not found[n].measured]
+    said = f"No graphics card was at hand, so there are no figures for: {', '.join(missing)}."
+    return ["", said] if missing else []
+
+
 def lines_of(table: Table) -> list[str]:
     """Return a table as Markdown."""
     quality = ["quick: few repetitions, not to be quoted"] if table.quick else []
     quality += ["on a busy machine"] if table.busy else []
     command = f"`python -m benchmarks {table.name}`"
-    return [
+    code = f"commit {table.commit}" if table.commit else "commit unknown"
+    head = [
         f"### {table.name}",
         "",
-        "; ".join([f"{command}, {table.made}", *quality]),
+        "; ".join([f"{command}, {table.made}, {code}, {_on(table)}", *quality]),
         "",
+    ]
+    module = modules().get(table.name)
+    if module is not None and hasattr(module, "lines"):
+        return [*head, *module.lines(table)]
+    return [
+        *head,
         "| what | median | quartiles | goal | stretch | reached | command | note |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *[_line(row, table.name) for row in table.rows],
         *_remarks(table),
     ]
+
+
+def _on(table: Table) -> str:
+    """The processor, or the card, and how torch used it."""
+    of = table.machine
+    device = "" if of.get("device", "cpu") == "cpu" else f"{of['device']} with "
+    threads = of.get("torch's threads", "unknown")
+    return f"{device}{of.get('processor')}, torch {of.get('torch')}, threads: {threads}"
 
 
 def _line(row: Row, name: str) -> str:

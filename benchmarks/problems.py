@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
+from fedpact.losses import Loss, cross_entropy, pixel_entropy
 from fedpact.models import papers
 
 CLIP, SIGMA, RATE = 0.1, 1.0, 0.1
@@ -22,7 +23,8 @@ class Problem:
 
     device: where model and records are. classes: of the labels. vocabulary: the number of tokens
     whose ids the records are, 0 where they are numbers. for_opacus: the same model with the same
-    weights, built as Opacus wants it; None where it takes the model as it is.
+    weights, built as Opacus wants it; None where it takes the model as it is. pixels: each pixel of
+    a record has a label, and a record's loss is their mean.
     """
 
     name: str
@@ -32,6 +34,12 @@ class Problem:
     classes: int = CLASSES
     vocabulary: int = 0
     for_opacus: _Factory | None = None
+    pixels: bool = False
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of each record."""
+        return pixel_entropy if self.pixels else cross_entropy
 
     def module(self) -> nn.Module:
         """Return the model."""
@@ -47,14 +55,15 @@ class Problem:
             return factory(self.shape, self.classes).to(self.device)
 
     def records(self, count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Return made-up records x [count, ...], in [0, 1) or token ids, and labels y [count]."""
+        """Return records x [count, ...], in [0, 1) or token ids, and labels y [count, ...]."""
         generator = torch.Generator().manual_seed(seed)
         shape = (count, *self.shape)
         if self.vocabulary:
             x = torch.randint(0, self.vocabulary, shape, generator=generator)
         else:
             x = torch.rand(shape, generator=generator)
-        y = torch.randint(0, self.classes, (count,), generator=generator)
+        labels = (count, *(self.shape[1:] if self.pixels else ()))
+        y = torch.randint(0, self.classes, labels, generator=generator)
         return x.to(self.device), y.to(self.device)
 
     @property
@@ -97,6 +106,8 @@ _BROUGHT = {
     problem.name: problem
     for problem in (
         Problem("resnet", (3, 32, 32), models.resnet),
+        Problem("resnet18", (3, 32, 32), models.resnet18),
+        Problem("unet", (1, 64, 64), models.UNet, classes=2, pixels=True),
         _tokens("transformer", (64,), models.Transformer, for_opacus=models.TransformerOfModules),
         Problem("vit", (3, 32, 32), models.ViT, for_opacus=models.ViTOfModules),
         _tokens("lora", (64,), models.LowRankTransformer, for_opacus=_low_rank_for_opacus),
@@ -106,6 +117,8 @@ _BROUGHT = {
 }
 _TINY = (
     _tiny("resnet", 3, 8, 8),
+    _tiny("resnet18", 3, 8, 8, width=8),
+    _tiny("unet", 1, 8, 8, width=8),
     _tiny("transformer", 5, width=8, heads=2),
     _tiny("vit", 3, 8, 8, width=8, heads=2),
     _tiny("lora", 5, width=8, heads=2),

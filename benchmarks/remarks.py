@@ -11,44 +11,10 @@ _SMALL_STEPS = (
     "Python, which two workers cannot share."
 )
 
-_MATRICES = (
-    "A weight's gradient is made for each record, as 64 matrices that are written once and read "
-    "twice where the plain step writes one: a third of the time. Ghost norms would save that, and "
-    "with it what proves how far a record moves the sum."
-)
-_RECURRENCE = (
-    "The plain LSTM is torch's fused one. Ours goes step by step, some twenty operations each, as "
-    "the fused one does not tell the gradients of its gates."
-)
-
 REMARKS: dict[tuple[str, str], str] = {
-    ("step-A", "fedpact, batch 75"): (
-        "The clipped sum takes most of a plain step, of which passes of one form, so that no "
-        "record changes another's last bits, are a tenth; noise, its key and the oracle's checks "
-        "are the rest."
-    ),
-    ("step-A", "fedpact, batch 300"): (
-        "More than 128 records are summed in several products, so that the sum's rounding is bound."
-    ),
-    ("step-resnet", "fedpact, batch 64"): (
-        "The gradients of 64 records by their convolutions take half as long again as their sum "
-        "does, most of it for the small images of the deep layers, and are read twice more."
-    ),
-    ("step-transformer", "fedpact, batch 64"): _MATRICES,
-    ("step-vit", "fedpact, batch 64"): _MATRICES,
-    ("step-lora", "fedpact, batch 64"): (
-        "What is left beside the plain step are the factors' gradients record by record, and a "
-        "trace's operations one by one."
-    ),
-    ("step-lstm", "fedpact, 2x256, batch 32"): _RECURRENCE,
-    ("step-lstm", "fedpact, 2x64, batch 32"): _RECURRENCE,
     ("stacked", "A: stacked"): (
         "The two products over the records are 0.3 of the plain step, the rest of the sums 0.2, "
         "noise 0.15; what each site does for itself, its batch, its checks and its turns, 0.25."
-    ),
-    ("step-B", "fedpact, generic kernel, batch 75"): (
-        "Autograd's functions and its order, and gradients of the second convolution made without "
-        "the zeros that max-pooling leaves."
     ),
     ("step-B", "fedpact, batch 75"): (
         "The clipped sum is nine tenths of it; a simulation's noise, at half the price of torch's "

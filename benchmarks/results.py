@@ -37,7 +37,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one run of one table. made: date and time; busy: others used the machine."""
+    """The rows of one table, all measured on one machine and of one kernel.
+
+    made: date and time; busy: others used the machine; commit, kernel: see provenance.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -45,11 +48,22 @@ class Table:
     made: str
     quick: bool
     busy: bool
+    commit: str
+    kernel: str
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is any figure."""
+        return any(row.value is not None for row in self.rows)
 
     def save(self, folder: Path = RESULTS) -> None:
         """Write folder/NAME.json."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def goes_on(self, stored: "Table") -> bool:
+        """Whether cells of this table may stand beside those of a stored one: nothing differs."""
+        return (stored.kernel, dict(stored.machine)) == (self.kernel, dict(self.machine))
 
     @staticmethod
     def load(path: Path) -> "Table":

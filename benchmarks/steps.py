@@ -17,7 +17,6 @@ from benchmarks.problems import CLIP, RATE, SIGMA, Problem
 from benchmarks.timing import Work
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import Draws, SeededDraws
-from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
@@ -52,7 +51,7 @@ def _plain(problem: Problem, batch: int, form: torch.memory_format) -> Work:
 
 def kernel_of(problem: Problem) -> PerSampleKernel:
     """The private kernel on the problem's model."""
-    return PerSampleKernel(FlatModel(problem.module()), cross_entropy)
+    return PerSampleKernel(FlatModel(problem.module()), problem.loss)
 
 
 def terms_of(batch: int, rate: float = 1.0, sigma: float = SIGMA) -> Terms:
@@ -70,10 +69,8 @@ class AtHand(Records):
         return self.x, self.y
 
 
-def _private(
-    problem: Problem, batch: int, draws: Draws, kernel: PerSampleKernel | None = None
-) -> Work:
-    kernel = kernel or kernel_of(problem)
+def _private(problem: Problem, batch: int, draws: Draws) -> Work:
+    kernel = kernel_of(problem)
     records = AtHand(*problem.records(batch))
     oracle = PrivateOracle(records, kernel, terms_of(batch), draws, lambda *_: None)
     w = kernel.model.vector.clone()
@@ -95,17 +92,22 @@ def fedpact_secure(problem: Problem, batch: int) -> Work:
     return _private(problem, batch, SecureDraws())
 
 
-def fedpact_generic(problem: Problem, batch: int) -> Work:
-    """The same as `fedpact` by the kernel's first level: autograd's tape, for any model."""
-    kernel = kernel_of(problem)
-    kernel._passes.chain = None
-    return _private(problem, batch, SeededDraws(0, "site", 1), kernel)
-
-
 def kernel_alone(problem: Problem, batch: int) -> Work:
     """The clipped sum, without noise or step."""
     kernel, (x, y) = kernel_of(problem), problem.records(batch)
     return lambda: kernel.clipped_sum(x, y, CLIP)
+
+
+def kernel_step(problem: Problem, batch: int) -> Work:
+    """The clipped sum, torch's normal noise and a step along it: what the peers' steps do."""
+    kernel, (x, y) = kernel_of(problem), problem.records(batch)
+    w = kernel.model.vector
+
+    def step() -> None:
+        total = kernel.clipped_sum(x, y, CLIP)
+        w.add_(total.add_(torch.randn_like(w), alpha=SIGMA * CLIP), alpha=-RATE / batch)
+
+    return step
 
 
 def opacus_hooks(problem: Problem, batch: int) -> Work:
@@ -204,8 +206,8 @@ METHODS: dict[str, Method] = {
     "channels_last": channels_last,
     "fedpact": fedpact,
     "fedpact_secure": fedpact_secure,
-    "fedpact_generic": fedpact_generic,
     "kernel_alone": kernel_alone,
+    "kernel_step": kernel_step,
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,
     "vmap_grad": vmap_grad,

@@ -1,7 +1,9 @@
 """The tables: every module here is one kind, found by its file.
 
 A module has TITLE, ABOUT (a paragraph for the page), NAMES of its tables, and
-run(name, scale) -> (rows, busy).
+run(name, scale) -> (rows, busy). A table that takes long has instead of `run`:
+cells(name, scale) -> {label: function without arguments -> (rows, busy)}, whose rows' names end
+with the label and are stored as they come. It may have lines(table), its Markdown.
 """
 
 import importlib
@@ -10,9 +12,13 @@ from types import ModuleType
 
 # In the order of the page.
 _ORDER = (
-    "step", "brought", "stacked", "parts", "memory", "roofline", "noise",
+    "kernel", "step", "stacked", "parts", "memory", "roofline", "noise",
     "round", "hundred", "workers", "overhead", "profile", "sites", "secure", "accuracy", "card",
 )  # fmt: skip
+
+
+# Those whose figures are of the kernel: stale when its package changes; see provenance.
+OF_KERNEL = ("kernel", "step", "stacked", "parts", "memory", "roofline", "profile", "card")
 
 
 def modules() -> dict[str, ModuleType]:

@@ -12,11 +12,11 @@ import torch
 from benchmarks import federation
 from benchmarks.results import Row
 from benchmarks.scale import Scale
+from benchmarks.steps import PerSampleKernel
 from fedpact.data.dataset import Dataset
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.simulation import simulate
 from fedpact.messages import RoundRecord
-from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 
 TITLE = "Profile"

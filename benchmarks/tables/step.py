@@ -27,14 +27,12 @@ _MARKS = {
     ("C", 75): (0.9, 0.8),
     ("13M", 75): (0.95, 0.9),
 }
-# On B at 75: of the generic kernel, and how many times as fast as a peer fedpact is.
-_GENERIC = {"goal": 1.05, "stretch": 1.0}
+# On B at 75: how many times as fast as a peer fedpact is.
 _FASTER = {"opacus_hooks": (14, 15), "opacus_ghost": (2.8, 3), "vmap_grad": (8, 9)}
 _TITLES = {
     "channels_last": "plain, channels_last",
     "fedpact": "fedpact",
     "fedpact_secure": "fedpact, secure noise on the grid",
-    "fedpact_generic": "fedpact, generic kernel",
     "kernel_alone": "fedpact's clipped sum alone",
     "opacus_hooks": "Opacus, hooks",
     "opacus_ghost": "Opacus, ghost",
@@ -68,8 +66,6 @@ def _rows(model: str, batch: int, methods: list[str], turns: Turns) -> list[Row]
     rows = [Row(f"plain, batch {batch}", 1.0, note=milliseconds(plain.median))]
     for method in methods:
         marks = {"goal": goal, "stretch": stretch} if method == "fedpact" else {}
-        if method == "fedpact_generic" and marked:
-            marks = _GENERIC
         rows.append(turns.row(f"{_TITLES[method]}, batch {batch}", method, "plain", **marks))
     for peer, (goal, stretch) in _FASTER.items():
         if peer in methods and marked:

@@ -5,19 +5,21 @@ Nothing here measures: no test depends on how long anything takes.
 
 import itertools
 import json
+import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.problems import PROBLEMS
-from benchmarks.results import Row, Table, shown
+from benchmarks.results import RESULTS, Row, Table, shown
 from benchmarks.scale import TINY, Scale
-from benchmarks.tables import brought, card, memory, modules
+from benchmarks.tables import card, kernel, memory, modules
 from benchmarks.timing import Spread, by_turns
 
 from benchmarks import __main__ as command
-from benchmarks import child, flower, page, pfl, steps, timing
+from benchmarks import child, flower, page, pfl, provenance, steps, timing
 
 # Opacus warns of how it is used; so it is used by those it is compared for. vmap warns of loops.
 pytestmark = pytest.mark.filterwarnings(
@@ -26,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:There is a performance drop because we have not yet implemented the batching rule",
 )
 
-LONG_TRACES = ("step-lstm", "step-transformer", "step-vit")
-MACHINE = {"processor": "abacus", "torch": "0"}
+MACHINE = {"processor": "abacus", "torch": "0", "device": "cpu", "torch's threads": "1"}
+WHERE = "2026-01-02 03:04 UTC, commit fedcba987, abacus, torch 0, threads: 1"
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +40,20 @@ def as_before(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def table(name, *rows, quick=False, busy=False):
-    return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy)
+def table(name, *rows, quick=False, busy=False, digest="0123456789ab"):
+    return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy, "fedcba987", digest)
 
 
-# One table of each module, those whose lists of methods are others, and every brought model: those
-# with long traces are slow, as one table serves all of them and what differs is tested below.
+# One table of each module, those whose lists of methods are others, and every model of the kernel's
+# tables: all but two of those are slow, as one way of measuring serves all of them.
+ALSO = ("step-B", "round-B", "kernel-unet")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_TRACES else [])
-        for name in dict.fromkeys(
-            [*{m: n for n, m in modules().items()}.values(), "step-B", "round-B", *brought.NAMES]
-        )
+        *dict.fromkeys([*{m: m.NAMES[0] for m in modules().values()}.values(), *ALSO]),
+        *[pytest.param(n, marks=pytest.mark.slow) for n in kernel.NAMES[1:] if n not in ALSO],
     ],
 )
 def test_every_table_runs_and_can_be_shown(name, tmp_path):
@@ -61,7 +64,9 @@ def test_every_table_runs_and_can_be_shown(name, tmp_path):
         assert row.note if row.value is None else row.value > 0 or row.unit == "ms"
     found.save(tmp_path)
     assert Table.load(tmp_path / f"{name}.json") == found
-    assert all(row.name in page.text(tmp_path) for row in found.rows)
+    text = page.text(tmp_path)
+    # Of the kernel's tables the method stands above and the cell in front.
+    assert all(part in text for row in found.rows for part in row.name.split(", batch"))
 
 
 @pytest.fixture
@@ -77,28 +82,234 @@ def test_a_peer_that_fails_is_a_row_that_says_so(monkeypatch):
         raise NotImplementedError("no such layer\nand more")
 
     monkeypatch.setitem(steps.METHODS, "opacus_ghost", no)
-    rows = {row.name: row for row in command.measure("step-resnet", TINY).rows}
-    row = rows["Opacus, ghost, batch 64"]
+    found = command.measure("kernel-resnet", TINY)
+    rows = {row.name: row for row in found.rows}
+    row = rows["Opacus, ghost, batch 3, 1 thread"]
     assert (row.value, row.note) == (None, "fails: NotImplementedError: no such layer")
-    assert "Opacus, ghost / fedpact, batch 64" not in rows
-    # The goal is at the best of those that are left.
-    marked = [row for name, row in rows.items() if "/ fedpact" in name and row.goal == 1.5]
-    assert [row.note.endswith("; the best of the peers") for row in marked] == [True]
+    text = "\n".join(kernel.lines(found))
+    assert "* Opacus, ghost, batch 3, 1 thread: fails: NotImplementedError: no such layer." in text
+
+
+def turns_by_name(monkeypatch, seconds):
+    """Have a turn of each method take what is said, and return a list of what is timed."""
+    asked = []
+
+    def turns(works, repetitions, threads):
+        asked.append((list(works), repetitions, threads))
+        return timing.Turns({name: [seconds[name]] for name in works}, False)
+
+    monkeypatch.setattr(kernel, "by_turns", turns)
+    return asked
+
+
+def work_of(monkeypatch, seconds):
+    """Have methods take so many seconds of processor time, by their names, and no time."""
+    clock = [0.0]
+    monkeypatch.setattr(kernel.time, "process_time", lambda: clock[0])
+
+    def method(name):
+        def work():
+            clock[0] += seconds.get(name, 1.0)
+
+        return lambda problem, batch: work
+
+    for name in steps.METHODS:
+        monkeypatch.setitem(steps.METHODS, name, method(name))
+
+
+def test_slow_peers_take_part_in_two_turns(monkeypatch):
+    asked = turns_by_name(monkeypatch, dict.fromkeys(steps.METHODS, 1.0))
+    work_of(monkeypatch, {"opacus_hooks": 10.0})
+    monkeypatch.setattr(kernel.torch, "get_num_threads", lambda: 1)
+    kernel.measured("tiny resnet", 3, 2, 60.0)
+    # Four methods of a second each, in 60 seconds of turns that count one and a half times.
+    assert asked == [
+        (["plain", "kernel_step", "opacus_ghost", "vmap_grad"], 10, 2),
+        (["plain", "opacus_hooks"], 2, 2),
+    ]
 
 
 @pytest.mark.usefixtures("_idle")
-def test_slow_peers_are_timed_a_fifth_as_often(monkeypatch):
-    asked = []
+def test_gradients_of_too_many_bytes_are_not_kept(monkeypatch):
+    monkeypatch.setattr(kernel, "_MOST_BYTES", 0)
+    rows, _ = kernel.measured("tiny resnet", 3, 1, 0.0)
+    unmeasured = {row["name"].partition(", batch")[0] for row in rows if row["value"] is None}
+    assert unmeasured == {"Opacus, hooks", "vmap(grad)"}
 
-    def turns(works, repetitions):
-        asked.append((list(works), repetitions))
-        return timing.Turns({name: [1.0] for name in works}, False)
 
-    monkeypatch.setattr(brought, "by_turns", turns)
-    monkeypatch.setattr(brought, "_SLOW_SECONDS", 0.0)
-    brought.run("step-resnet", Scale(repetitions=10, rounds=1, tiny=True))
-    own, peers = ["plain", "fedpact"], ["opacus_hooks", "opacus_ghost", "vmap_grad"]
-    assert asked == [([*own, "kernel_alone"], 10), ([*own, *peers], 2)]
+def test_models_that_are_too_slow_are_not_timed(monkeypatch):
+    work_of(monkeypatch, {"plain": 1.0, "kernel_step": 2.0})
+    monkeypatch.setattr(kernel.torch, "get_num_threads", lambda: 1)
+    ((row,), _) = kernel.measured("tiny resnet", 3, 1, 5.0)
+    assert (row["name"], row["value"]) == ("fedpact, batch 3, 1 thread", None)
+    assert row["note"] == "too long: a plain step and a private one take 1.0 s and 2.0 s"
+
+
+@pytest.mark.usefixtures("_idle")
+def test_cells_are_stored_as_they_come_and_kept(monkeypatch, tmp_path):
+    """The second cell fails: the first is there afterwards, and is not measured again."""
+    measured = []
+
+    def call(function, model, batch, *given, **_):
+        measured.append(batch)
+        if measured == [16, 64]:
+            raise KeyboardInterrupt
+        return [{"name": f"fedpact, batch {batch}, 1 thread", "value": 1.0}], False
+
+    monkeypatch.setattr(child, "call", call)
+    monkeypatch.setattr(provenance, "digest", lambda: "one")
+    quick = Scale(repetitions=1, rounds=1, quick=True)
+    with pytest.raises(KeyboardInterrupt):
+        command.measure("kernel-A", quick, tmp_path)
+    found = command.measure("kernel-A", quick, tmp_path)
+    assert measured == [16, 64, 64]
+    assert [row.name.split(",")[1] for row in found.rows] == [" batch 16", " batch 64"]
+    assert Table.load(tmp_path / "kernel-A.json") == found
+    # Of another kernel nothing is kept.
+    monkeypatch.setattr(provenance, "digest", lambda: "another")
+    command.measure("kernel-A", quick, tmp_path)
+    assert measured == [16, 64, 64, 16, 64]
+
+
+def test_the_kernels_lines_compare_it_with_every_peer():
+    rows = []
+    for label, own in (("batch 16, 1 thread", 1.5), ("batch 64, 2 threads", 1.2)):
+        goal = 1.3 if "1 thread" in label else None
+        rows += [
+            Row(f"plain, {label}", 1.0, note="2 ms"),
+            Row(f"fedpact, {label}", own, own - 0.1, own + 0.1, goal=goal),
+            Row(f"vmap(grad), {label}", 1.4),
+            Row(f"Opacus, hooks, {label}", None, note="fails"),
+        ]
+    lines = kernel.lines(table("kernel-vit", *rows))
+    assert lines[2:4] == [
+        "| batch 16, 1 thread | 2 ms | 1.50 (1.40–1.60) | – | 1.40 | ≤ 1.30 | no | no |",
+        "| batch 64, 2 threads | 2 ms | 1.20 (1.10–1.30) | – | 1.40 |  |  | yes |",
+    ]
+
+
+PACKAGE = '''
+"""What it is for."""
+
+def clipped(x, most):
+    """Clip."""
+    # A comment.
+    return min(x, most)
+'''
+
+
+def digest_of(folder, code):
+    (folder / "inner").mkdir(exist_ok=True)
+    (folder / "inner" / "kernel.py").write_text(code)
+    return provenance.digest(folder)
+
+
+def test_prose_and_formatting_leave_the_digest_alone(tmp_path):
+    before = digest_of(tmp_path, PACKAGE)
+    for same in (
+        PACKAGE.replace("What it is for.", "Another reason."),
+        PACKAGE.replace("    # A comment.\n", ""),
+        PACKAGE.replace("(x, most):", "(\n    x,\n    most,\n):"),
+    ):
+        assert same != PACKAGE
+        assert digest_of(tmp_path, same) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("min(", "max("), ("return min(x, most)", "return 0"), ("x, most", "most, x"), ("min", "mim")],
+)
+def test_code_changes_the_digest(tmp_path, old, new):
+    before = digest_of(tmp_path, PACKAGE)
+    assert digest_of(tmp_path, PACKAGE.replace(old, new)) != before
+    # So does a file more, and a file's name.
+    digest_of(tmp_path, PACKAGE)
+    (tmp_path / "more.py").write_text("")
+    assert provenance.digest(tmp_path) != before
+
+
+def test_tables_of_an_older_kernel_are_stale():
+    """Unless every change since is listed; a table without a figure, or of other code, is not."""
+    tables = [
+        table("kernel-A", Row("r", 1.0), digest="a"),
+        table("step-A", Row("r", 1.0), digest="b"),
+        table("step-B", Row("r", 1.0), digest="c"),
+        table("card", Row("r", None, note="no card"), digest="a"),
+        table("noise", Row("r", 1.0), digest="a"),
+    ]
+    first = provenance.Change("a", "b", "a message")
+    second = provenance.Change("b", "c", "a name")
+    for changes, expected in (
+        ([], ["kernel-A", "step-A"]),
+        ([first], ["kernel-A", "step-A"]),
+        ([second], ["kernel-A"]),
+        ([second, first], []),
+    ):
+        assert provenance.stale(tables, "c", changes) == expected
+
+
+def test_a_harmless_change_needs_a_reason(tmp_path):
+    path = tmp_path / "harmless.toml"
+    path.write_text('[[change]]\nbefore = "a"\nafter = "b"\nbecause = "a message"\n')
+    assert provenance.harmless(path) == [provenance.Change("a", "b", "a message")]
+    path.write_text('[[change]]\nbefore = "a"\nafter = "b"\nbecause = " "\n')
+    with pytest.raises(ValueError, match="the change to b has no reason"):
+        provenance.harmless(path)
+
+
+STORED = [Table.load(path) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def test_the_kernels_figures_are_of_the_kernel_there_is():
+    now = provenance.digest()
+    stale = provenance.stale(STORED, now, provenance.harmless())
+    measured = {found.kernel for found in STORED if found.name in stale}
+    assert not stale, (
+        f"{PACKAGE_NAME} has changed since {', '.join(stale)} were measured: measure them anew by "
+        f"`make bench TABLES='{' '.join(stale)}'`, or, where the change cannot change a figure, "
+        f"list it in benchmarks/harmless.toml: before = one of {sorted(measured)}, "
+        f'after = "{now}", because = ...'
+    )
+
+
+PACKAGE_NAME = provenance.PACKAGE.name
+
+
+@pytest.mark.parametrize("found", STORED, ids=lambda found: found.name)
+def test_figures_say_of_what_code_and_where_they_are(found):
+    needed = ("processor", "torch", "device", "torch's threads")
+    assert all(found.machine[key] for key in needed)
+    assert found.made
+    assert found.commit
+    known = modules()
+    assert found.name in known
+    assert f"commit {found.commit}, {found.machine['processor']}" in page.lines_of(found)[2]
+
+
+def test_the_page_says_what_needs_a_card(tmp_path):
+    said = "No graphics card was at hand, so there are no figures for: card, card-rounds."
+    assert said in page.text(tmp_path)
+    for name in card.NAMES:
+        table(name, Row("r", 1.0)).save(tmp_path)
+    assert "No graphics card" not in page.text(tmp_path)
+
+
+def test_the_commit_says_whether_sources_differ_from_it(monkeypatch):
+    answers = {"status": "", "rev-parse": "fedcba987\n"}
+
+    def run(words, **_):
+        return subprocess.CompletedProcess(words, 0, answers[words[1]], "")
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+    assert provenance.commit() == "fedcba987"
+    answers["status"] = " M src/fedpact/losses.py\n"
+    assert provenance.commit() == "fedcba987+"
+
+    def none(words, **_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(provenance.subprocess, "run", none)
+    assert provenance.commit() == "unknown"
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer", "vit", "lora", "lstm64"])
@@ -128,10 +339,17 @@ def test_a_cards_steps_are_waited_for():
     """On the CPU, which stands in for a card that is not there."""
     waits = []
     rows, _ = card.rows("cpu", lambda: waits.append(1), TINY)
-    assert [row.name.split(",")[0] for row in rows] == ["plain", "fedpact", "Opacus", "Opacus"]
+    titles = [row.name.split(",")[0] for row in rows]
+    assert titles == ["plain", "fedpact", "Opacus", "Opacus", "vmap(grad)"]
     assert all(row.value > 0 for row in rows)
-    # Every one of the four methods runs twice to be tried, and at least once in a turn.
-    assert len(waits) >= 4 * 3
+    # Every one of the five methods runs twice to be tried, and at least once in a turn.
+    assert len(waits) >= 5 * 3
+
+
+def test_a_cards_rounds_are_timed():
+    rows, _ = card.rounds("cpu", TINY)
+    assert [(row.name, row.unit) for row in rows] == [("fedpact, a round of 2 sites", "s")]
+    assert rows[0].value > 0
 
 
 def test_table_names_are_distinct_and_their_modules_complete():
@@ -160,9 +378,9 @@ def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
         "| fast | 11.0 times |  | ≥ 10 | ≥ 15 | goal | `noise` |  |",
         r"| absent | – |  | ≤ 10 |  |  | `noise` | a\|reason |",
         "* poor: Because.",
-        "`python -m benchmarks noise`, 2026-01-02 03:04 UTC; on a busy machine",
-        "`python -m benchmarks memory`, 2026-01-02 03:04 UTC; quick: few repetitions",
-        "Measured on: processor: abacus; torch: 0.",
+        f"`python -m benchmarks noise`, {WHERE}; on a busy machine",
+        f"`python -m benchmarks memory`, {WHERE}; quick: few repetitions",
+        "Measured on: processor: abacus; torch: 0;",
         "`step-B`: not measured here.",
     ):
         assert line in text
@@ -171,7 +389,7 @@ def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
 
 def test_machines_are_told_apart(tmp_path):
     table("noise", Row("a", 1.0)).save(tmp_path)
-    other = Table("memory", (), {"processor": "slide rule"}, "now", False, False)
+    other = replace(table("memory"), machine={"processor": "slide rule"})
     other.save(tmp_path)
     text = page.text(tmp_path)
     assert "Measured on (noise): processor: abacus" in text
@@ -188,7 +406,7 @@ def test_a_mark_is_reached_by_the_value_as_shown():
 def test_the_command_measures_what_is_named(tmp_path, monkeypatch, capsys):
     measured = []
 
-    def measure(name, scale):
+    def measure(name, scale, folder=None):
         measured.append((name, scale.quick))
         return table(name, Row("r", 1.0))
 
@@ -199,6 +417,10 @@ def test_the_command_measures_what_is_named(tmp_path, monkeypatch, capsys):
     command.main(["--page"])
     # What is only tried takes no stored figure's place.
     assert measured == [("noise", True), ("memory", True), "page"]
+    # The name of a kind of tables stands for all of them.
+    measured.clear()
+    command.main(["kernel", "--quick"])
+    assert [name for name, _ in measured] == list(kernel.NAMES)
     with pytest.raises(SystemExit):
         command.main(["nothing"])
     assert "no such table: nothing" in capsys.readouterr().err
