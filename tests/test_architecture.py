@@ -70,8 +70,8 @@ ALGORITHMS_MAY_IMPORT = (
 ONE_FORM = ("algorithms",)
 ONE_THING = {"secured"}
 
-MOST_CODE_LINES = 300  # of a file: lines that are neither blank nor a comment
-MOST_FILES = 16  # of a folder, beside its __init__ and __main__
+MOST_CODE_LINES = 400  # of a file: lines that are neither blank nor a comment
+MOST_FILES = 20  # of a folder, beside its __init__ and __main__
 MOST_FLOORS = 8  # of a folder: a file stands above those beside it that it imports
 MOST_FUNCTION_LINES = 80  # from `def` to the end, all lines
 
