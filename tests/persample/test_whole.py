@@ -19,7 +19,6 @@ from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import columns, dense
-from fedpact.persample.apart.vmapped import Uneven, for_vmap
 from fedpact.persample.kernel import PerSampleKernel, _fixed
 
 
@@ -254,14 +253,6 @@ def test_one_more_of_dense_layers_takes_no_other_way(widths, most, dtype, monkey
         before = kernel.clipped_sum(rows[:n].clone(), y[:n], 1.0).double()
         change = kernel.clipped_sum(rows, y, 1.0).double() - before
         assert change.norm() <= allowed(n, 1.0)
-
-
-def test_what_vmap_is_not_known_to_treat_alike_is_refused():
-    x = torch.rand(4, 3, 3)
-    with for_vmap():
-        assert torch.vmap(torch.exp)(x).shape == x.shape
-        with pytest.raises(Uneven, match="linalg_eigh"):
-            torch.vmap(torch.linalg.eigvalsh)(x)
 
 
 class Inverting(nn.Module):

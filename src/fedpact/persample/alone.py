@@ -21,8 +21,9 @@ from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.trace import Program, Untraceable
 from fedpact.persample.apart.unsafe import own_tables
-from fedpact.persample.apart.vmapped import Uneven, for_vmap
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made
+from fedpact.persample.products import ALIKE
 from fedpact.persample.share import Share
 
 _logger = logging.getLogger("fedpact")
@@ -51,7 +52,7 @@ class Alone:
                 "branches on values and without state that a pass changes"
             ) from error
         size = model.size * model.vector.element_size()
-        self.step = max(1, min(self._one.alike, norms.KEEP_BYTES // size))
+        self.step = max(1, min(ALIKE, norms.KEEP_BYTES // size))
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
 
     @property
@@ -83,9 +84,7 @@ class Alone:
         with cast(Any, torch.random).fork_rng(cards):
             why = _error(self._vmapped, *made_up)
             # What raises at zeros in the loop, too, is the model's doing and not vmap's.
-            taken = not isinstance(why, RuntimeError) or (
-                not isinstance(why, Uneven) and _error(self._looped, *made_up) is not None
-            )
+            taken = not isinstance(why, RuntimeError) or _error(self._looped, *made_up) is not None
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
@@ -94,7 +93,7 @@ class Alone:
 
     def _by_place(self) -> str | None:
         """What gives a record under vmap other last bits by its place; see products.padded."""
-        most = self._one.alike
+        most = ALIKE
         if self.step < most:
             return f"the gradients of {most} records are too large for vmap to make at once"
         if own_tables(self._one.nodes, self._one.entered):
@@ -103,14 +102,7 @@ class Alone:
         return f"vmap would not give {recurs[0]} states that begin alike" if recurs else None
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._by_vmap:
-            try:
-                return self._vmapped(x, y)
-            except Uneven as error:
-                # Which the trace has whatever the records are, behind what raised at zeros.
-                self._by_vmap = False
-                self._announce(logging.WARNING, _LOOPED.format(_told(error)))
-        return self._looped(x, y)
+        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"

@@ -22,9 +22,9 @@ from fedpact.persample import recurrent
 from fedpact.persample.apart.places import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.persample.apart.separable import states
 from fedpact.persample.apart.trace import Program, arguments, draws, evaluated, operation
-from fedpact.persample.apart.vmapped import Uneven, for_vmap
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
-from fedpact.persample.products import Evenly, lying
+from fedpact.persample.products import ALIKE, Evenly
 from fedpact.persample.rules import Call, Place, results_of, shares_of
 from fedpact.persample.share import Share
 
@@ -122,7 +122,7 @@ class Graph:
         moved = any(isinstance(s, Where) and s.dim != 0 for s in self._states.values())
         # Where records do not come first torch sums over several of them in one go, and over what
         # is left by other code: over twice as many numbers as it makes of a function.
-        self.alike = program.alike * (2 if recurs or moved else 1)
+        self.alike = ALIKE * (2 if recurs or moved else 1)
         self.draws = program.draws
         self.in_turn = recurs or self.draws
         numbers = 0 if recurs else sum(map(_instance, self._steps))
@@ -208,11 +208,8 @@ class Graph:
 
             def rows(given: Tensor) -> Tensor:
                 given = given.view(len(given), *shape)
-                try:
-                    with for_vmap():
-                        each = cast(Tensor, cast(Any, vmap(one))(given))
-                except Uneven:
-                    each = torch.stack([one(lying(g)) for g in given])
+                with for_vmap():
+                    each = cast(Tensor, cast(Any, vmap(one))(given))
                 return each.reshape(len(given), weights[name].numel())
 
             return rows

@@ -32,7 +32,6 @@ from fedpact.persample.apart.places import is_size
 from fedpact.persample.apart.quiet import Untraceable, by_argument, put_in_place
 from fedpact.persample.apart.seen import masks_unseen, sizes_by_len
 from fedpact.persample.apart.unsafe import follow, unsafe
-from fedpact.persample.products import ALIKE
 
 # torch's tracer is no more than one thread's at a time.
 _TRACING = threading.Lock()
@@ -201,7 +200,7 @@ class Program:
     batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
     ("parameter", its name behind "model." or "loss.") or ("record", "x"). names: the trained
     parameters' names, by any of the names that inputs have for them. entered: the nodes that
-    records enter. alike: see products.padded. Raises Untraceable.
+    records enter. Raises Untraceable.
     """
 
     def __init__(
@@ -226,9 +225,6 @@ class Program:
         self.entered = follow(self.nodes, records)
         if (told := unsafe(self.nodes, self.entered)) is not None:
             raise Untraceable(told)
-        made = [getattr(n.meta.get("val"), "dtype", None) for n in self.nodes]
-        # Of numbers of half the size twice as many are computed in one go.
-        self.alike = 2 * ALIKE if {torch.float16, torch.bfloat16} & {*made} else ALIKE
 
     def given(self, name: str) -> Tensor:
         """What a placeholder that holds no records stands for now."""

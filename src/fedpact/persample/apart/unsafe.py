@@ -164,8 +164,18 @@ def _keeps_statistics(told: dict[str, Any]) -> bool:
 
 
 def own_tables(nodes: Iterable[Node], entered: set[Node]) -> list[Node]:
-    """Look-ups in a table that is made of a record, which vmap puts into one behind the other."""
-    return [n for n in nodes if _kind(n) == "embedding" and n.args[0] in entered]
+    """Operations for which vmap puts the records' tables one behind the other.
+
+    An index beyond a record's own table would name an entry of another's. These are look-ups in a
+    table that is made of a record, and fills at places that a record names.
+    """
+
+    def joined(node: Node) -> bool:
+        by_record = {"embedding": 0, "index_fill": 2}
+        kind = _kind(node)
+        return kind in by_record and node.args[by_record[kind]] in entered
+
+    return [node for node in nodes if joined(node)]
 
 
 def _kind(node: Node) -> str:
