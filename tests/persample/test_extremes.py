@@ -64,14 +64,11 @@ UNSAFE = {
     "sizes by powers": lambda m, x: x[:, :3] + 2 ** x[x > 0].shape[0],
     "what lay there": lambda m, x: x[:, :3] + torch.empty(2).resize_(3),
     "an operation of one's own": lambda m, x: x[:, :3] + torch.ops.fedpact_tests.counted(x),
-    "lengths of weights": lambda m, x: F.linear(
-        x[:, :4], torch._weight_norm(x[0, :4].expand(3, 4), x[:1, :1], 0)
-    ),
 }
 
 
 MESSAGES = (
-    "to look at what|does not look|do not fit|as many numbers|lay in memory|is no operation|resize"
+    "to look at what|does not look|as many numbers|lay in memory|is no operation|resize"
 )
 
 

@@ -252,9 +252,6 @@ class Program:
         for name, (kind, target) in self.inputs.items():
             if kind == "parameter" and target in self.names:
                 values[name] = weights[self.names[target]]
-            else:
-                # What an operation wrote to, whatever its schema says, would last.
-                values[name] = values[name].clone()
         return evaluated(self.nodes, values)[self.result]
 
 

@@ -6,7 +6,6 @@ next. A record is given to those alone that are known to look: they raise, or ma
 none. How many numbers of its own it picks, as x[x > 0] does, makes nothing of that size but them.
 """
 
-import math
 import operator
 from collections.abc import Iterable
 from typing import Any, Final, cast
@@ -115,8 +114,6 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
             return f"{node.target} does not look at what a record gives it"
         if not kind.endswith("no_training") and _keeps_statistics(told):
             return f"{node.target} changes a tensor in place"
-        if kind.startswith("weight_norm") and "v" in told and not _fits(**told):
-            return f"{node.target} has weights and lengths that do not fit"
     return None
 
 
@@ -181,7 +178,3 @@ def own_tables(nodes: Iterable[Node], entered: set[Node]) -> list[Node]:
 def _kind(node: Node) -> str:
     """An operation's name; those that torch has for itself begin with an underscore."""
     return kind_of(node).lstrip("_")
-
-
-def _fits(v: Node, g: Node, dim: int = 0, **_: Any) -> bool:
-    return math.prod(g.meta["val"].shape) == v.meta["val"].shape[dim]
