@@ -17,8 +17,8 @@ from fedpact.errors import ModelError
 from fedpact.losses import WeightedEntropy, cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import norms
+from fedpact.persample.apart.export import Program
 from fedpact.persample.apart.separable import RULES
-from fedpact.persample.apart.trace import Program
 from fedpact.persample.apart.unsafe import own_tables
 from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.bounds import slack

@@ -18,7 +18,7 @@ from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import alone, norms
-from fedpact.persample.apart import trace
+from fedpact.persample.apart import export
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.products import ALIKE
 
@@ -418,7 +418,7 @@ def test_who_waits_for_a_trace_is_told(monkeypatch, capsys):
             told.wait(60)
             return super().forward(x)
 
-    monkeypatch.setattr(trace, "_PATIENCE", 0.0)
+    monkeypatch.setattr(export, "_PATIENCE", 0.0)
     handler = Told()
     logging.getLogger("fedpact").addHandler(handler)
     try:

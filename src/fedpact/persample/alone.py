@@ -19,7 +19,7 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms, recurrent
-from fedpact.persample.apart.trace import Program, Untraceable
+from fedpact.persample.apart.export import Program, Untraceable
 from fedpact.persample.apart.unsafe import own_tables
 from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made

@@ -19,9 +19,8 @@ from torch.fx import Node
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import recurrent
+from fedpact.persample.apart.export import Program, arguments, draws, evaluated, operation
 from fedpact.persample.apart.places import Mixed, Where, is_size, kind_of, shape_of
-from fedpact.persample.apart.separable import states
-from fedpact.persample.apart.trace import Program, arguments, draws, evaluated, operation
 from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
 from fedpact.persample.products import ALIKE, Evenly
@@ -110,8 +109,7 @@ class Graph:
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
         self._program = program = Program(model, loss, x, y, None)
-        records = {name for name, (kind, _) in program.inputs.items() if kind == "record"}
-        self._states = states(program.nodes, records)
+        self._states = program.states
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
         self._steps = self._compiled(program.nodes, self._weighted(program.nodes))

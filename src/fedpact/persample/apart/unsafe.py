@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fedpact.persample.apart.instead import INSTEAD
 from fedpact.persample.apart.places import is_size, kind_of, names
-from fedpact.persample.apart.quiet import by_argument
+from fedpact.persample.apart.replacements import DONE_AS
 from fedpact.persample.apart.separable import CHECKS, RULES
 
 # Beside operations of each number by itself, views, and what is in the tables. All of which torch
@@ -88,6 +87,14 @@ _UNCHECKED = {
 }
 
 
+def by_argument(node: Node) -> list[tuple[Any, Any]]:
+    """An operation's arguments, as its schema declares them, with the values that a node gives."""
+    schema = getattr(node.target, "_schema", None)
+    arguments: list[Any] = [] if schema is None else schema.arguments
+    given = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
+    return [(a, given[a.name]) for a in arguments if a.name in given]
+
+
 def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
     """The nodes that records enter. records: the names of the placeholders that stand for them."""
     names, found = set(records), set[Node]()
@@ -108,7 +115,7 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
             return f"{node.target} is not known to look at what a record gives it"
         if any(n in counted for n in node.all_input_nodes) and not _takes_counts(node):
             return f"{node.target} would make of a record as many numbers as it says"
-        if kind.startswith(_UNWRITTEN) and node.target not in INSTEAD:
+        if kind.startswith(_UNWRITTEN) and node.target not in DONE_AS:
             return f"{node.target} leaves what lay in memory before"
         if any(told.get(name) in entered for name in _UNCHECKED.get(kind, ())):
             return f"{node.target} does not look at what a record gives it"
@@ -146,7 +153,7 @@ def _takes_counts(node: Node) -> bool:
 def _looks(node: Node) -> bool:
     """Whether an operation is known to look; what is no operation of torch's has nothing to."""
     kind, target = kind_of(node), cast(Any, node.target)
-    if not kind or kind in LOOKS or str(target) in RULES or target in INSTEAD:
+    if not kind or kind in LOOKS or str(target) in RULES or target in DONE_AS:
         return True
     each = torch.Tag.pointwise in target.tags and not any(word in kind for word in WORSE)
     return each or bool(target.is_view)
