@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, all_digits, at_hand, one_thread
-from fedpact.persample.apart.separation import Mixers, check_separation
+from fedpact.persample.apart.independence import Mixers, check_separation
 from fedpact.persample.bounds import Clip, check_clip, within
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.passes import Measured, Passes, Team, by_pixel, one_each, slices, trainable
@@ -129,7 +129,7 @@ class PerSampleKernel:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
 
         What each record adds to a batch's sum must be its gradient alone, computed by ordinary
-        autograd on a batch of one, with and without clipping; see separation. Raises ModelError
+        autograd on a batch of one, with and without clipping; see independence. Raises ModelError
         otherwise, where a forward pass changes the model's buffers, and where neither the model
         nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
