@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from fedpact.persample.apart.places import Where
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart.batch_rules import Where
+from fedpact.persample.apart.vmap import for_vmap
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
 from fedpact.persample.products import lying
