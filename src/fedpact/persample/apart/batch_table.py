@@ -31,8 +31,10 @@ CHECKS: Final = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_ran
 
 _CONSTANT: Final = names("zeros ones full new_zeros new_ones new_full rand randn")
 # What leaves the record's number in its batch what it is, and what picks by it.
-_OF_NUMBERS: Final = names("view reshape unsqueeze expand permute transpose alias detach to clone "
-                           "_to_copy contiguous lift_fresh_copy index")  # fmt: skip
+_OF_NUMBERS: Final = names(
+    "view reshape unsqueeze expand slice permute transpose alias detach to clone _to_copy "
+    "contiguous lift_fresh_copy index"
+)
 
 
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
