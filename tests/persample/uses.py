@@ -171,7 +171,15 @@ add(
     _then(_one_of([1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2]), _dim),
 )
 add("chunk tensor_split.sections", _then(_one_of(1, 2, 3), _dim))
-add("cat concat concatenate", lambda g: (lambda x: ([x, g.partner(x)], g.dim(x)))(g.x()))
+
+
+def _several(g: Draw) -> tuple[object, ...]:
+    x = g.x()
+    nothing = g.call(aten.new_zeros.default, x, [0]) if g.likely() else g.constant(0)
+    return [*([] if g.likely() else [nothing]), x, g.partner(x)], g.dim(x)
+
+
+add("cat concat concatenate", _several)
 add("stack", lambda g: (lambda x: ([x, g.partner(x)], g.dim(x, 1)))(g.x()))
 add(
     "repeat tile",

@@ -203,7 +203,8 @@ def regrouped(node: Node, at: At) -> Where:
 
 def joined(node: Node, at: At) -> Where:
     """Tensors one behind the other, all of which have the batch at one place."""
-    tensors = cast(Sequence[Node], node.args[0])
+    # torch passes over [0], whatever the others' form: what a cache begins with.
+    tensors = [t for t in cast(Sequence[Node], node.args[0]) if shape_of(t) != [0]]
     found = {at(t) for t in tensors}
     new = kind_of(node) == "stack"
     where = found.pop()
