@@ -43,6 +43,7 @@ def tried(op: Any) -> bool:
     return (
         known
         and name.lstrip("_") not in BY_ARGUMENT + UNTRACED
+        and not op.name.startswith("sparse.")
         and name not in REPLACED
         and not any(word in name for word in UNBOUNDED)
     )
