@@ -269,6 +269,10 @@ def _telling_clip(norms: Tensor) -> float:
 
 
 def _norm(vector: Tensor) -> float:
+    square = float(vector.dot(vector))
+    if 1e-30 < square < 1e30:
+        return math.sqrt(square)
+    # A twentieth as fast, and with a range that holds any number's square.
     return float(cast(Any, torch.linalg).vector_norm(vector, dtype=torch.float64))
 
 
