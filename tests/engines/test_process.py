@@ -1,4 +1,4 @@
-"""What the process may use: cores, by affinity; open files; memory."""
+"""What the process may use: cores, by affinity and control groups; open files; memory."""
 
 import ctypes
 import os
@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from fedpact.engines import process
 from fedpact.engines.process import (
     allow_open_files,
     available_cores,
@@ -16,13 +17,72 @@ from fedpact.engines.process import (
 )
 
 
-def test_the_affinity_counts_and_without_it_the_machine(monkeypatch):
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Eight cores, and control groups of our own making: write(path, content) below either root."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(process, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
+
+    def write(path, content):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+
+    return write
+
+
+def test_without_control_groups_the_affinity_counts(machine):
     assert available_cores() == 8
+
+
+def test_without_affinity_the_machine_counts(machine, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
-    for cores, expected in ((5, 5), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        assert available_cores() == expected
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert available_cores() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert available_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("max 100000\n", 8),
+        ("200000 100000\n", 2),
+        ("150000 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("0 100000\n", 1),
+        ("1600000 100000\n", 8),
+        ("garbage", 8),
+        ("", 8),
+    ],
+)
+def test_version_2(machine, limit, expected):
+    machine("own", "0::/\n")
+    machine("groups/cpu.max", limit)
+    assert available_cores() == expected
+
+
+def test_version_2_of_a_group_within_others(machine):
+    """The tightest of the group's own limit and those above it."""
+    machine("own", "0::/slice/pod/container\n")
+    machine("groups/slice/pod/container/cpu.max", "max 100000")
+    machine("groups/slice/pod/cpu.max", "300000 100000")
+    machine("groups/slice/cpu.max", "600000 100000")
+    assert available_cores() == 3
+
+
+def test_version_2_in_a_container_that_sees_the_hosts_path(machine):
+    machine("own", "0::/kubepods/pod/abc\n")
+    machine("groups/cpu.max", "400000 100000")
+    assert available_cores() == 4
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("-1\n", 8), ("250000\n", 3)])
+def test_version_1(machine, quota, expected):
+    machine("own", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
+    machine("groups/cpu/docker/abc/cpu.cfs_quota_us", quota)
+    machine("groups/cpu/docker/abc/cpu.cfs_period_us", "100000\n")
+    assert available_cores() == expected
 
 
 @pytest.fixture

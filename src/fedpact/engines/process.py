@@ -2,12 +2,17 @@
 
 import contextlib
 import ctypes
+import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from fedpact.errors import PlanError
 
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 _USUAL_FILES = 512
 
 # malloc.h: sizes in bytes from which a block has a mapping of its own, from which free memory is
@@ -16,11 +21,12 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 def available_cores() -> int:
-    """Return how many cores this process may run on, at least 1."""
-    # From Python 3.13 on this is os.process_cpu_count; only Linux has an affinity.
+    """Return it, at least 1. A share of one and a half cores counts as two."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(_OWN, _GROUPS))]))
 
 
 def device_of(name: str) -> torch.device:
@@ -67,3 +73,43 @@ def keep_freed_memory() -> None:
         return
     for option, value in ((_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**30), (_TOP_PAD, 2**26)):
         mallopt(option, value)
+
+
+def _quotas(own: Path, groups: Path) -> Iterator[float]:
+    """Yield the limits, in cores, of the process's control group and of all groups around it.
+
+    own: what /proc says of the process's groups; groups: where they are mounted. Of version 2
+    cpu.max counts ("200000 100000", or "max"), of version 1 two files of the controller "cpu".
+    """
+    for line in _text(own).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            for folder in _upwards(groups, path):
+                yield from _ratio(_text(folder / "cpu.max").split())
+        elif "cpu" in controllers.split(","):
+            for folder in _upwards(groups / "cpu", path):
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                yield from _ratio([_text(folder / name).strip() for name in names])
+
+
+def _upwards(root: Path, path: str) -> Iterator[Path]:
+    """Yield root/path and each folder above it, root last: in a container only root may exist."""
+    folder = root / path.strip("/")
+    while folder != root and root in folder.parents:
+        yield folder
+        folder = folder.parent
+    yield root
+
+
+def _ratio(found: list[str]) -> Iterator[float]:
+    # "max", and -1 in version 1, set no limit.
+    if len(found) == 2 and all(word.isdigit() for word in found) and int(found[1]):
+        yield int(found[0]) / int(found[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
