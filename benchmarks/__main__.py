@@ -25,7 +25,7 @@ def measure(name: str, scale: Scale, folder: Path | None = None) -> Table:
         return _made(name, scale, *module.run(name, scale))
     table = _made(name, scale, [], False)
     path = folder / f"{name}.json" if folder else None
-    if path and path.exists() and table.goes_on(stored := Table.load(path)):
+    if path and path.exists() and table.can_resume(stored := Table.load(path)):
         table = stored
     cells = module.cells(name, scale)
     for place, (label, cell) in enumerate(cells.items(), 1):

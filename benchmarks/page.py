@@ -53,7 +53,7 @@ def _without_card(found: Mapping[str, Table]) -> list[str]:
     """Say which tables need a graphics card and have no figure, for want of one."""
     of_card = [n for n, module in modules().items() if getattr(module, "DEVICE", "cpu") == "cuda"]
     missing = [n for n in of_card if n not in found or not found[n].measured]
-    said = f"No graphics card was at hand, so there are no figures for: {', '.join(missing)}."
+    said = f"No GPU was available, so there are no figures for: {', '.join(missing)}."
     return ["", said] if missing else []
 
 

@@ -61,8 +61,8 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
-    def goes_on(self, stored: "Table") -> bool:
-        """Whether cells of this table may stand beside those of a stored one: nothing differs."""
+    def can_resume(self, stored: "Table") -> bool:
+        """Whether a stored table's cells can be kept: they are of this kernel and machine."""
         return (stored.kernel, dict(stored.machine)) == (self.kernel, dict(self.machine))
 
     @staticmethod

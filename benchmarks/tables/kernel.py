@@ -152,10 +152,8 @@ def _tried(
             why = (str(error).strip() or "no reason given").splitlines()[0]
             notes[method] = f"fails: {type(error).__name__}: {why}"[:200]
             continue
-        works[method], took[method] = (
-            work,
-            (time.process_time() - started) / torch.get_num_threads(),
-        )
+        works[method] = work
+        took[method] = (time.process_time() - started) / torch.get_num_threads()
     return works, took, notes
 
 

@@ -50,7 +50,7 @@ def test_one_json_document_with_everything_an_epsilon_needs(few_runs):
     # a channel's noise and the nearest of the tests, AUC.
     assert [c["quantity"] for c in document["checks"]] == [*"Δεpεεεσp", "AUC"]
     (channel,) = document["methods"]["sensitivity"]["channels"]
-    largest = max(channel[part]["size"] for part in ("alone", "beside"))
+    largest = max(channel[part]["size"] for part in ("single", "in_batch"))
     assert 0.98 < document["checks"][0]["bound"] == largest <= 1
     # What each attack could show at best stands beside what it showed; a test bounds nothing.
     for check in document["checks"]:

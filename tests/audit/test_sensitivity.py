@@ -144,7 +144,7 @@ def test_an_honest_mechanism_passes_and_is_tried(model, seed):
     (channel,) = measure_sensitivity(target(model, seed)).channels
     assert channel.passed, channel.text
     # Records were clipped: what was measured is the clip, and not how short the gradients are.
-    for move in (channel.alone, channel.beside):
+    for move in (channel.single, channel.in_batch):
         assert 0.98 < move.size <= 1
 
 
@@ -172,13 +172,13 @@ def test_a_clip_is_measured_to_the_digits():
     (right,) = measure_sensitivity(one).channels
     twice = dataclasses.replace(one, make=by(TwiceTheClip, one.records))
     (found,) = measure_sensitivity(twice).channels
-    assert found.alone.size == pytest.approx(2 * right.alone.size, rel=1e-5)
+    assert found.single.size == pytest.approx(2 * right.single.size, rel=1e-5)
     assert found.ratio > 1.9
-    assert math.hypot(*found.alone.parameters.values()) == pytest.approx(found.alone.size)
+    assert math.hypot(*found.single.parameters.values()) == pytest.approx(found.single.size)
     bias = dataclasses.replace(one, make=by(OneBiasUnclipped, one.records))
     (found,) = measure_sensitivity(bias).channels
     # Of the record that moves a sum most the other parameters are shrunk alike.
-    factors = found.alone.factors
+    factors = found.single.factors
     assert factors["4.bias"] == pytest.approx(1)
     others = [factor for name, factor in factors.items() if name != "4.bias"]
     assert max(others) == pytest.approx(min(others), rel=1e-3)
@@ -256,7 +256,7 @@ def test_batch_clipping_turns_by_twice_its_clip_at_most():
     (channel,) = measure_sensitivity(one).channels
     assert channel.passed
     assert channel.sensitivity == 2
-    assert channel.alone.size <= 1 < channel.beside.size <= 2
+    assert channel.single.size <= 1 < channel.in_batch.size <= 2
 
 
 def test_every_rounds_clip_is_measured(audited):
@@ -267,7 +267,7 @@ def test_every_rounds_clip_is_measured(audited):
         return private_oracle(records, audited.Constant(kernel, 0.9), terms, draws)
 
     (channel,) = measure_sensitivity(dataclasses.replace(one, make=stays)).channels
-    assert channel.alone.size == pytest.approx(0.9 / 0.5, rel=1e-3)
+    assert channel.single.size == pytest.approx(0.9 / 0.5, rel=1e-3)
 
 
 def test_a_person_moves_a_sum_by_one_clip():
@@ -278,7 +278,7 @@ def test_a_person_moves_a_sum_by_one_clip():
     one = Target.of(Scene.of(Plan.parse({"rounds": 2, "sites": 2, "privacy": privacy}), data))
     assert {len(each.y) for each in crafted_records(one)} == {5}
     (channel,) = measure_sensitivity(one).channels
-    assert 0.98 < channel.alone.size <= 1
+    assert 0.98 < channel.single.size <= 1
     assert channel.passed
 
     class Each(type(one.records)):
@@ -290,7 +290,7 @@ def test_a_person_moves_a_sum_by_one_clip():
         return private_oracle(Each(r.x, r.y, persons=r.persons), k, t, d)
 
     (found,) = measure_sensitivity(dataclasses.replace(one, make=broken)).channels
-    assert found.alone.size == pytest.approx(5 * channel.alone.size, rel=1e-3)
+    assert found.single.size == pytest.approx(5 * channel.single.size, rel=1e-3)
 
 
 def test_requests_are_the_algorithms_at_the_worst_references():

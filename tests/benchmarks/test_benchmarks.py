@@ -287,7 +287,7 @@ def test_figures_say_of_what_code_and_where_they_are(found):
 
 
 def test_the_page_says_what_needs_a_card(tmp_path):
-    said = "No graphics card was at hand, so there are no figures for: card, card-rounds."
+    said = "No GPU was available, so there are no figures for: card, card-rounds."
     assert said in page.text(tmp_path)
     for name in card.NAMES:
         table(name, Row("r", 1.0)).save(tmp_path)

@@ -25,7 +25,7 @@ class Check:
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, bounded from
     above; "AUC" of a membership attack, bounded from below, where the claim is the most that
     (ε, δ) leaves room for; "p" of a test of the mechanism, beside the level it may not fall below;
-    "Δ", how far a record moved a channel's sum, relative to its sensitivity, in which no chance is.
+    "Δ", how far a record moved a channel's sum, relative to its sensitivity; exact.
     confidence: with which the bound holds. found: how it came about. power: the bound that the
     best attack would show, were the mechanism exactly as claimed: one below it is no evidence of
     privacy; None of a test, which bounds nothing.

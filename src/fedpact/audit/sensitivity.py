@@ -50,7 +50,7 @@ class Move:
 
     @property
     def text(self) -> str:
-        """Who moves what, in words."""
+        """The record, the batch and the largest parts, in words."""
         longest = sorted(self.parameters, key=lambda name: -self.parameters[name])[:6]
         parts = (
             f"{name} {self.parameters[name]:.4g}"
@@ -64,16 +64,16 @@ class Move:
 
 @dataclass(frozen=True)
 class ChannelSensitivity:
-    """One channel: the longest sum of a record alone, and the largest move of any batch's sum.
+    """One channel: the longest sum of a single record, and the largest change of a batch's sum.
 
-    Both in units of the channel's bound: C for a gradient. sensitivity: how large a move may be, in
-    these units, times 1 + slack, which is for rounding. channel: "opening ..." for the batch that
-    opens a round.
+    Both in units of the channel's bound: C for a gradient. sensitivity: the largest allowed change
+    in these units; slack: the relative rounding error allowed on top. channel: "opening ..." for
+    the batch that opens a round.
     """
 
     channel: str
-    alone: Move
-    beside: Move
+    single: Move
+    in_batch: Move
     sensitivity: float
     slack: float
 
@@ -85,12 +85,12 @@ class ChannelSensitivity:
     @property
     def ratio(self) -> float:
         """The larger of both, over what it may be."""
-        return max(self.alone.size, self.beside.size / self.sensitivity)
+        return max(self.single.size, self.in_batch.size / self.sensitivity)
 
     @property
     def worst(self) -> Move:
-        """What refutes the mechanism: the record alone, where that is enough."""
-        return self.beside if self.alone.size <= 1 + self.slack else self.alone
+        """The move to report: the single record's, if it exceeds its bound by itself."""
+        return self.in_batch if self.single.size <= 1 + self.slack else self.single
 
     @property
     def text(self) -> str:
@@ -98,12 +98,13 @@ class ChannelSensitivity:
         unit = "C" if self.channel.endswith("gradient") else "b"
         most = "" if self.sensitivity == 1 else f", of a move {self.sensitivity:g} times that"
         line = (
-            f"{self.channel}: longest single-record sum {self.alone.size:.6g} {unit}, largest move "
-            f"{self.beside.size:.6g} {unit}; bound {unit} (1 + {self.slack:.2g}){most}; exact"
+            f"{self.channel}: longest single-record sum {self.single.size:.6g} {unit}, largest "
+            f"move {self.in_batch.size:.6g} {unit}; bound {unit} (1 + {self.slack:.2g}){most}; "
+            "exact"
         )
         if not self.passed:
             return f"{line}; {self.worst.text}"
-        return line if self.alone.size >= _CLIPPED else f"{line}; no record tried was clipped"
+        return line if self.single.size >= _CLIPPED else f"{line}; no record tried was clipped"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def measure_sensitivity(target: Target) -> Sensitivity:
             measured = _measured(target, asked.scaled(scale), made)
             for one in measured:
                 found[one.channel] = _worse(found.get(one.channel), one)
-            clipped = not any(0 < c.alone.size < _CLIPPED for c in measured)
+            clipped = not any(0 < c.single.size < _CLIPPED for c in measured)
             if (scale >= _SCALES[1] and clipped) or not all(c.passed for c in measured):
                 break
     return Sensitivity(tuple(found.values()))
@@ -136,11 +137,11 @@ def measure_sensitivity(target: Target) -> Sensitivity:
 def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> ChannelSensitivity:
     if one is None:
         return other
-    alone, beside = (
+    single, in_batch = (
         max(pair, key=lambda move: move.size)
-        for pair in ((one.alone, other.alone), (one.beside, other.beside))
+        for pair in ((one.single, other.single), (one.in_batch, other.in_batch))
     )
-    return replace(one, alone=alone, beside=beside)
+    return replace(one, single=single, in_batch=in_batch)
 
 
 def _measured(
@@ -150,10 +151,10 @@ def _measured(
     terms = _silent(request)
     allowed = slack(most_records(terms.batch_size))
     known = mechanism_of(terms.mechanism).sensitivities
-    alone, beside = dict[str, Move](), dict[str, Move]()
+    single, in_batch = dict[str, Move](), dict[str, Move]()
     for name, batch, records in _batches(target, terms, made):
         before = _sums(target, request, terms, batch)
-        largest = beside if len(batch.y) else alone
+        largest = in_batch if len(batch.y) else single
         for one in records:
             joined = batch.joined(one.x, one.y, len(batch.y) // 2, together=True)
             after = _sums(target, request, terms, joined)
@@ -169,7 +170,7 @@ def _measured(
                     largest[channel] = found
     prefix = "opening " if request.opening else ""
     return [
-        ChannelSensitivity(prefix + name, alone[name], beside[name], known[name], allowed)
+        ChannelSensitivity(prefix + name, single[name], in_batch[name], known[name], allowed)
         for name in request.queries
     ]
 

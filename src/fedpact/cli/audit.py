@@ -32,7 +32,7 @@ _SMALL_MODEL = 20_000
 
 METHODS = ("one-run", "many-runs", "membership")
 SENSITIVITY = "sensitivity"
-"""The check that is made whatever the method is."""
+"""The check that runs with every method."""
 
 
 def audit(
@@ -45,7 +45,7 @@ def audit(
 ) -> None:
     """Carry out `fedpact audit`. run: the folder, if `config` is one. method: of METHODS, or all.
 
-    Raises PrivacyError: an attack contradicts the claim, or a record moves a sum too far.
+    Raises PrivacyError: an attack contradicts the claim, or a sum exceeds its sensitivity.
     """
     count(canaries=canaries)
     scene = Scene.of(Plan.read(config, overrides)) if run is None else _scene_of(run, overrides)
@@ -74,9 +74,9 @@ def _contradiction(site: str, failed: list[Check]) -> str:
     names = ", ".join(dict.fromkeys(check.method for check in failed))
     if exact:
         how = (
-            f"one record moves a sum farther than the noise is for ({'; '.join(exact)}): clip each "
-            "record's whole contribution, all parameters together, before records are added, and "
-            "divide by the expected batch size, never the realised one"
+            f"one record changes a sum by more than its sensitivity ({'; '.join(exact)}): clip "
+            "each record's whole gradient, all parameters together, before adding the records, "
+            "and divide by the expected batch size, never the actual one"
         )
     else:
         how = (
@@ -164,8 +164,8 @@ def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> No
     out.print(
         f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "
         f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
-        f"Each method's bounds hold with {document['confidence']:.0%} confidence; sensitivity is "
-        "measured without noise, and leaves nothing to chance."
+        f"Each method's bounds hold with {document['confidence']:.0%} confidence; the sensitivity "
+        "is measured exactly, without noise."
     )
     for check in found:
         out.print(f"{check.method:<11} {check.text}", markup=False)

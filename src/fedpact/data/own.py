@@ -150,8 +150,8 @@ def class_numbers(
 def text_of(value: Any) -> str:
     """Return a label or the name of a site as text: whole numbers without a point, True, False.
 
-    Bytes are read as UTF-8. A Decimal is without the zeros that it has
-    where another of its column has more digits.
+    Bytes are read as UTF-8. A Decimal is without the zeros that it has where another of its column
+    has more digits.
     """
     if value is None:
         return ""

@@ -159,18 +159,17 @@ def lengths(x: Tensor, columns: int) -> Array:
 
 
 def by_columns(weight: Tensor, rows: Tensor) -> Tensor:
-    """weight rowsᵀ [O, n] for rows [n, K], in products of exactly COLUMNS rows each.
+    """weight rowsᵀ [O, n] for rows [n, K], each product of exactly COLUMNS contiguous rows.
 
-    Both matter: a library multiplies other numbers of columns by other code (seen on processors
-    with AMX from 192 on), and a transposed view by other code than its copy.
+    The number and the memory layout both matter: on processors with AMX, products with other
+    numbers of columns, and with a transposed view instead of its copy, take other code.
     """
     blocks = [_product(weight, rows[i : i + COLUMNS]) for i in range(0, len(rows), COLUMNS)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
 
 def _product(weight: Tensor, rows: Tensor) -> Tensor:
-    block = rows.new_zeros(COLUMNS, rows.shape[1])
-    block[: len(rows)] = rows
+    block = padded(rows, COLUMNS)
     if weight.dtype == torch.float64:
         # There the last columns of a product are other code's; rows are not.
         found = evenly(block, weight).contiguous().t()

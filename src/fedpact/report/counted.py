@@ -182,6 +182,8 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     sums = tried([one.events for one in runs], left)
 
     def covered(cost: float, without: float) -> float:
+        # Less than shares.covered proves: several runs take ADDED_DELTA off δ each, and how much a
+        # larger ε needs of all of them has not been proven.
         return cost if cost <= max(min(shared), shares.COVERED) else without
 
     winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}

@@ -37,6 +37,7 @@ COVERED: Final = 10.0
 """The least ε up to which ADDED_DELTA is checked to be enough."""
 
 _ROOM: Final = 0.01
+"""ε grows by less than this when δ for a larger ε is set aside, else `covered` gives up."""
 
 _TAIL: Final = 40.0
 """Beyond so many deviations a normal law has less than 1e-340."""
