@@ -49,7 +49,7 @@ def test_a_correct_mechanism_passes(plain, fair):
 
 @pytest.mark.parametrize("mistake", ["noise halved", "clip not applied", "realised batch size"])
 def test_a_mistake_is_found(mistake, plain, audited, bounds_alone):
-    found = many_runs(dataclasses.replace(plain, make=audited.broken[mistake]), runs=100)
+    found = many_runs(dataclasses.replace(plain, make=audited.broken[mistake]), runs=200)
     assert not found.passed
     assert bounds_fail(found), found
 
@@ -112,7 +112,7 @@ def test_noise_level_of_batch_clipping(audited, request):
     assert found.noise[0].measured == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
     request.getfixturevalue("bounds_alone")
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
-    assert bounds_fail(many_runs(broken, runs=200))
+    assert bounds_fail(many_runs(broken, runs=400))
 
 
 @pytest.mark.parametrize("tables", [[], ["algorithm=fedfdp"]])

@@ -41,7 +41,8 @@ class Draws:
         return total + sigma * sensitivity * self.gaussian(len(total), total, step, purpose)
 
     def share(self, total, unit, units, step, purpose):
-        return rounded(total, unit, units, self.gaussian(len(total), total, step, purpose).double())
+        noise = self.gaussian(len(total), total, step, purpose).double()
+        return rounded(total, unit, units, noise).long()
 
 
 class SameAtEveryStep(Draws):

@@ -40,18 +40,21 @@ class Narrow:
 
 
 def drawn(source, size, dtype=DOUBLE):
-    parts = [part.clone() for part in normals(source, size, dtype)]
+    parts = [part.clone() for _, part in normals(source, size, dtype)]
     return torch.cat([torch.empty(0, dtype=dtype), *parts])
 
 
 def test_the_stream_is_aes_256_in_counter_mode():
-    """Against single blocks of the cipher: counters from 2 on (SP 800-38D, a nonce of 96 bits)."""
+    """Against single blocks of the cipher, from 0 on, and from a place on (SP 800-38A)."""
     key = bytes(range(32))
     stream = KeyStream(key)
-    blocks = b"".join(bytes(12) + counter.to_bytes(4, "big") for counter in range(2, 34))
     block = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    expected = np.frombuffer(block.update(blocks), dtype=np.uint64)
-    assert [*stream.words(30).tolist(), *stream.words(34).tolist()] == expected.tolist()
+    for place in (bytes(12), b"another here"):
+        blocks = b"".join(place + counter.to_bytes(4, "big") for counter in range(32))
+        expected = np.frombuffer(block.update(blocks), dtype=np.uint64)
+        stream.seek(place)
+        assert [*stream.words(30).tolist(), *stream.words(34).tolist()] == expected.tolist()
+    assert np.array_equal(KeyStream(key).words(9).copy(), stream.seek(bytes(12)).words(9))
 
 
 def test_the_rate_is_never_exceeded():
@@ -122,7 +125,7 @@ def test_small_numbers_go_on_below_their_first_52_bits(monkeypatch, numpy_is_fas
         # Half a turn: z = -r.
         words = [k << 12 for k in firsts] + [0] * 6
         later = Later(*([k << 12 for k in more] for more in (seconds, thirds, fourths)))
-        found = next(normals(Fixed(*words), 12, DOUBLE, later)).tolist()
+        found = next(normals(Fixed(*words), 12, DOUBLE, later))[1].tolist()
         for z, r in zip(found, expected, strict=False):
             assert abs(z + r) <= 5e-16 * r
     assert -found[5] == pytest.approx(math.sqrt(2 * 209 * math.log(2)), rel=1e-3)

@@ -127,7 +127,7 @@ def test_the_release_is_the_clipped_mean_of_the_batch_plus_noise(size: float) ->
     held = records(torch.arange(30.0).reshape(10, 3) / 40 - 0.3)
     terms = dataclasses.replace(TERMS, rate=0.3, size=size, sigmas={"gradient": 1.5})
     lengths = []
-    for step in range(12):
+    for step in range(120):
         batch = held.x[DRAWS.batch(10, 0.3, step)]
         mean = batch.mean(0) if len(batch) else torch.zeros(3).double()
         lengths.append(float(mean.norm()))

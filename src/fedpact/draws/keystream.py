@@ -1,7 +1,8 @@
 """Uniform words from a key, and what draws make of them: Poisson batches and normal numbers.
 
-Words of 64 bits are AES-256's in counter mode: what GCM (NIST SP 800-38D) makes of zeros, as
-processors do that fastest. Whoever holds a key sees that none of its words is used twice.
+Words of 64 bits are AES-256's in counter mode (NIST SP 800-38A). The counter's first 12 bytes are a
+place, its last 4 count blocks from there: whoever holds a key and goes to each place once sees that
+none of its words is used twice.
 
 Batches compare whole multiples of 2^-53 with the rate: a record is in with probability
 floor(2^53 q) 2^-53, at most q. Normal numbers are Box and Muller's, in pairs of equal length r:
@@ -24,7 +25,7 @@ never more than 2^-40 of it.
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ from fedpact.params import from_numpy, one_thread
 # Words that are worked on at once. With the intermediate results they stay in the cache, and each
 # operation is long enough for several threads to take turns with the interpreter.
 CHUNK: Final = 1 << 17
-# Where GCM's counter of blocks of 16 bytes would end, in words of 8 (SP 800-38D, 5.2.1.1).
-LONGEST: Final = 2 * (2**32 - 2)
+# From one place to the next, in words.
+LONGEST: Final = 2 * 2**32
 
 _ZEROS: Final = memoryview(bytes(8 * CHUNK))
 # The upper 12 bits of a float64 in [1, 2); the others are then uniform there.
@@ -56,6 +57,8 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
 Further = Callable[[int], Words]
 """(count) -> so many uniform words of 64 bits that nothing else is made of, not in `_room`."""
+Parts = Iterator[tuple[slice, Tensor]]
+"""Parts of a vector, and a number for each entry of them; the next part overwrites the last."""
 
 
 class WordSource(Protocol):
@@ -69,7 +72,7 @@ class WordSource(Protocol):
 class _Room(threading.local):
     """Each thread's own: where words are written, and what is in between them and normal numbers.
 
-    Two threads that draw have two rooms, and one that draws for many keys has one.
+    Two threads that draw have two rooms, and one that draws from many streams has one.
     """
 
     def __init__(self) -> None:
@@ -83,15 +86,19 @@ _room = _Room()
 
 
 class KeyStream:
-    """The words that belong to a key of 32 bytes, in order."""
+    """The words that belong to a key of 32 bytes, in order, from place 0 on."""
 
     def __init__(self, key: bytes) -> None:
         self.rekey(key)
 
     def rekey(self, key: bytes) -> None:
         """Begin with the words of another key."""
-        # A key is used once, so any fixed nonce will do.
-        self._encryptor = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
+        self._encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def seek(self, place: bytes) -> Self:
+        """Go on with the words from a place [12 bytes] on, and return the stream."""
+        self._encryptor.reset_nonce(place + bytes(4))
+        return self
 
     def words(self, count: int, at: int = 0) -> Words:
         """See WordSource. A view of the thread's room from `at` on: later calls write over it."""
@@ -116,34 +123,33 @@ def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
 
 def normals(
     source: WordSource, size: int, dtype: torch.dtype, further: Further | None = None
-) -> Iterator[Tensor]:
-    """Yield `size` standard normal numbers, part by part; the next part overwrites the last.
+) -> Parts:
+    """Yield `size` standard normal numbers, part by part.
 
     dtype: float64, or anything else for float32. further: where float64's tail comes from; without
     it, it ends at 8.58.
     """
-    double = dtype == torch.float64
-    most = CHUNK if double else 2 * CHUNK
+    most = CHUNK if dtype == torch.float64 else 2 * CHUNK
     for start in range(0, size, most):
         count = min(most, size - start)
-        words = source.words(_words_for(count, dtype))
-        yield from_numpy(_paired(words, dtype, further)[:count])
+        z = _paired(source.words(_words_for(count, dtype)), dtype, further)
+        yield slice(start, start + count), from_numpy(z)[:count]
 
 
-def normals_of(keys: Sequence[bytes], size: int, dtype: torch.dtype) -> Tensor:
-    """Return [k, size]: of each key the numbers that `normals` gives, in less time than one by one.
+def normals_of(streams: Sequence[KeyStream], size: int, dtype: torch.dtype) -> Tensor:
+    """Return [k, size]: of each stream what `normals` gives, in less time than one by one.
 
-    A view, which the thread's next call writes over. See `keys_at_once` for how many keys.
+    A view, which the thread's next call writes over. See `streams_at_once` for how many.
     """
     count = _words_for(size, dtype)
-    for i, key in enumerate(keys):
-        KeyStream(key).words(count, i * count)
-    words = _room.words[: len(keys) * count].reshape(len(keys), count)
+    for i, stream in enumerate(streams):
+        stream.words(count, i * count)
+    words = _room.words[: len(streams) * count].reshape(len(streams), count)
     return from_numpy(_paired(words, dtype)[:, :size])
 
 
-def keys_at_once(size: int, dtype: torch.dtype) -> int:
-    """Return how many keys' numbers there is room for; 0: not even for those of one."""
+def streams_at_once(size: int, dtype: torch.dtype) -> int:
+    """Return how many streams' numbers there is room for; 0: not even for those of one."""
     return CHUNK // max(1, _words_for(size, dtype))
 
 

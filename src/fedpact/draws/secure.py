@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fedpact.draws import grid
-from fedpact.draws.keystream import KeyStream, Words, normals, poisson
+from fedpact.draws.keystream import KeyStream, Parts, Words, normals, poisson
 from fedpact.draws.seeded import empty
-from fedpact.draws.shares import rounded
+from fedpact.draws.shares import shared
 
-# Of one key, in words: 8 GiB, an eighth of what GCM's counter allows.
+# Of one key, in words: 8 GiB, an eighth of what there is from a place on.
 _KEY_LASTS: Final = 1 << 30
 
 _forks = 0
@@ -93,17 +93,15 @@ class SecureDraws:
         """See seeded.Draws."""
         del step, purpose
         noise = empty(size, like.dtype)
-        numbers, start = noise.numpy(), 0
-        for z in normals(self._own.stream, size, torch.float64, _further):
-            np.copyto(numbers[start : start + len(z)], z.numpy(), casting="same_kind")
-            start += len(z)
+        for part, z in self._parts(size):
+            noise[part] = z
         return noise.to(like.device, non_blocking=True)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See seeded.Draws."""
-        like = torch.empty(0, dtype=torch.float64, device=total.device)
-        noise = self.gaussian(total.numel(), like, step, purpose)
-        return rounded(total, unit, units, noise)
+        del step, purpose
+        parts = self._parts(len(total))
+        return shared(total, unit, units, ((part, z.to(total.device)) for part, z in parts))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
@@ -115,4 +113,8 @@ class SecureDraws:
 
     def _part(self, size: int, like: Tensor) -> Tensor:
         """See grid.Gaussian, for a part of at most CHUNK numbers."""
-        return next(normals(self._own.stream, size, like.dtype, _further))
+        del like
+        return next(self._parts(size))[1]
+
+    def _parts(self, size: int) -> Parts:
+        return normals(self._own.stream, size, torch.float64, _further)

@@ -1,6 +1,6 @@
 """Where a site's randomness comes from: which records a batch holds, and the Gaussian noise.
 
-In a simulation every draw is a function of a stable digest of (seed, site, round, step, purpose),
+In a simulation every draw is a function of stable digests of seed, site, round, step and purpose,
 so results depend neither on the number of workers nor on their order, and a release that is
 computed again is the same release. Such draws can be foretold by whoever knows the seed: they
 measure what a federation would do, they do not protect anybody. The run's report says so.
@@ -8,18 +8,18 @@ measure what a federation would do, they do not protect anybody. The run's repor
 
 import hashlib
 import json
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.draws.keystream import KeyStream, normals, poisson
-from fedpact.draws.shares import rounded
+from fedpact.draws.keystream import KeyStream, Parts, normals, poisson
+from fedpact.draws.shares import shared
 from fedpact.params import at_hand, from_numpy
 
-DRAWS: Final = 3
+DRAWS: Final = 4
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 
@@ -76,6 +76,15 @@ def _digest(key: tuple[str | int, ...], length: int) -> bytes:
     return hashlib.shake_256(json.dumps(key).encode()).digest(length)
 
 
+@lru_cache
+def _digest_of(kind: str) -> bytes:
+    return hashlib.sha256(kind.encode()).digest()[:8]
+
+
+def _place(kind: str, step: int) -> bytes:
+    return _digest_of(kind) + step.to_bytes(4, "big")
+
+
 def stream(*key: str | int) -> torch.Generator:
     """Return the generator that belongs to a key; other keys give independent streams.
 
@@ -92,23 +101,25 @@ def stream(*key: str | int) -> torch.Generator:
 class SeededDraws:
     """Reproducible draws for a simulation: everything follows from the seed.
 
-    `around` is whatever further tells one request from another: site and round.
+    `around` is whatever further tells one request from another: site and round. All of a request's
+    draws are of one key, each of a place of its own there. One thread at a time may use an object.
     """
 
     repeats = True
 
     def __init__(self, seed: int, *around: str | int) -> None:
         self._key = (seed, *around)
+        self._stream = KeyStream(_digest(self._key, 32))
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         """See Draws. Rate 1 takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
-        return poisson(KeyStream(self._key_of(step, "batch")), records, rate)
+        return poisson(self._stream.seek(_place("batch", step)), records, rate)
 
-    def noise_key(self, step: int, purpose: str) -> bytes:
-        """Return the key of the noise's KeyStream on a CPU."""
-        return self._key_of(step, "noise", purpose)
+    def noise_words(self, step: int, purpose: str) -> KeyStream:
+        """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""
+        return self._stream.seek(_place("noise " + purpose, step))
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See Draws."""
@@ -117,35 +128,26 @@ class SeededDraws:
             return like.new_empty(size).normal_(generator=generator)
         noise = empty(size, like.dtype)
         for part, z in self._parts(noise, step, purpose):
-            part.copy_(z)
+            noise[part] = z
         return noise
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See Draws. The noise is that of `add_noise`, so that runs differ by rounding alone."""
-        noise = self.gaussian(total.numel(), total, step, purpose).double()
-        return rounded(total, unit, units, noise)
+        return shared(total, unit, units, self._parts(total, step, purpose))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
-        if not at_hand(total):
-            noise = self.gaussian(total.numel(), total, step, purpose)
-            return total.add_(noise, alpha=sigma * sensitivity)
         for part, z in self._parts(total, step, purpose):
-            part.add_(z, alpha=sigma * sensitivity)
+            total[part].add_(z, alpha=sigma * sensitivity)
         return total
 
-    def _parts(self, vector: Tensor, step: int, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the vector [d] part by part, each with as many normal numbers."""
-        start = 0
-        words = KeyStream(self.noise_key(step, purpose))
-        for z in normals(words, vector.numel(), vector.dtype):
-            yield vector[start : start + len(z)], z
-            start += len(z)
-
-    def _key_of(self, *key: str | int) -> bytes:
-        return _digest((*self._key, *key), 32)
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
+        """Yield normal numbers for all of a vector [d], part by part."""
+        if not at_hand(vector):
+            return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
+        return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
 
     def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
         """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""

@@ -6,13 +6,15 @@ value is rounded otherwise than a real number would be only within 1e-9 of a hal
 2^22 units, 2^-26 for up to 2^27, which moves its probability by as much of itself.
 """
 
+import torch
 from torch import Tensor
 
 from fedpact.check import positive
+from fedpact.draws.keystream import Parts
 
 
 def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
-    """Return floor(s/unit + ν z + 1/2) for a sum s [d], int64 [d] where z is.
+    """Return floor(s/unit + ν z + 1/2) for a sum s [d], float64 [d] where z is.
 
     unit: of the grid, in units of the sum. units: ν, the noise's deviation on the grid. noise: z
     [d], standard normal, float64, which may be written over.
@@ -20,4 +22,12 @@ def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
     """
     whole = noise.mul_(positive(units=units))
     whole.add_(total.detach().double() / positive(unit=unit))
-    return whole.add_(0.5).floor_().long()
+    return whole.add_(0.5).floor_()
+
+
+def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
+    """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
+    whole = torch.empty_like(total, dtype=torch.int64)
+    for part, z in parts:
+        whole[part] = rounded(total[part], unit, units, z.double())
+    return whole

@@ -1,4 +1,4 @@
-"""Sites stacked: each trains by itself until it asks, then all are answered keys_at_once.
+"""Sites stacked: each trains by itself until it asks, then all are answered at once.
 
 A step of a small model is many operations, each of them short; stacked, the sites share them. No
 site's numbers enter another's: what is summed for a site is what its own kernel sums, up to
@@ -21,7 +21,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from fedpact.draws.keystream import keys_at_once, normals_of
+from fedpact.draws.keystream import KeyStream, normals_of, streams_at_once
 from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
@@ -37,14 +37,14 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class Noise:
-    """One site's question: total [d] plus `scale` times the normal numbers of `key`.
+    """One site's question: total [d] plus `scale` times the normal numbers made of `words`.
 
     Where it is answered, total is written over.
     """
 
     total: Tensor
     scale: float
-    key: bytes
+    words: KeyStream
 
 
 Ask = Callable[[SiteSum | Noise], Tensor | None]
@@ -52,7 +52,7 @@ Ask = Callable[[SiteSum | Noise], Tensor | None]
 
 
 class Seat(PerSampleKernel):
-    """A site's kernel whose sums are asked for keys_at_once with other sites'."""
+    """A site's kernel whose sums are asked for together with other sites'."""
 
     def __init__(self, model: FlatModel, loss: Loss, ask: Ask) -> None:
         super().__init__(model, loss)
@@ -93,7 +93,7 @@ class PlainSeat(PlainKernel):
 
 
 class SeatDraws(SeededDraws):
-    """A site's draws whose noise is drawn keys_at_once with other sites', each from its own key."""
+    """A site's draws whose noise is drawn together with other sites', each from its own key."""
 
     def __init__(self, ask: Ask, seed: int, *around: str | int) -> None:
         super().__init__(seed, *around)
@@ -103,9 +103,9 @@ class SeatDraws(SeededDraws):
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
         """See SeededDraws."""
-        if at_hand(total) and keys_at_once(total.numel(), total.dtype) > 1:
-            key = self.noise_key(step, purpose)
-            answer = self._ask(Noise(total, sigma * sensitivity, key))
+        if at_hand(total) and streams_at_once(total.numel(), total.dtype) > 1:
+            words = self.noise_words(step, purpose)
+            answer = self._ask(Noise(total, sigma * sensitivity, words))
             if answer is not None:
                 return answer
         return super().add_noise(total, sigma, sensitivity, step, purpose)
@@ -141,10 +141,10 @@ def _with_noise(requests: Sequence[Noise]) -> list[Tensor]:
     for one in requests:
         kinds[one.total.numel(), one.total.dtype].append(one)
     for (size, dtype), alike in kinds.items():
-        some = keys_at_once(size, dtype)
+        some = streams_at_once(size, dtype)
         for start in range(0, len(alike), some):
             now = alike[start : start + some]
-            numbers = normals_of([one.key for one in now], size, dtype)
+            numbers = normals_of([one.words for one in now], size, dtype)
             for one, z in zip(now, numbers, strict=True):
                 one.total.add_(z, alpha=one.scale)
     return [one.total for one in requests]

@@ -97,10 +97,10 @@ class Gridded(Around):
         vectors = dict[str, Tensor]()
         for name, vector in local.vectors.items():
             told = task.vectors.get(name)
-            x = vector.double() if told is None else vector.double() - told.double()
             step = _step(found[name], oracle.noise_variance, opened.variance)
             # Without noise, as on the records that are nobody's, nothing says how coarse.
-            vectors[name] = integers.encode(*integers.coded(x, step or integers.step_of(x)))
+            step = step or integers.step_of(vector if told is None else vector - told)
+            vectors[name] = integers.encode(*integers.coded(vector, step, told))
         return replace(local, vectors=vectors)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
@@ -114,7 +114,7 @@ class Gridded(Around):
         vectors, sent = dict(after.vectors), dict[str, Tensor]()
         for name, start in before.items():
             if name in vectors:
-                change = vectors[name].double() - start.double()
+                change = vectors[name].double().sub_(start)
                 if name == _MODEL and _LEFT in own.vectors:
                     change += own.vectors[_LEFT]
                 units = UNITS_DOWN if name == _MODEL else integers.EXACT
@@ -122,7 +122,7 @@ class Gridded(Around):
                 vectors[name] = integers.moved(start, codes, step)
                 sent[name] = integers.encode(codes, step)
                 if name == _MODEL:
-                    sent[_LEFT] = (change - (vectors[name].double() - start.double())).float()
+                    sent[_LEFT] = change.sub_(vectors[name].double().sub_(start)).float()
         return join(State(sent), PREFIX, State(vectors, after.numbers))
 
     def task(self, state: State) -> State:

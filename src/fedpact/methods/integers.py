@@ -12,7 +12,8 @@ refused unopened.
 import math
 import struct
 import threading
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,11 +22,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpact.errors import InputError
+from fedpact.params import from_numpy
+
+_Floats = NDArray[np.floating[Any]]
 
 _STEP: Final = struct.Struct("<d")
 _LONGEST_CODE: Final = 8
 _LARGEST: Final = 2.0**52
 """Float64 numbers up to here have halves."""
+
+_KINDS: Final = {np.int8: 2**7 - 1, np.int16: 2**15 - 1, np.int32: 2**31 - 1, np.int64: _LARGEST}
+"""The types of codes, and their largest ones."""
+
+_PART: Final = 1 << 15
 
 EXACT: Final = 12.0
 """How many steps the deviation of a vector has where nothing is known of its noise."""
@@ -65,16 +74,42 @@ def step_of(x: Tensor, units: float = EXACT) -> float:
     return deviation / units if deviation / units > 0 else 1.0
 
 
-def coded(x: Tensor, step: float) -> tuple[Tensor, float]:
-    """Return floor(x/step + 1/2), int64 [d], and the step: a larger one where codes had no room.
+def coded(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
+    """Return floor((x - start)/step + 1/2) [d], and the step: a larger one where codes had no room.
 
-    Of an x with NaN or infinity the codes are 0 and the step is NaN, so that it is seen again.
+    start: [d], 0 by default. The codes are of the smallest signed type that holds them all. Of an x
+    with NaN or infinity they are 0 and the step is NaN, so that it is seen again.
     """
-    most = float(x.detach().abs().max()) if x.numel() else 0.0
+    source, base = _at_hand(x), None if start is None else _at_hand(start)
+    for kind, largest in _KINDS.items():
+        codes = np.empty(len(source), kind)
+        if _filled(codes, source, base, step, largest):
+            return torch.from_numpy(codes), step
+    most = float(np.abs(source if base is None else np.subtract(source, base, dtype=float)).max())
     if not math.isfinite(most):
-        return torch.zeros_like(x, dtype=torch.int64, device="cpu"), math.nan
-    step = max(step, most / _LARGEST)
-    return (x.detach().double() / step).add_(0.5).floor_().long().cpu(), step
+        return torch.zeros(len(source), dtype=torch.int8), math.nan
+    return coded(x, 2 * most / _LARGEST, start)
+
+
+def _filled(
+    codes: NDArray[Any], x: _Floats, start: _Floats | None, step: float, largest: float
+) -> bool:
+    """Write floor((x - start)/step + 1/2) to codes [d]; False where one is longer than `largest`.
+
+    Part by part, so that what is in between stays in the processor's cache.
+    """
+    room = np.empty(min(_PART, len(x)))
+    for part in _parts(len(x)):
+        whole = room[: len(x[part])]
+        np.subtract(x[part], 0 if start is None else start[part], out=whole)
+        whole /= step
+        whole += 0.5
+        np.floor(whole, out=whole)
+        # False for NaN, too.
+        if not -largest <= whole.min() <= whole.max() <= largest:
+            return False
+        np.copyto(codes[part], whole, casting="unsafe")
+    return True
 
 
 def moved(start: Tensor, codes: Tensor, step: float) -> Tensor:
@@ -82,21 +117,30 @@ def moved(start: Tensor, codes: Tensor, step: float) -> Tensor:
 
     Two operations in float64 and one rounding, each of them exact to the bit by IEEE 754.
     """
-    return (start.double() + codes.to(start.device).double() * step).to(start.dtype)
+    source, whole = _at_hand(start), codes.numpy()
+    target, room = np.empty_like(source), np.empty(min(_PART, len(source)))
+    for part in _parts(len(source)):
+        sums = room[: len(source[part])]
+        np.copyto(sums, whole[part])
+        sums *= step
+        sums += source[part]
+        target[part] = sums
+    return from_numpy(target).to(start.device)
 
 
 def encode(codes: Tensor, step: float) -> Tensor:
-    """Return the block of int64 codes [d] and their step, uint8 [n]."""
+    """Return the block of codes [d], of any signed type, and their step: uint8 [n]."""
     whole = codes.numpy()
-    flat = ((whole << 1) ^ (whole >> 63)).astype("<u8", copy=False)
-    count = max(1, (int(flat.max()).bit_length() + 7) // 8) if len(flat) else 1
-    planes = flat.view(np.uint8).reshape(-1, 8).T[:count]
-    block = _STEP.pack(step) + _own.compressor.compress(planes.tobytes())
+    # numpy adds vectorised, and shifts to the left one by one.
+    flat = (whole + whole) ^ (whole >> (8 * whole.itemsize - 1))
+    planes = flat.view(np.uint8).reshape(-1, whole.itemsize).T
+    count = max((i + 1 for i, plane in enumerate(planes) if plane.any()), default=1)
+    block = _STEP.pack(step) + _own.compressor.compress(np.ascontiguousarray(planes[:count]).data)
     return torch.from_numpy(np.frombuffer(block, np.uint8).copy())
 
 
 def decode(block: Tensor, length: int) -> tuple[Tensor, float]:
-    """Return codes, int64 [length], and step of what `encode` made.
+    """Return codes [length], of the smallest signed type, and step of what `encode` made.
 
     Raises InputError: it made no such block. Nothing longer than 8 bytes a code is ever unpacked.
     """
@@ -113,16 +157,23 @@ def decode(block: Tensor, length: int) -> tuple[Tensor, float]:
         raise _malformed(f"a frame that zstd cannot read ({error})") from None
     if len(raw) != told:
         raise _malformed(f"a frame of {len(raw)} bytes that says it holds {told}")
-    flat = _of_planes(np.frombuffer(raw, np.uint8).reshape(-1, length))
-    whole = (flat >> np.uint64(1)).astype(np.int64) ^ -(flat & np.uint64(1)).astype(np.int64)
-    return torch.from_numpy(whole), float(step)
+    count = told // length
+    size = 1 << (count - 1).bit_length()
+    flat = np.zeros((length, size), np.uint8)
+    flat[:, :count] = np.frombuffer(raw, np.uint8).reshape(count, length).T
+    whole = flat.view(f"<u{size}")[:, 0]
+    signs = whole & 1
+    whole >>= 1
+    whole ^= np.negative(signs, out=signs)
+    return torch.from_numpy(whole.view(f"<i{size}")), float(step)
 
 
-def _of_planes(planes: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    flat = planes[0].astype(np.uint64)
-    for place, plane in enumerate(planes[1:], start=1):
-        flat |= plane.astype(np.uint64) << np.uint64(8 * place)
-    return flat
+def _at_hand(x: Tensor) -> _Floats:
+    return x.detach().cpu().numpy()
+
+
+def _parts(length: int) -> Iterator[slice]:
+    return (slice(start, start + _PART) for start in range(0, length, _PART))
 
 
 def _malformed(what: str) -> InputError:

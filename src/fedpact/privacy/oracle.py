@@ -33,6 +33,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from fedpact.check import count as at_least_one
+from fedpact.draws.keystream import CHUNK
 from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
@@ -290,4 +291,8 @@ class PrivateOracle:
         """Return a sum [d] with the site's noise, both rounded to a coarse grid."""
         unit = sigma * bound / units
         whole = self._draws.share(total, unit, units, step, purpose)
-        return (whole.double() * unit).to(total.device, total.dtype)
+        # In parts, so that what is in between stays in the processor's cache.
+        for start in range(0, len(total), CHUNK):
+            part = slice(start, start + CHUNK)
+            total[part] = whole[part].double().mul_(unit)
+        return total
