@@ -205,8 +205,11 @@ def dealt(w):
     def weights(losses):
         nonlocal start
         found = w[start : start + len(losses)].to(losses.dtype)
-        start = (start + len(losses)) % len(w)
-        return found
+        start += len(losses)
+        if start >= len(w):
+            start = 0
+        # Of slots that hold no record, too.
+        return torch.nn.functional.pad(found, (0, len(losses) - len(found)))
 
     return weights
 

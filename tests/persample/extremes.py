@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fedpact.persample.apart.instead import INSTEAD
+from fedpact.persample.apart.replacements import DONE_AS
 from fedpact.persample.apart.separable import RULES
 from fedpact.persample.apart.unsafe import LOOKS, WORSE
 
@@ -26,7 +26,7 @@ WHOLE = (-(2**63), 2**63 - 1, -(10**12), 10**9, -1)
 POINTS = (torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 1e-40, -1e15 - 0.5, -(2.0**22) - 0.5)
 SAMPLES = 2
 # What torch is not asked, as something else is done instead.
-REPLACED = {str(target).split(".")[1] for target in INSTEAD}
+REPLACED = {str(target).split(".")[1] for target in DONE_AS}
 TABLE = {name.split(".")[1] for name in RULES}
 # Does not look where offsets, or lengths, are a record's: those are refused.
 BY_ARGUMENT = ("embedding_bag", "segment_reduce")

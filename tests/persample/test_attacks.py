@@ -14,9 +14,11 @@ from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.params import FlatModel
-from fedpact.persample import gradients, passes
+from fedpact.persample import dense as dense_sums
+from fedpact.persample import gradients
 from fedpact.persample import kernel as kernels
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.layout import Placement
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
@@ -108,8 +110,8 @@ def test_a_joint_product_of_what_the_norm_was_not_taken_from_would_be_found(monk
         g, u = share.g.double(), share.u.double()
         squares = ((u @ u.mT) * (g @ g.mT)).sum((1, 2)).clamp_min(0)
 
-        def add(c, view):
-            g, u = share.g[: len(c)], share.u[: len(c)]
+        def add(c, good, view):
+            g, u = share.g, share.u
             scaled = (g * c.to(g.dtype)[:, None, None]).flatten(0, 1)
             view.add_(scaled.t() @ u.flatten(0, 1))
 
@@ -194,12 +196,15 @@ def test_sums_of_many_records_are_float64(exact, monkeypatch):
     x[:511, 0], x[511, 0], x[512:, 0] = 1.0, 0.5, -0.75 * 2.0**-15
     y = torch.full((len(x), 1), -1.0)
     most = allowed(len(x), 1.0)
-    monkeypatch.setattr(passes, "_MOST", 1)
     if not exact:
         monkeypatch.setattr(kernels, "IN_FLOAT32", 10**9)
-        monkeypatch.setattr(passes.Passes, "cut_small", lambda *_: False)
-    kernel = given()
-    found = moved(lambda x, y: kernel.clipped_sum(x, y, 1.0), x, y, x[:1], y[:1], 0)
+        monkeypatch.setattr(kernels, "PARTIAL_SUMS", 10**9)
+        monkeypatch.setattr(dense_sums, "IN_FLOAT32", 10**9)
+        monkeypatch.setattr(dense_sums, "PARTIAL_SUMS", 10**9)
+    kernel, one_slot = given(), Placement(length=1)
+    found = moved(
+        lambda x, y: kernel.clipped_sum(x, y, 1.0, layout=one_slot), x, y, x[:1], y[:1], 0
+    )
     assert (found <= most) == exact
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample import chain, columns, norms, products
+from fedpact.persample import chain, dense, norms, products
 from fedpact.persample.kernel import PerSampleKernel
 
 WAYS = ("dense", "chain", "graph")
@@ -235,11 +235,11 @@ def test_lengths_of_wide_records_are_good_to_1e_6_and_each_records_own(width):
     x[2] *= 1e-30  # its squares are lost to float32
     x[3] *= 1e15
     x[4] = 0
-    found = columns.lengths(x, 16)
+    found = dense._lengths(x)
     expected = x.double().square().sum(1).numpy()
     assert found[:9] == pytest.approx(expected, rel=1e-6, abs=0)
     assert not found[9:].any()
-    assert found[:9].tolist() == [columns.lengths(one[None], 16)[0] for one in x]
+    assert found[:9].tolist() == [dense._lengths(one[None])[0] for one in x]
 
 
 @pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (5, 0), (700, 2600), (5000, 100)])
@@ -248,7 +248,7 @@ def test_exact_sums_are_those_of_float64(count, width):
     draws = torch.Generator().manual_seed(0)
     own, read = (torch.randn(n, count, generator=draws) for n in (10, width))
     own[0] = 1e6 * torch.tensor([1.0, -1.0]).repeat(count)[:count]
-    found = columns.product(own, read, exact=True)
+    found = dense._product(own, read, exact=True)
     expected = own.double() @ read.double().t()
     assert found.dtype == torch.float64
     limit = 1e-13 * own.double().abs() @ read.double().abs().t()

@@ -11,12 +11,16 @@ from tests.persample.attacked import moved
 from tests.persample.drawn import tried
 from tests.persample.uses import USES
 from torch import nn
+from torch.func import grad_and_value, vmap
 
 from fedpact.errors import ModelError
 from fedpact.losses import WeightedEntropy, cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample import norms
+from fedpact.persample.apart.export import Program
 from fedpact.persample.apart.separable import RULES
+from fedpact.persample.apart.unsafe import own_tables
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.bounds import slack
 from fedpact.persample.kernel import PerSampleKernel
 
@@ -456,6 +460,77 @@ def test_a_record_names_nothing_of_another(middle, width, other):
                 assert moved(summed, *given, r, y[:1], at) <= 0.05 * (1 + slack(62))
             except IndexError:
                 continue
+
+
+def _along(x, i):
+    return i[:, None].expand(2, x.shape[1])
+
+
+# Of a record x [4, 3] and its whole numbers i [2], which name entries of x or of a constant.
+BY_INDEX = {
+    "embedding": lambda x, i: F.embedding(i, x),
+    "gather": lambda x, i: x.gather(0, _along(x, i)),
+    "index": lambda x, i: x[i] + x[:, i][:2, :1],
+    "index_add": lambda x, i: x.index_add(0, i, x[:2]),
+    "index_copy": lambda x, i: x.index_copy(0, i, 2 * x[:2]),
+    "index_fill": lambda x, i: x.index_fill(0, i, 7.0),
+    "index_fill columns": lambda x, i: x.index_fill(1, i, 7.0),
+    "index_fill of a constant": lambda x, i: x * torch.zeros(4, 3).index_fill(0, i, 7.0),
+    "index_put": lambda x, i: x.index_put((i,), x[:2], accumulate=True),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, 2 * x[:2], "amax"),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "max_unpool2d": lambda x, i: F.max_unpool2d(x[:1, :2][None, None], i[None, None, None], (2, 2)),
+    "nll_loss": lambda x, i: F.nll_loss(x[:2], i, reduction="none"),
+    "put": lambda x, i: x.put(i, x[0, :2]),
+    "scatter": lambda x, i: x.scatter(0, _along(x, i), 2 * x[:2]),
+    "scatter of a constant": lambda x, i: torch.zeros(4, 3).scatter(0, _along(x, i), x[:2]),
+    "scatter_add": lambda x, i: x.scatter_add(0, _along(x, i), x[:2]),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, _along(x, i), x[:2], "sum"),
+    "take": lambda x, i: x.take(i),
+}
+BEYOND = (-1, 4, 5, 9, -5), (0, 0, 1, 2, 1)
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_under_vmap_an_index_reaches_no_other_record(name):
+    """Of what is given to vmap: torch's puts some tables one behind the other."""
+
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return BY_INDEX[name](x[0, :4] * self.scale, x[0, 4, :2].long()).reshape(1, -1)
+
+    model = FlatModel(Indexed())
+    x, y = torch.randn(6, 5, 3), torch.zeros(6)
+    x[:, 4] = torch.arange(3.0)
+    one = Program(model, lambda outputs, y: outputs.sum(1) + 0 * y, x, y, 1)
+    if own_tables(one.nodes, one.entered):
+        assert name.split()[0] in ("embedding", "index_fill")
+        return
+
+    def batched(x):
+        def loss(w, record, target):
+            return one.losses(record[None], target[None], {"scale": w})[0]
+
+        with for_vmap():
+            found = vmap(grad_and_value(loss), (None, 0, 0))(torch.ones(3), x, y)
+        return torch.cat([found[0], found[1][:, None]], 1).detach()
+
+    before, others = batched(x), torch.arange(6) != 2
+    for first, second in zip(*BEYOND, strict=True):
+        given = x.clone()
+        given[2, 4, :2] = torch.tensor([first, second])
+        try:
+            found = batched(given)
+        except (IndexError, RuntimeError):
+            continue  # it looks, and says so
+        assert torch.equal(found[others], before[others])
+        beside = torch.where(others[:, None, None], -2 * given, given)
+        beside[:, 4] = given[:, 4]
+        assert torch.equal(batched(beside)[2], found[2])
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -1,5 +1,8 @@
 """Models that mix the records of a batch are refused: BatchNorm by name, any other by `verify`."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,8 @@ from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models.normalise import replace_batchnorm
 from fedpact.params import FlatModel
+from fedpact.persample.apart import independence
+from fedpact.persample.apart.independence import check_separation
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 
@@ -298,7 +303,9 @@ def test_a_derivative_of_ones_own_that_is_right_is_not_blamed(reference, monkeyp
     kernel = PerSampleKernel(FlatModel(Stepped(Square.apply).double()), cross_entropy)
     kernel.verify(x, y)
     right = kernel._passes.gradients
-    monkeypatch.setattr(kernel._passes, "gradients", lambda x, y: right(x.flip(0), y))
+    monkeypatch.setattr(
+        kernel._passes, "gradients", lambda one: right(replace(one, x=one.x.flip(0)))
+    )
     with pytest.raises(ModelError, match="mixes the records"):
         kernel.verify(x, y)
 
@@ -326,11 +333,69 @@ def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypa
     kernel.verify(x, y)
     right = getattr(kernel._passes, wrong)
 
-    def mixing(*asked):
-        if wrong == "at_once":
-            return right(*asked) * 1.01
-        return right(asked[0].flip(0), asked[1])
+    def mixing(one):
+        return right(replace(one, x=one.x.flip(0)))
 
-    monkeypatch.setattr(kernel._passes, wrong, mixing)
+    if wrong == "gradients":
+        monkeypatch.setattr(kernel._passes, wrong, mixing)
+    else:
+        dense, summed = kernel._passes.dense, kernel._passes.dense.sum_of
+        monkeypatch.setattr(dense, "sum_of", lambda *asked: summed(*asked) * 1.01)
     with pytest.raises(ModelError, match="mixes the records"):
         kernel.verify(x, y)
+
+
+class Counted:
+    """A kernel's sums that are right, but for record `wrong`, of which `part` is another's."""
+
+    def __init__(self, kernel, wrong=None, part=0.0):
+        self.kernel, self.model, self.wrong, self.part = kernel, kernel.model, wrong, part
+        self.sums, self.gradients = [], []
+
+    def summed(self, x, y, clip, w):
+        self.sums.append(len(x))
+        rows = self.kernel.alone(x, y)
+        if self.wrong is not None and self.wrong < len(x):
+            rows[self.wrong] += self.part * rows[self.wrong - 1]
+        return (torch.minimum(w, clip / rows.norm(dim=1)) @ rows).clone()
+
+    def alone(self, x, y):
+        self.gradients.append(len(x))
+        return self.kernel.alone(x, y)
+
+    def losses(self, x, y):
+        return self.kernel.loss(self.model.module(x), y)
+
+
+@pytest.mark.parametrize("records", [3, 4, 60])
+def test_verify_takes_the_time_and_memory_of_a_few_steps(reference, records):
+    x, y = reference.data(records, 4), torch.arange(records) % 2
+    tried = Counted(PerSampleKernel(FlatModel(nn.Linear(4, 2).double()), cross_entropy))
+    check_separation(tried, x, y)
+    assert len(tried.sums) <= 6
+    assert sum(tried.sums) <= 40
+    assert max(tried.gradients) == 1
+    assert len(tried.gradients) <= 10
+
+
+@pytest.mark.parametrize("part", [0.01, 1e-6])
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_verify_finds_a_little_of_one_record_in_another(reference, wrong, part):
+    x, y = reference.data(4, 4), torch.arange(4) % 2
+    kernel = PerSampleKernel(FlatModel(nn.Linear(4, 2).double()), cross_entropy)
+    with pytest.raises(ModelError, match="mixes the records"):
+        check_separation(Counted(kernel, wrong, part), x, y)
+
+
+def test_verify_says_in_the_log_that_it_is_at_work(reference, monkeypatch, caplog):
+    said = threading.Event()
+
+    def slow(x):
+        said.wait(0.2)
+        return x
+
+    monkeypatch.setattr(independence, "_PATIENCE", 0.0)
+    with caplog.at_level("INFO", "fedpact"):
+        kernel = PerSampleKernel(FlatModel(Apply(after=slow).double()), squared_error)
+        kernel.verify(reference.data(3, 4), reference.data(3, 4, seed=1))
+    assert "model Apply is tried on made-up records" in caplog.text

@@ -70,6 +70,9 @@ class _Together:
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         return self._own.batch(records, rate, step)
 
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        return self._own.places(count, slots, step)
+
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         return self._own.gaussian(size, like, step, purpose)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws import grid
-from fedpact.draws.keystream import KeyStream, Parts, Words, normals, poisson
+from fedpact.draws.keystream import KeyStream, Parts, Words, injection, normals, poisson
 from fedpact.draws.seeded import empty
 from fedpact.draws.shares import shared
 
@@ -88,6 +88,11 @@ class SecureDraws:
         if rate == 1:
             return torch.arange(records)
         return poisson(self._own.stream, records, rate)
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """See seeded.Draws."""
+        del step
+        return injection(self._own.stream, count, slots)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """See seeded.Draws."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.draws.keystream import KeyStream, Parts, normals, poisson
+from fedpact.draws.keystream import KeyStream, Parts, injection, normals, poisson
 from fedpact.draws.shares import shared
 from fedpact.params import at_hand, from_numpy
 
@@ -36,6 +36,10 @@ class Draws(Protocol):
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         """Return the indices of a Poisson batch: each of `records` with probability `rate`."""
+        ...
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
         ...
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
@@ -116,6 +120,10 @@ class SeededDraws:
         if rate == 1:
             return torch.arange(records)
         return poisson(self._stream.seek(_place("batch", step)), records, rate)
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """See Draws."""
+        return injection(self._stream.seek(_place("places", step)), count, slots)
 
     def noise_words(self, step: int, purpose: str) -> KeyStream:
         """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""

@@ -27,6 +27,7 @@ from fedpact.losses import Loss
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample.dense import Dense
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import SiteSum, Weights
 
 Question = TypeVar("Question")
@@ -66,6 +67,7 @@ class Seat(PerSampleKernel):
         weights: Weights | None = None,
         most: int | None = None,
         shares: Tensor | None = None,
+        layout: Placement | None = None,
     ) -> Tensor:
         """See PerSampleKernel."""
         # What is to be refused, or is too long, and an empty batch, is for the site's own kernel.
@@ -73,7 +75,7 @@ class Seat(PerSampleKernel):
             total = self._ask(SiteSum(self.model, x.detach(), y, clip, weights, shares=shares))
             if total is not None:
                 return total
-        return super().clipped_sum(x, y, clip, weights, most, shares)
+        return super().clipped_sum(x, y, clip, weights, most, shares, layout)
 
 
 class PlainSeat(PlainKernel):

@@ -97,6 +97,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
+        "placement": _placement(plan, side.seeded),
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if plan.private else "none",
@@ -128,6 +129,19 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "evaluation": of_held,
         "sites": each,
     }
+
+
+def _placement(plan: Plan, seeded: bool) -> str:
+    """Return how sites place records in passes, for which see persample.layout."""
+    if not plan.private:
+        return ""
+    if seeded:
+        return "Compact, without a check of this machine: a simulation protects nobody."
+    return (
+        "Each site checks at its start that what is computed of a record depends on no other "
+        "record and no slot, for this model on its machine; where that is not so, its records are "
+        "scattered. Its log and its ledger say which."
+    )
 
 
 def of_simulation(scene: Scene) -> dict[str, Any]:

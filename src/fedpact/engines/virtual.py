@@ -74,7 +74,11 @@ class VirtualSite:
             exact = None if private else PlainKernel(bench.private.model, bench.private.loss)
             left = partial(charge.steps_left, terms)
             own = terms.at(task.round)
-            return PrivateOracle(records, bench.private, own, draws, charge, left, exact)
+            # A simulation protects nobody: its records are compact without a check.
+            compact = "compact"
+            return PrivateOracle(
+                records, bench.private, own, draws, charge, left, exact, placement=compact
+            )
 
         return Client(
             self.name,

@@ -188,6 +188,17 @@ class Workshop:
         x, y = (v.to(self.device) for v in self.made_up())
         return WAYS[self.bench().private.way(x, y)]
 
+    def placement(self, kernel: PerSampleKernel | BatchClippedKernel, expected: float) -> str:
+        """Return how a site has to place its records, a key of PLACEMENTS.
+
+        Compact where batch invariance is found for this model on this machine. A GPU's steps want
+        one shape anyway. expected: the size of a batch, which is public.
+        """
+        if self.device != "cpu" or not isinstance(kernel, PerSampleKernel):
+            return "scattered"
+        x, y = self.made_up()
+        return "compact" if kernel.invariant(x, y, expected) else "scattered"
+
     def made_up(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""
         generator = stream("made-up records")

@@ -37,7 +37,7 @@ from fedpact.features.made import MADE, dead_leaves, made_images
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.whitening import whitening
 from fedpact.params import begin_alone
-from fedpact.persample.products import evenly, linear
+from fedpact.persample.products import linear
 
 VERSION: Final = 2
 """Of what is computed here: one more wherever a record's features become others."""
@@ -171,7 +171,7 @@ class Extractor:
         found = self._mapped_all(full)
         if self._settings.whiten:
             mean, whitening = self._whitening
-            found = F.normalize(evenly(found - mean, whitening, None, linear))
+            found = F.normalize(linear(found - mean, whitening))
         return found[: len(x)]
 
     @torch.no_grad()

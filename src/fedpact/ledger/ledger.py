@@ -60,6 +60,7 @@ class Ledger:
         self.path, self.site, self.hypothetical = path, site, hypothetical
         self._lock = threading.Lock()
         self._reserved: dict[str, FixedSequence] = {}
+        self._placements: dict[str, str] = {}
         self._requests: dict[_Request, int] = {}
         self._rounds: dict[str, int] = {}
         self._attempts: set[tuple[str, int, int]] = set()
@@ -232,6 +233,16 @@ class Ledger:
         with self._lock:
             self._append({"kind": "unprotected", "run": run, "round": round_number})
 
+    def note_placement(self, run: str, placement: str) -> None:
+        """Write down how a run's records are placed from now on, where that is not written yet.
+
+        placement: a key of persample.layout.PLACEMENTS. Raises LedgerError: it cannot be written.
+        """
+        with self._lock:
+            if self._placements.get(run) != placement:
+                self._append({"kind": "placement", "run": run, "placement": placement})
+                self._placements[run] = placement
+
     def spent(self, run: str) -> Mapping[SampledGaussian, int]:
         """Return the events charged to a run so far."""
         with self._lock:
@@ -327,6 +338,8 @@ class Ledger:
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count
+            case "placement":
+                self._placements[entry["run"]] = entry["placement"]
             case "unprotected":
                 self._exposed.add(entry["run"])
             case _:

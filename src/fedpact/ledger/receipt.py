@@ -21,6 +21,11 @@ from fedpact.theory import shares
 from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
 from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
 
+_PLACED = {
+    "compact": "compact: batch invariance checked on this machine",
+    "scattered": "scattered: batch invariance by construction",
+}
+
 
 def receipt(path: Path) -> dict[str, Any]:
     """Return the receipt of a ledger file, after checking every link of its chain.
@@ -118,6 +123,12 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         "accounting": FIXED,
         # Whom ε is of.
         "unit": reservation["unit"],
+        # How its records stand in passes: "checked on this machine", or "by construction".
+        "placement": [
+            _PLACED[entry["placement"]]
+            for entry in entries
+            if entry["kind"] == "placement" and entry["run"] == run
+        ],
         # The run whose records these are not; None: of the records that are trained on.
         "beside": reservation.get("beside"),
         "epsilon_reserved": budget,

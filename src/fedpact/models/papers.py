@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from fedpact.errors import ModelError
-from fedpact.persample.columns import ScaledBias
+from fedpact.persample.dense import ScaledBias
 
 
 class LogisticSettings(BaseModel):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-from fedpact.persample.columns import ScaledBias
+from fedpact.persample.dense import ScaledBias
 
 _PLACES: Final = 3
 _FURTHER: Final = 0.7

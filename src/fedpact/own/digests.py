@@ -3,6 +3,7 @@
 import dis
 import hashlib
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,13 +25,15 @@ class _Seen(dict[int, tuple[int, Any]]):
     """What was read, by its identity: which it was, and it itself, so that no other comes to it.
 
     files: whether of modules that code refers to the files count, and not their names alone.
+    forms: whether of a module's weights and buffers the forms count, and not the numbers.
     """
 
     files = False
+    forms = False
 
     def copied(self) -> "_Seen":
         found = _Seen(self)
-        found.files = self.files
+        found.files, found.forms = self.files, self.forms
         return found
 
 
@@ -54,6 +57,17 @@ def digest_of_what_lasts(module: nn.Module) -> str:
     return _digest(part for part in _module(module, seen) if not isinstance(part, _Identity))
 
 
+def digest_of_form(*things: Any) -> str | None:
+    """Of what modules and functions compute with weights of any values, None where none can tell.
+
+    That is code, attributes, and forms of weights and buffers. Within this process.
+    """
+    seen = _Seen()
+    seen.forms = True
+    parts = _each(things, seen)
+    return None if any(isinstance(part, _Identity) for part in parts) else _digest(parts)
+
+
 def digest_of_code(thing: Any) -> str:
     """Of what a class, function or object does, as far as that can be read."""
     return _digest(_code(thing, _Seen()))
@@ -70,8 +84,9 @@ def _digest(parts: Iterable[str | bytes]) -> str:
 def _module(module: nn.Module, seen: _Seen) -> _Parts:
     parts: _Parts = [repr(module)]
     every = [*module.named_modules()]
-    for _, part in every:
-        seen[id(part)] = len(seen), part
+    weights = [*module.named_parameters(), *module.named_buffers()]
+    for _, part in (*every, *(weights if seen.forms else ())):
+        seen.setdefault(id(part), (len(seen), part))
     base = vars(nn.Module())
     for name, part in every:
         own = {key: value for key, value in vars(part).items() if key not in base}
@@ -79,8 +94,18 @@ def _module(module: nn.Module, seen: _Seen) -> _Parts:
         hooks = [list(vars(part)[key].values()) for key in _HOOKS]
         parts += [name, *_each((type(part), own, *hooks), seen)]
     # Buffers that no state dict has decide, too; so does which weights are frozen.
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
+    for name, value in weights if not seen.forms else ():
         parts += [f"{name} {value.requires_grad}", *_array(value)]
+    return parts + (_forms(module, seen) if seen.forms else [])
+
+
+def _forms(module: nn.Module, seen: _Seen) -> _Parts:
+    """Whether each part is trained, and of each weight and buffer its form and which it is."""
+    parts: _Parts = [f"{name} {part.training}" for name, part in module.named_modules()]
+    every = (module.named_parameters, module.named_buffers)
+    for name, value in (pair for named in every for pair in named(remove_duplicate=False)):
+        form = value.dtype, tuple(value.shape), value.stride(), value.device, value.requires_grad
+        parts.append(f"{name} {form} {type(value)} {seen[id(value)][0]}")
     return parts
 
 
@@ -101,6 +126,8 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
     if type(thing) is tuple:
         # Which of them Python keeps once, it decides anew in each process.
         return ["tuple", *_each(cast(tuple[Any, ...], thing), seen)]
+    if seen.forms and isinstance(thing, weakref.ref):
+        return ["weak", *_code(thing(), seen)]
     if id(thing) in seen:
         return [f"again {seen[id(thing)][0]}"]
     seen[id(thing)] = len(seen), thing
@@ -112,7 +139,9 @@ def _code(thing: Any, seen: _Seen) -> _Parts:
         return [f"{thing.dtype.descr} {thing.shape}", thing.tobytes()]
     if isinstance(thing, set | frozenset):
         # A set has another order in each process.
-        return ["set", *sorted(_digest(_code(e, seen.copied())) for e in cast(set[Any], thing))]
+        each = [_code(e, seen.copied()) for e in cast(set[Any], thing)]
+        unclear = [part for parts in each for part in parts if isinstance(part, _Identity)]
+        return ["set", *sorted(map(_digest, each)), *(unclear if seen.forms else ())]
     if isinstance(thing, list) and type(cast(Any, thing)) is list:
         return ["list", *_each(cast(list[Any], thing), seen)]
     if isinstance(thing, dict) and type(cast(Any, thing)) is dict:

@@ -3,8 +3,7 @@
 The model is traced with a batch of one, so no record is there for another to meet, a branch on
 values cannot be taken, and no state goes from one pass to another: Python runs once, on records
 that have no values. vmap then differentiates the trace for many records. A loop does where torch
-cannot batch an operation, and where a record's last bits would follow from its place among those
-that vmap takes at a time. What cannot be traced so is refused.
+cannot batch an operation. What cannot be traced so is refused.
 """
 
 import logging
@@ -18,15 +17,17 @@ from torch.func import grad_and_value, vmap
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
-from fedpact.persample import norms, recurrent
-from fedpact.persample.apart.trace import Program, Untraceable
+from fedpact.persample import norms
+from fedpact.persample.apart.export import Program, Untraceable
 from fedpact.persample.apart.unsafe import own_tables
-from fedpact.persample.apart.vmapped import Uneven, for_vmap
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.share import Share
 
 _logger = logging.getLogger("fedpact")
 _announced: set[str] = set()
+
+_AT_A_TIME = 16
 
 _LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
 
@@ -51,8 +52,10 @@ class Alone:
                 "branches on values and without state that a pass changes"
             ) from error
         size = model.size * model.vector.element_size()
-        self.step = max(1, min(self._one.alike, norms.KEEP_BYTES // size))
+        self.step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
+        if not self._by_vmap:
+            self.step = 1
 
     @property
     def _name(self) -> str:
@@ -64,9 +67,8 @@ class Alone:
         return losses, {name: [Made(found)] for name, found in rows.items()}
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] of records x, y [B, ...]."""
-        slices = [slice(i, i + self.step) for i in range(0, len(x), self.step)]
-        return torch.cat([self._rows(x[rows], y[rows])[0] for rows in slices])
+        """The losses [B] of at most `step` records."""
+        return self._rows(x, y)[0]
 
     def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
         """Whether vmap can batch the trace, found on records of the form of x, y, all of them 0.
@@ -74,7 +76,8 @@ class Alone:
         Found once and for all: were it found on records, one of them could change the last bits of
         all the others' gradients. From then on a batch that vmap does not take raises.
         """
-        if (told := self._by_place()) is not None:
+        if own_tables(self._one.nodes, self._one.entered):
+            told = "vmap would look up one record's entries in another's table"
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
@@ -84,7 +87,7 @@ class Alone:
             why = _error(self._vmapped, *made_up)
             # What raises at zeros in the loop, too, is the model's doing and not vmap's.
             taken = not isinstance(why, RuntimeError) or (
-                not isinstance(why, Uneven) and _error(self._looped, *made_up) is not None
+                _error(self._looped, *made_up) is not None
             )
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
@@ -92,25 +95,8 @@ class Alone:
             self._announce(logging.WARNING, _LOOPED.format(_told(why)))
         return taken
 
-    def _by_place(self) -> str | None:
-        """What gives a record under vmap other last bits by its place; see products.padded."""
-        most = self._one.alike
-        if self.step < most:
-            return f"the gradients of {most} records are too large for vmap to make at once"
-        if own_tables(self._one.nodes, self._one.entered):
-            return "vmap would look up one record's entries in another's table"
-        recurs = [n.target for n in self._one.nodes if n.target in recurrent.RECURRENT]
-        return f"vmap would not give {recurs[0]} states that begin alike" if recurs else None
-
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._by_vmap:
-            try:
-                return self._vmapped(x, y)
-            except Uneven as error:
-                # Which the trace has whatever the records are, behind what raised at zeros.
-                self._by_vmap = False
-                self._announce(logging.WARNING, _LOOPED.format(_told(error)))
-        return self._looped(x, y)
+        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"

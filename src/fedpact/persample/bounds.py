@@ -1,7 +1,6 @@
 """How far one record may move a sum, rounding included, and what keeps it there."""
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from fedpact.errors import InputError
 from fedpact.params import at_hand
 from fedpact.persample.norms import LARGEST
-from fedpact.persample.share import IN_FLOAT32, TOGETHER
+from fedpact.persample.share import IN_FLOAT32, TOGETHER, unit_of
 
 SHORTEST: Final = 2.0**-100
 """The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
@@ -54,31 +53,26 @@ def check_clip(name: str, clip: float) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Clip:
-    """A clip, in which unit: c_j are in units of it, so that none is too small for float32.
+def coefficients(clip: float, norms: Tensor, w: Tensor | None, shares: Tensor | None) -> Tensor:
+    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of)."""
+    c = clip / norms
+    c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / unit_of(clip)
+    # A weight in units of a small clip may be no number of float32.
+    c = c.clamp_max(LARGEST)
+    return c if shares is None else c * shares
 
-    shares: of the batch's records, None for 1.
-    """
 
-    clip: float
-    unit: float
-    shares: Tensor | None
+def usable(losses: Tensor, norms: Tensor, w: Tensor | None, occupied: Tensor | None) -> Tensor:
+    """Which slots [P] hold a record that is finite in loss, norm and weight."""
+    good = losses.isfinite() & norms.isfinite()
+    if w is not None:
+        good &= w.isfinite()
+    return good if occupied is None else good & occupied
 
-    def of(self, rows: slice, good: Tensor) -> "Clip":
-        """Return the clip of some of a slice's records."""
-        shares = None if self.shares is None else self.shares[rows][good]
-        return Clip(self.clip, self.unit, shares)
 
-    def coefficients(self, losses: Tensor, norms: Tensor, w: Tensor | None, rows: slice) -> Tensor:
-        """c [n] in float64; on a GPU 0 for records that the pass has found not to be finite."""
-        c = self.clip / norms
-        c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / self.unit
-        # A weight in units of a small clip may be no number of float32.
-        c = c.clamp_max(LARGEST)
-        if self.shares is not None:
-            c = c * self.shares[rows]
-        if at_hand(c):
-            return c
-        known = losses + norms
-        return torch.where((known if w is None else known + w).isfinite(), c, 0)
+def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
+    """Whether all slots are, which a GPU is not asked: the host would have to wait."""
+    if not at_hand(norms):
+        return False
+    # A sum is finite only if its terms are.
+    return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))

@@ -23,7 +23,8 @@ from fedpact.losses import Loss, cross_entropy, known_classes
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer
-from fedpact.persample.products import ALIKE, evenly, linear, of_each, padded, wanted
+from fedpact.persample.layout import overhead
+from fedpact.persample.products import linear
 from fedpact.persample.share import Share
 
 _aten = cast(Any, torch.ops.aten)
@@ -68,6 +69,11 @@ class Weighted(Stage):
         self._taken = x, g
         return self._input_grad(x, g) if wanted else g
 
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight [O, ...]."""
+        return cast(Tensor, self._module.weight)
+
     def shares(self) -> Shares:
         """What the last pass left, which the stage holds no longer."""
         (x, g), self._taken = cast(tuple[Tensor, Tensor], self._taken), None
@@ -93,10 +99,10 @@ class Linear(Weighted):
     """y = x Wᵀ + b for x [B, ..., K]."""
 
     def _apply(self, x: Tensor) -> Tensor:
-        return evenly(x, self._own.weight, self._own.bias, linear).contiguous()
+        return linear(x, self._own.weight, self._own.bias)
 
     def _input_grad(self, x: Tensor, g: Tensor) -> Tensor:  # noqa: ARG002
-        return evenly(g, self._own.weight.t(), None, linear).contiguous()
+        return linear(g, self._own.weight.t(), None)
 
     def _weight(self, x: Tensor, g: Tensor) -> Share:
         return Outer(_positions(g), _positions(x))
@@ -168,7 +174,7 @@ class Activation(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         """See Stage."""
-        self._y = of_each(self._function, x)
+        self._y = self._function(x)
         return self._y
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
@@ -209,29 +215,27 @@ class Flatten(Stage):
     """Records [B, ...] as [B, m]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Stage. With rows of zeros behind, as padded would add them."""
+        """See Stage."""
         self._shape = x.shape
         self._by_pixel = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        flat = x.new_empty(wanted(x.shape[0], ALIKE), math.prod(x.shape[1:]))
-        flat[: x.shape[0]].view(x.shape).copy_(x)
-        flat[x.shape[0] :] = 0
-        return flat
+        return x.flatten(1)
 
     def backward(self, g: Tensor, wanted: bool) -> Tensor:  # noqa: ARG002
         """See Stage."""
-        g = g[: self._shape[0]].view(self._shape)
+        g = g.view(self._shape)
         return g.contiguous(memory_format=torch.channels_last) if self._by_pixel else g
 
 
 class Chain:
-    """The stages of one model, in order. alike: see products.padded."""
+    """The stages of one model, in order."""
 
     def __init__(self, model: FlatModel, stages: list[Stage]) -> None:
         self._stages = stages
         self._weighted = [s for s in stages if isinstance(s, Weighted)]
         self._first = next(i for i, s in enumerate(stages) if isinstance(s, Weighted))
         self._by_image = any(isinstance(s, Conv2d) for s in stages)
-        self.alike = 1 if self._by_image and _even(stages) else ALIKE
+        self._size = model.size
+        self._costs: dict[torch.Size, tuple[int, int, float]] = {}
         self._states = [vars(module) for module in model.module.modules()]
         self._hooks = [state[hooks] for state in self._states for hooks in _HOOKS]
 
@@ -268,11 +272,8 @@ class Chain:
         return x.dim() == 4 if self._by_image else x.dim() >= 2
 
     def run(self, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Shares]:
-        """Losses, and the shares of each parameter: none where no loss depends on the output.
-
-        x: with rows of zeros behind, as `padded` adds them of `alike`; results are of those, too.
-        """
-        losses, g = _differentiated(loss, *self._outputs(x, y))
+        """Losses [P], and each parameter's shares: none where no loss depends on the output."""
+        losses, g = _differentiated(loss, self._outputs(x), y)
         if g is None:
             return losses, {}
         for i in reversed(range(self._first, len(self._stages))):
@@ -280,26 +281,29 @@ class Chain:
         return losses, {n: s for stage in self._weighted for n, s in stage.shares().items()}
 
     def losses(self, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
-        """Losses with the bits of `run`; what stages keep, the next pass replaces."""
-        return _differentiated(loss, *self._outputs(x, y))[0]
+        """Losses [P] with the bits of `run`; what stages keep, the next pass replaces."""
+        return _differentiated(loss, self._outputs(x), y)[0]
 
-    def _outputs(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the model's outputs and the targets, both with zeros behind."""
+    def cost(self, x: Tensor) -> tuple[int, int, float]:
+        """Bytes of a record's largest gradient, 0, and a pass's overhead in records."""
+        shape = x.shape[1:]
+        if shape not in self._costs:
+            with torch.no_grad():
+                flops, given = 0.0, x.new_zeros(2, *shape)
+                for stage in self._stages:
+                    given = stage.forward(given)
+                    if isinstance(stage, Weighted):
+                        flops += 6.0 * given[0].numel() * stage.weight[0].numel()
+            gradients = max(
+                (s.weight.nbytes for s in self._weighted if s.weight.dim() > 2), default=0
+            )
+            self._costs[shape] = gradients, 0, overhead(len(self._stages), flops, self._size)
+        return self._costs[shape]
+
+    def _outputs(self, x: Tensor) -> Tensor:
         for stage in self._stages:
             x = stage.forward(x)
-        return x, padded(y, x.shape[0])
-
-
-def _even(stages: list[Stage]) -> bool:
-    """Whether two records or more are computed by the same code up to a Flatten, which fills up.
-
-    Not by linear layers, nor by functions: of the last few numbers they are other code's.
-    """
-    first = next((i for i, s in enumerate(stages) if isinstance(s, Flatten)), len(stages))
-    return all(
-        s.geometry.even if isinstance(s, Conv2d) else isinstance(s, (ReLU, MaxPool2d))
-        for s in stages[:first]
-    )
+        return x
 
 
 def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:

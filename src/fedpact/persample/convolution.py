@@ -1,22 +1,27 @@
 """Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
 
-Four ways to make them, each the fastest where it applies:
+Several ways to make them, each the fastest where it applies (see PatchOrder):
 
-many channels   Patches are laid out as they lie in an image stored by pixel, a row of the kernel
-                at a time, and multiplied with g. Where a record has more positions than a patch
-                has numbers, torch's own routine is faster, for a batch of n convolutions is one
-                convolution with n groups and n weights.
-few channels    Patches are small: they are laid out by channel and multiplied with g.
+by pixel        Patches are one strided copy of images stored by pixel, [n, T, kernel·C], and are
+                multiplied with g in one product for all records and groups.
+by channel      Few channels make short rows: patches are then laid out by channel.
+by torch        A batch of n convolutions is one convolution with n groups and n weights. On a CPU
+                that is the fastest where a record has more positions than a patch has numbers.
+few positions   Patches and g are what a linear layer of few positions has; see gradients.Outer.
 before a pool   Only one number of each pooling window passes a gradient back, so g is zero but for
                 one position in four or more, and Σ_t g_t u_tᵀ is a sum over those positions: for
                 each output channel a weighted sum of rows of a table, torch's embedding_bag. A row
                 of the table is a row of the patch, kernel width times channels, which lies together
                 in an image stored by pixel; the rows of the kernel are as many sums over it.
+
+A transposed convolution is a convolution's gradient, so its weight has the gradients of that
+convolution with x and g in exchanged roles.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,164 +29,186 @@ from torch import Tensor, nn
 
 from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.products import convolved, filled, first_of_groups
-from fedpact.persample.share import Share, same
+from fedpact.persample.gradients import Outer
+from fedpact.persample.share import Part, Share, same
 
-Conv = nn.Conv1d | nn.Conv2d
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# With more groups at a time torch's routine falls out of the cache.
+PatchOrder = Literal["pixel", "channel", "torch"]
+
 _GROUPS = 16
+"""With more groups at a time torch's routine falls out of the cache."""
+
+_FEW = 16
+"""Up to so many positions patches may be taken as those of a linear layer."""
+
+_SHORT = 8
+"""Fewer channels make rows that are shorter than a processor's vectors."""
 
 _backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a Conv1d or Conv2d reads its input, as a Conv2d (a Conv1d has height 1).
+    """How a convolution of one to three dimensions reads its input.
 
-    pad: left, right, top, bottom, as torch.nn.functional.pad takes it.
+    kernel, stride, dilation: one number a dimension. pad: before and behind each dimension, the
+    last dimension first, as torch.nn.functional.pad takes it.
     """
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    pad: tuple[int, int, int, int]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pad: tuple[int, ...]
     mode: str
     groups: int
 
     @staticmethod
     def of(conv: Conv) -> "Geometry":
         """Read a module's settings."""
-        kernel, stride, dilation = (
-            _pair(v, 1) for v in (conv.kernel_size, conv.stride, conv.dilation)
+        found = Geometry.by(
+            conv.kernel_size, [conv.stride, conv.padding, conv.dilation, conv.groups]
         )
-        return Geometry(
-            kernel=kernel,
-            stride=stride,
-            dilation=dilation,
-            pad=_padding(conv.padding, kernel, dilation),
-            mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode,
-            groups=conv.groups,
-        )
+        return found if conv.padding_mode == "zeros" else replace(found, mode=conv.padding_mode)
 
     @staticmethod
     def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
         """Of an operation: kernel sizes; stride, padding, dilation and groups as torch has them."""
         stride, padding, dilation, groups = settings
-        size = _pair(kernel, 1)
-        spread = _pair(dilation, 1)
-        pad = _padding(padding, size, spread)
-        return Geometry(size, _pair(stride, 1), spread, pad, "constant", groups)
+        stride, dilation = (_each(v, len(kernel)) for v in (stride, dilation))
+        if padding == "same":
+            more = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+            sides = [(m // 2, m - m // 2) for m in more]
+        else:
+            sides = [(p, p) for p in _each(0 if padding == "valid" else padding, len(kernel))]
+        pad = tuple(p for side in reversed(sides) for p in side)
+        return Geometry(tuple(kernel), stride, dilation, pad, "constant", groups)
 
     @property
     def plain(self) -> bool:
         """Whether torch's convolution pads by itself: with zeros, and alike on both sides."""
-        left, right, top, bottom = self.pad
-        return self.mode == "constant" and left == right and top == bottom
+        return self.mode == "constant" and self.pad[::2] == self.pad[1::2]
 
     @property
     def even(self) -> bool:
-        """Whether two images or more are convolved by the same code, however many they are.
-
-        torch takes other code below 16 of them for single pixels. Of kernels that move in steps,
-        are spread or grouped, or of one row, nothing is claimed.
-        """
-        simple = self.stride == self.dilation == (1, 1) and self.groups == 1
-        return simple and min(self.kernel) > 1
+        """Of no use where passes have one length; chain.py still asks."""
+        return False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of x [n, C, H, W], where `plain` holds."""
-        padding = (self.pad[2], self.pad[0])
-        settings = self.stride, padding, self.dilation, self.groups
-        return convolved(F.conv2d, x, weight, bias, *settings)
-
-    def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
-        """Per-sample gradients [n, |weight|] from x [n, C, H, W] and g [n, O, h, w]."""
-        n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])
-        x, padding = self._padded(x)
-        x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
-        return self.gradient(g, x, weight.new_empty(1).expand(shape), padding, n, 1).view(n, -1)
-
-    def weight_rows_by_patches(self, x: Tensor, g: Tensor) -> Tensor:
-        """The same for one group."""
-        x = self.padded(x).contiguous()
-        n, channels, height, width = x.shape
-        (down, along), (dh, dw) = self.stride, self.dilation
-        shape = (n, channels, *self.kernel, *g.shape[2:])
-        area = height * width
-        steps = (channels * area, area, dh * width, dw, down * width, along)
-        g = g.flatten(2)
-        outputs, positions = g.shape[1:]
-        columns = x.as_strided(shape, steps).reshape(n, -1, positions)
-        # Each record's matrices begin at 16 bytes, as the first one's do: zeros are put behind.
-        behind, below = -positions % 4, -outputs % 4 if columns.shape[1] % 4 else 0
-        if behind or below:
-            columns, g = F.pad(columns, (0, behind)), F.pad(g, (0, behind, 0, below))
-        # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
-        return (columns @ g.mT).mT[:, :outputs].reshape(n, -1)
-
-    def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
-        """The same for one group, as [n, O, h, w, C]; written to `out` if there is one."""
-        x = self.padded(x).permute(0, 2, 3, 1).contiguous()
-        n, height, width, channels = x.shape
-        (down, along), (dh, dw) = self.stride, self.dilation
-        row = width * channels
-        kernel = (self.kernel[0], self.kernel[1], channels)
-        steps = (height * row, down * row, along * channels, dh * row, dw * channels, 1)
-        columns = x.as_strided((n, *g.shape[2:], *kernel), steps)
-        columns = columns.reshape(n, g[0, 0].numel(), -1)
-        if out is not None:
-            out = out.view(n, g.shape[1], columns.shape[2])
-        return torch.bmm(g.flatten(2), columns, out=out).view(n, -1)
+        """The convolution of x [n, C, ...], where `plain` holds."""
+        padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
+        settings = list(self.stride), padding, list(self.dilation), False, none, self.groups
+        return torch.convolution(x, weight, bias, *settings)
 
     def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """∂/∂x, where `plain` holds."""
-        padding = [self.pad[2], self.pad[0]]
-        if g.dtype != torch.float64:
-            return self.gradient(g, x, weight, padding, 1, 0)
-        each, weight = weight.shape[1], filled(filled(weight, 0, self.groups), 1)
-        g, x = filled(g, 1, self.groups), filled(x, 1, self.groups)
-        return first_of_groups(self.gradient(g, x, weight, padding, 1, 0), self.groups, each)
+        return self._gradient(g, x, weight, list(self.pad[::-2]), 1, 0)
 
-    def gradient(
-        self, g: Tensor, x: Tensor, weight: Tensor, padding: list[int], samples: int, which: int
-    ) -> Tensor:
-        """∂/∂x (which = 0) or ∂/∂weight (1) of a convolution with samples * groups groups."""
-        mask = [which == 0, which == 1, False]
-        arguments = (list(self.stride), padding, list(self.dilation), False, [0, 0])
-        found = _backward(g, x, weight, None, *arguments, samples * self.groups, mask)
-        return cast(Tensor, found[which])
+    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """How many positions there are along each dimension of an input of this size."""
+        sides = [a + b for a, b in zip(self.pad[::-2], self.pad[-2::-2], strict=True)]
+        read = [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+        each = zip(size, sides, read, self.stride, strict=True)
+        return tuple((n + more - one) // step + 1 for n, more, one, step in each)
 
-    def _padded(self, x: Tensor) -> tuple[Tensor, list[int]]:
-        """The input, and the zeros that torch is to add to it."""
-        if self.plain:
-            return x, [self.pad[2], self.pad[0]]
-        return self.padded(x), [0, 0]
+    def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+        """Gradients [n, |weight|] from x [n, C, ...] and g [n, O, ...], by torch's routine."""
+        n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])
+        padding = list(self.pad[::-2])
+        if not self.plain:
+            x, padding = self.padded(x), [0] * len(padding)
+        x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
+        return self._gradient(g, x, weight.new_empty(1).expand(shape), padding, n, 1).view(n, -1)
+
+    def weight_rows_by_channel(self, x: Tensor, g: Tensor) -> Tensor:
+        """The same by patches that are laid out by channel."""
+        x = self.padded(x).contiguous()
+        n, channels = x.shape[:2]
+        shape = (n, channels, *self.kernel, *g.shape[2:])
+        columns = x.as_strided(
+            shape, (*x.stride()[:2], *self._strides(x.stride()[2:], kernel_first=True))
+        )
+        columns = columns.reshape(n * self.groups, -1, g[0, 0].numel())
+        # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
+        rows = columns @ g.reshape(n * self.groups, -1, columns.shape[2]).mT
+        return rows.mT.reshape(n, -1)
+
+    def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
+        """The same by pixel, as [n, O, kernel, C]; written to `out` if there is one."""
+        columns = self.patches(x, g.shape[2:])
+        g = g.reshape(len(columns), -1, columns.shape[1])
+        if out is not None:
+            out = out.view(*g.shape[:2], columns.shape[2])
+        return torch.bmm(g, columns, out=out).view(len(x), -1)
+
+    def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """What x [n, C, ...] has at each position, [n · groups, T, kernel · C / groups]."""
+        x = self.padded(x).movedim(1, -1).contiguous()
+        each = x.shape[-1] // self.groups
+        shape = (len(x), self.groups, *positions, *self.kernel, each)
+        strides = (x.stride(0), each, *self._strides(x.stride()[1:-1]), 1)
+        columns = x.as_strided(shape, strides)
+        return columns.reshape(len(x) * self.groups, math.prod(positions), -1)
 
     def padded(self, x: Tensor) -> Tensor:
         """The input with its border."""
         return F.pad(x, self.pad, mode=self.mode) if any(self.pad) else x
 
+    def _strides(self, row: tuple[int, ...], *, kernel_first: bool = False) -> tuple[int, ...]:
+        """Of positions and kernel in memory, where the steps of the input's own dimensions are."""
+        positions = tuple(s * r for s, r in zip(self.stride, row, strict=True))
+        kernel = tuple(d * r for d, r in zip(self.dilation, row, strict=True))
+        return kernel + positions if kernel_first else positions + kernel
+
+    def _gradient(
+        self, g: Tensor, x: Tensor, weight: Tensor, padding: list[int], samples: int, which: int
+    ) -> Tensor:
+        """∂/∂x (which = 0) or ∂/∂weight (1) of a convolution with samples * groups groups."""
+        mask = [which == 0, which == 1, False]
+        none = [0] * len(padding)
+        settings = list(self.stride), padding, list(self.dilation), False, none
+        found = _backward(g, x, weight, None, *settings, samples * self.groups, mask)
+        return cast(Tensor, found[which])
+
+
+def layout_of(groups: int, weight: Tensor, positions: int, *, cpu: bool) -> PatchOrder:
+    """The fastest way to make gradients of weight [O, C / groups, ...] with so many positions."""
+    channels = weight.shape[1]
+    if not cpu:
+        # Never torch's routine, which launches a kernel for each group.
+        return "channel" if channels < _SHORT else "pixel"
+    # There it works on one channel a group or on whole vectors of channels.
+    if channels % _SHORT == 0 and 4 * positions <= weight[0].numel():
+        return "pixel"
+    few = channels % _SHORT > 0 or weight[0].numel() == channels
+    return "channel" if groups == 1 and few else "torch"
+
 
 class Convolved(Share):
-    """A weight's gradients from x [B, C, H, W] and g [B, O, h, w]; [B, C, L] and [B, O, l] too."""
+    """A weight's gradients from x [B, C, ...] and g [B, O, ...], with one to three dimensions.
 
-    def __init__(self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor) -> None:
-        self._geometry, self._weight = geometry, images(weight.detach())
-        self.x, self.g = images(x), images(g)
+    layout: how they are made, by default the fastest way.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        weight: Tensor,
+        x: Tensor,
+        g: Tensor,
+        layout: PatchOrder | None = None,
+    ) -> None:
+        self._geometry, self._weight = geometry, weight.detach()
+        self.x, self.g = x, g
         self.batch, self.size = len(x), weight.numel()
         self.element = g.element_size()
-        positions, patch = self.g[0, 0].numel(), self._weight[0].numel()
-        alone = geometry.groups == 1
-        # torch's routines for groups work on one channel a group or on whole vectors of channels.
-        self._few = alone and self._weight.shape[1] % 8 > 0
-        self._by_pixel = alone and not self._few and 2 * positions <= patch
-        # Where images do not begin at 16 bytes each is multiplied by itself, as the first one is;
-        # few channels are copied, and zeros put behind them.
-        odd = self.size % 4 > 0 or any(t[0].numel() % 4 for t in (self.x, self.g))
-        self._odd = odd and not self._few
-        one = max(1, norms.CHUNK_BYTES // (positions * patch * self.element))
-        self.most = one if self._few or self._by_pixel else _GROUPS
+        self._positions = math.prod(g.shape[2:])
+        self._layout: PatchOrder = layout or layout_of(
+            geometry.groups, weight, self._positions, cpu=at_hand(g)
+        )
+        patches = self._positions * weight[0].numel() * geometry.groups
+        one = max(1, norms.CHUNK_BYTES // max(1, patches * self.element))
+        self.most = _GROUPS if self._layout == "torch" else one
 
     @property
     def like(self) -> Tensor:
@@ -190,42 +217,46 @@ class Convolved(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        rows = self.quick_rows(chunk, None)
-        return self.arranged(rows).flatten(1) if self._by_pixel else rows
+        return self.arranged(self.quick_rows(chunk, None)).flatten(1)
 
     def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:
         """See Share."""
-        if chunk.stop - chunk.start == 1 < self.batch:
-            # One image by itself is convolved by other code than two are.
-            start = max(chunk.start - 1, 0)
-            return self.quick_rows(slice(start, start + 2), None)[chunk.start - start :][:1]
         x, g = self.x[chunk], self.g[chunk]
-        if self._odd:
-            each = [slice(j, j + 1) for j in range(len(x))]
-            return torch.cat([self._made(x[j].clone(), g[j].clone(), None) for j in each])
-        return self._made(x, g, out)
-
-    def _made(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
-        if self._by_pixel:
+        if self._layout == "pixel":
             return self._geometry.weight_rows_by_pixel(x, g, out)
-        if self._few:
-            return self._geometry.weight_rows_by_patches(x, g)
+        if self._layout == "channel":
+            return self._geometry.weight_rows_by_channel(x, g)
         return self._geometry.weight_rows(x, g, self._weight)
 
     def arranged(self, total: Tensor) -> Tensor:
         """See Share."""
-        if not self._by_pixel:
+        if self._layout != "pixel":
             return total
         out, channels, *kernel = self._weight.shape
-        return total.view(*total.shape[:-1], out, *kernel, channels).movedim(-1, -3)
+        return total.view(*total.shape[:-1], out, *kernel, channels).movedim(-1, -1 - len(kernel))
+
+    def special(self) -> Part | None:
+        """See Share: of few positions what `Outer` finds of them."""
+        if self._geometry.groups > 1 or self._positions > _FEW:
+            return None
+        u = self._geometry.patches(self.x, self.g.shape[2:])
+        part = Outer(self.g.flatten(2).mT, u).special()
+        if part is None:
+            return None
+        out, channels, *kernel = self._weight.shape
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            total = view.new_zeros(out, self.size // out)
+            part.add(c, good, total)
+            view.add_(total.view(out, *kernel, channels).movedim(-1, 1))
+
+        return Part(part.squares, add)
 
     def minus(self, other: Share) -> list[Share]:
         """See Share, and Outer."""
         one = cast(Convolved, other)
-        first = Convolved(self._geometry, self._weight, self.x, self.g - one.g)
-        if same(self.x, one.x):
-            return [first]
-        return [first, Convolved(self._geometry, self._weight, self.x - one.x, one.g)]
+        first = self._with(self.x, self.g - one.g)
+        return [first] if same(self.x, one.x) else [first, self._with(self.x - one.x, one.g)]
 
     def pairs(self, other: Share) -> bool:
         """See Share."""
@@ -233,7 +264,10 @@ class Convolved(Share):
 
     def negative(self) -> Share:
         """See Share."""
-        return Convolved(self._geometry, self._weight, self.x, -self.g)
+        return self._with(self.x, -self.g)
+
+    def _with(self, x: Tensor, g: Tensor) -> Share:
+        return Convolved(self._geometry, self._weight, x, g, self._layout)
 
 
 _WIDE = 64
@@ -261,12 +295,12 @@ class Pooled2d(Convolved):
     def __init__(
         self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor, pooled: Pooled
     ) -> None:
-        super().__init__(geometry, weight, x, g)
+        super().__init__(geometry, weight, x, g, "pixel")
         values, index = pooled
         batch, out = values.shape[:2]
         self._values = values.reshape(batch, out, 1, -1)
         self._index = index.int().reshape(batch, out, 1, -1)
-        self.most, self._by_pixel = None, True
+        self.most = None
 
     def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:  # noqa: ARG002
         """See Share."""
@@ -290,11 +324,6 @@ class Pooled2d(Convolved):
         return x.as_strided(shape, (height * row, row, channels, 1)).reshape(-1, shape[3])
 
 
-def images(x: Tensor) -> Tensor:
-    """[n, C, L] as images [n, C, 1, L] of height 1; others as they are."""
-    return x.unsqueeze(2) if x.dim() == 3 else x
-
-
 def pixelwise(x: Tensor) -> Tensor:
     """Images [n, C, H, W], the channels of a pixel side by side in memory."""
     _, channels, height, width = x.shape
@@ -304,19 +333,7 @@ def pixelwise(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _pair(value: object, default: int) -> tuple[int, int]:
-    """(height, width) of two numbers; of one, those of a Conv1d, whose height is the default."""
-    found = tuple(cast(list[int], value))
-    return (default, found[0]) if len(found) == 1 else (found[0], found[1])
-
-
-def _padding(
-    padding: str | tuple[int, ...], kernel: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    if padding == "valid":
-        return 0, 0, 0, 0
-    if padding == "same":
-        down, along = ((k - 1) * d for k, d in zip(kernel, dilation, strict=True))
-        return along // 2, along - along // 2, down // 2, down - down // 2
-    down, along = _pair(padding, 0)
-    return along, along, down, down
+def _each(value: Any, dimensions: int) -> tuple[int, ...]:
+    """One number for each dimension, of a list of them or of one that holds for all."""
+    found = list(cast(list[int], value)) if isinstance(value, (list, tuple)) else [cast(int, value)]
+    return tuple(found * dimensions if len(found) == 1 else found)

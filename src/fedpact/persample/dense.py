@@ -1,37 +1,76 @@
 """Clipped sums of small chains of dense layers, of one site or of several at once.
 
 A step of a small model is a few products of matrices and many operations on short vectors, which
-torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest;
-on a GPU torch does both. The records of all sites stand side by side, as the columns of z [O, N]:
-each site's columns are multiplied by its own weights, and all else is done for everybody in one go.
-No column enters another's numbers, so what is summed for a site is what its records alone give.
+torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest.
+Slots stand side by side, as the columns of z [O, N]: each site's columns are multiplied by its own
+weights, and all else is done for everybody in one go. No column enters another's numbers.
 
 For a chain of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
-cross_entropy. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
+cross_entropy, on a CPU. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
-from fedpact.params import FlatModel, at_hand
-from fedpact.persample import columns
+from fedpact.params import FlatModel, at_hand, from_numpy
+from fedpact.persample.bounds import coefficients
 from fedpact.persample.chain import chain_of, flattens
-from fedpact.persample.columns import Array, Bounds
-from fedpact.persample.norms import LARGEST, LONGEST
-from fedpact.persample.products import ALIKE, wanted
-from fedpact.persample.share import FAR, IN_FLOAT32, balanced, unit_of
+from fedpact.persample.layout import Pass, Placement, laid_out, length_for, overhead
+from fedpact.persample.norms import (
+    BLOCK,
+    CHUNK_BYTES,
+    LARGEST,
+    LEAST,
+    LONGEST,
+    NEAR,
+    SMALL,
+    square_sums,
+)
+from fedpact.persample.products import LARGE, linear
+from fedpact.persample.share import FAR, IN_FLOAT32, PARTIAL_SUMS, balanced, together, unit_of
 from fedpact.persample.weighting import SiteSum, weights_of
 
 MOST: Final = 2**20
-"""Of records times the layers' outputs in one pass, which holds a few numbers for each."""
+"""Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
+
+_OVERHEAD: Final = 1.5e-6
+"""Seconds that numpy takes to begin an operation."""
+
+Array = Any  # numpy's arrays; a gradient of float64 beside float32 ones has no simpler type
+
+_Curve = Callable[[Array], Array]
+
+# The function in numpy, and the derivative from the function's value.
+_ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve]]] = {
+    nn.ReLU: (lambda z: np.maximum(z, 0), lambda y: y > 0),
+    nn.Tanh: (np.tanh, lambda y: 1 - y * y),
+    nn.Sigmoid: (lambda z: 1 / (1 + np.exp(-z)), lambda y: y * (1 - y)),
+}
+
+
+class ScaledBias(nn.Linear):
+    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
+
+    input = 1.0
+
+    @staticmethod
+    def of(in_features: int, out_features: int, scale: float) -> "ScaledBias":
+        """Return a layer with s = scale, drawn as nn.Linear's are."""
+        layer = ScaledBias(in_features, out_features)
+        layer.input = scale
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [B, ..., in] to [B, ..., out]."""
+        return nn.functional.linear(input, self.weight, self.bias * self.input)
 
 
 class Dense:
@@ -52,66 +91,79 @@ class Dense:
         self._order = [places[name] for name in model.own]
         self._width = sum(m.out_features for _, m in linears)
         self._classes = linears[-1][1].out_features
-        self._dtype, self._device = model.vector.dtype, model.vector.device
-        self._at_hand = at_hand(model.vector)
+        self._dtype = model.vector.dtype
+        # About ten operations a layer, and ten more.
+        operations = 10.0 * (len(layers) + 1) * _OVERHEAD / 8e-5
+        self._overhead = overhead(operations, 6.0 * model.size, model.size)
 
     @staticmethod
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
         """Return what answers for such models, None where the model is no such chain."""
         chain = chain_of(model.module)
-        if chain is None or loss is not cross_entropy:
+        if chain is None or loss is not cross_entropy or not at_hand(model.vector):
             return None
         flat = bool(chain) and flattens(chain[0])
         layers = chain[1:] if flat else chain
-        if not layers or type(layers[0]) not in columns.LINEAR:
+        kinds = [type(m) for m in layers]
+        linear_kinds = {nn.Linear, ScaledBias}
+        if not kinds or kinds[0] not in linear_kinds or {*kinds} - linear_kinds - {*_ACTIVATIONS}:
             return None
-        linears = [m for m in layers if type(m) in columns.LINEAR]
-        fitting = all(type(m) in columns.LINEAR or type(m) in columns.ACTIVATIONS for m in layers)
         # More than the model's size where a parameter is frozen, or stands in two places.
-        held = sum(p.numel() for m in linears for p in m.parameters())
+        held = sum(p.numel() for m in layers for p in m.parameters())
         # Of wider outputs a pass holds too few records, and more would take another way.
-        narrow = sum(m.out_features for m in linears if isinstance(m, nn.Linear)) * ALIKE <= MOST
-        whole = fitting and narrow and held == model.size
-        return Dense(model, layers, flat) if whole else None
+        width = sum(m.out_features for m in layers if isinstance(m, nn.Linear))
+        return Dense(model, layers, flat) if width * 16 <= MOST and held == model.size else None
 
-    def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
-        """Return one question's sum [d], in several passes where one holds too few records.
+    def length(self, expected: float, *, exact: bool = False) -> int:
+        """Return P; see layout.length_for."""
+        return length_for(expected, MOST // self._width, self._overhead, exact=exact)
 
-        Never by another way because of their number: it would change every record's last bits.
-        exact: in float64, of however few records.
-        """
-        count, most = asked.y.shape[0], MOST // self._width // ALIKE * ALIKE
-        if count <= most:
-            return self.sums([asked], exact=exact)[0]
-        total = torch.zeros_like(asked.model.vector, dtype=torch.float64)
-        for some in (slice(i, i + most) for i in range(0, count, most)):
-            one = asked.part(some, asked.weights)
-            found = self._sums([one], exact=True)[0] if self._fits(one) else None
-            if found is None:
-                return None
-            total += found
+    def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor:
+        """Return one question's sum [d], of records that fit. exact: in float64, however few."""
+        layout = asked.layout
+        length = layout.length or self.length(layout.expected)
+        exact = exact or len(asked.y) > min(IN_FLOAT32, PARTIAL_SUMS * length)
+        total = torch.zeros_like(asked.model.vector, dtype=torch.float64 if exact else self._dtype)
+        for one in laid_out(self._rows(asked.x), asked.y, length, layout):
+            total += self._sums([(asked, one)], exact)[0]
         return total if exact else total.to(self._dtype)
 
-    def sums(self, asked: Sequence[SiteSum], *, exact: bool = False) -> list[Tensor | None]:
-        """Return each question's sum [d]; None where a site has to compute its own.
+    def sums(self, asked: Sequence[SiteSum]) -> list[Tensor | None]:
+        """Return each question's sum [d], one pass each; None where a site has to compute its own.
 
-        That is where there is no record or too many for a pass, and where records are none of the
-        model's. A record whose loss, norm or weight is not finite, or whose label is none of the
-        model's, is left out; in a plain run that, too, is the site's to decide.
+        That is where there is no record or too many for a pass, where records are none of the
+        model's, and of a plain run where a record is not finite. For simulations.
         """
         found: list[Tensor | None] = [None] * len(asked)
         for some in self._groups(asked):
-            answers = self._sums([asked[i] for i in some], exact=exact)
-            for i, answer in zip(some, answers, strict=True):
-                found[i] = answer if answer is None or exact else answer.to(self._dtype)
+            pairs = [(asked[i], self._whole(asked[i])) for i in some]
+            exact = any(len(one.y) > IN_FLOAT32 for one, _ in pairs)
+            for i, answer in zip(some, self._sums(pairs, exact), strict=True):
+                spoilt = asked[i].plain and not math.isfinite(answer.sum())
+                found[i] = None if spoilt else answer.to(self._dtype)
         return found
 
-    def _fits(self, one: SiteSum) -> bool:
-        x, y = one.x, one.y
-        fits = x.dtype == self._dtype and y.dtype == torch.int64 and x.device == self._device
+    def measured(self, asked: SiteSum) -> list[Tensor]:
+        """Return whatever is computed of each slot of one pass, tensors [P, ...]."""
+        (one,) = laid_out(self._rows(asked.x), asked.y, asked.layout.length, asked.layout)
+        with np.errstate(all="ignore"):
+            made = self._measure([(asked, one)])
+        arrays = [made.losses, made.norms, *made.lengths.values(), *made.grads.values()]
+        arrays += [v for v in made.values if v is not None]
+        return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
+
+    def _whole(self, one: SiteSum) -> Pass:
+        length = -(-len(one.y) // 8) * 8
+        return next(laid_out(self._rows(one.x), one.y, length, Placement()))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 2 else x.flatten(1)
+
+    def fits(self, x: Tensor, y: Tensor) -> bool:
+        """Whether x, y [B, ...] are records of the model's, at least one."""
+        fits = x.dtype == self._dtype and y.dtype == torch.int64 and at_hand(x)
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-        one_each = y.dim() == 1 and x.shape[0] == y.shape[0]
-        return fits and rows and one_each and 0 < y.shape[0] * self._width <= MOST
+        return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and len(y) > 0
 
     def _groups(self, asked: Sequence[SiteSum]) -> Iterator[list[int]]:
         """Yield the places of questions that can be answered, together no more than MOST."""
@@ -119,7 +171,7 @@ class Dense:
         size = 0
         for i, one in enumerate(asked):
             own = one.y.shape[0] * self._width
-            if not self._fits(one):
+            if not self.fits(one.x, one.y) or own > MOST:
                 continue
             if size + own > MOST:
                 yield group
@@ -129,219 +181,231 @@ class Dense:
         if group:
             yield group
 
-    def _sums(self, asked: list[SiteSum], *, exact: bool = False) -> Sequence[Tensor | None]:
-        """The sums, in float64 where there are many records or it is asked for."""
-        y = columns.side_by_side([columns.behind(one.y, ALIKE) for one in asked])
-        strange = (y < 0) | (y >= self._classes)
-        some_strange = not self._at_hand or strange.any()
+    def _sums(self, asked: "list[tuple[SiteSum, Pass]]", exact: bool) -> list[Tensor]:
+        """The sums, in float64 or the model's type."""
         # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):
-            made = self._forward(asked)
-            # A record without a label of the model's is left out, and changes nothing for others.
-            y = columns.where(strange, 0, y) if some_strange else y
-            losses, g = columns.cross_entropy(made.values[-1], y)
-            made.grads = self._backward(g, made)
-            norms = self._squares(made) ** 0.5
-            w = _weights(asked, losses, made)
-            made.exact = [exact or one.y.shape[0] > IN_FLOAT32 for one in asked]
-            c = columns.like(g, _coefficients(asked, w, norms, made))
-            known = losses + norms if w is None else losses + norms + w
-            # One maximum, which NaN fails, in place of three passes over every record.
-            if some_strange or not norms.max() <= LONGEST:
-                known = columns.where(strange | ~(norms <= LONGEST), math.nan, known)
-            if not self._at_hand:
-                c, made = _without_bad(asked, c, known, made)
-            totals = _weighted(self._order, c, made)
-            # Coefficients are in units of the clip, so that a small clip keeps its digits.
-            totals = [t.mul_(unit_of(one.clip)) for t, one in zip(totals, asked, strict=True)]
-        if not self._at_hand:
-            return totals
-        # A sum is finite only if its terms are.
-        if math.isfinite(known.sum()):
-            return totals
-        each = zip(asked, totals, made.own, strict=True)
-        w = np.ones_like(norms) if w is None else w
-        return [self._of_good(one, total, w[own], known[own]) for one, total, own in each]
+            made = self._measure(asked)
+            w = _weights(asked, made)
+            c = np.empty_like(made.norms)
+            for (one, slots), own in zip(asked, made.own, strict=True):
+                share = None if one.shares is None else slots.placed(one.shares).numpy()
+                of = None if w is None else from_numpy(w[own])
+                norms = from_numpy(made.norms[own])
+                c[own] = coefficients(one.clip, norms, of, None).numpy()
+                if share is not None:
+                    c[own] *= share
+            known = made.losses + made.norms if w is None else made.losses + made.norms + w
+            # A sum is finite only if its terms are.
+            if not math.isfinite(known.sum()):
+                made.keep(np.isfinite(known))
+                c = np.where(np.isfinite(known), c, 0)
+            for (one, slots), own in zip(asked, made.own, strict=True):
+                if slots.occupied is not None:
+                    c[own] *= slots.occupied.numpy()
+                if one.plain and not np.isfinite(known[own][: slots.count]).all():
+                    c[own] = math.nan
+            return self._weighted(asked, c.astype(made.losses.dtype), made, exact)
 
-    def _of_good(self, one: SiteSum, total: Tensor, w: Array, known: Array) -> Tensor | None:
-        """Return the total, or that of the records [n] with finite numbers alone."""
-        good, fixed = columns.tensor(known).isfinite(), columns.tensor(w)
-        if good.all():
-            return total
-        if one.plain:
-            return None
-        if not good.any():
-            return torch.zeros_like(total)
-        some = one.part(good, lambda _: fixed[good])
-        return self._sums([some], exact=total.dtype == torch.float64)[0]
+    def _measure(self, asked: "list[tuple[SiteSum, Pass]]") -> "_Made":
+        xs = [slots.x for _, slots in asked]
+        bounds = pairwise(accumulate((len(x) for x in xs), initial=0))
+        weights = [one.model.own for one, _ in asked]
+        made = _Made(xs, weights, [slice(*b) for b in bounds])
+        y = np.concatenate([slots.y.numpy() for _, slots in asked])
+        strange = (y < 0) | (y >= self._classes)
+        some_strange = strange.any()
+        self._forward(made)
+        # A record without a label of the model's is left out, and changes nothing for others.
+        y = np.where(strange, 0, y) if some_strange else y
+        made.losses, g = _cross_entropy(made.values[-1], y)
+        self._backward(g, made)
+        made.norms = self._squares(made) ** 0.5
+        if some_strange:
+            made.losses = np.where(strange, math.nan, made.losses)
+        made.norms = np.where(made.norms <= LONGEST, made.norms, math.inf)
+        return made
 
-    def _forward(self, asked: list[SiteSum]) -> "_Pass":
-        xs = [one.x if one.x.dim() == 2 else one.x.flatten(1) for one in asked]
-        weights = [one.model.own for one in asked]
-        bounds = list(pairwise(accumulate((wanted(x.shape[0], ALIKE) for x in xs), initial=0)))
-        own = [
-            slice(start, start + one.y.shape[0])
-            for one, (start, _) in zip(asked, bounds, strict=True)
-        ]
+    def _forward(self, made: "_Made") -> None:
         # Records are columns from the first product on: what follows works along memory.
-        values: list[Array] = [None]
         for i, kind in enumerate(self._kinds):
-            x = values[-1]
+            z = made.values[-1]
             if kind is not nn.Linear:
-                by_numpy, by_torch, _ = columns.ACTIVATIONS[kind]
-                values.append(by_torch(x) if isinstance(x, Tensor) else by_numpy(x))
+                made.values.append(_ACTIVATIONS[kind][0](z))
                 continue
-            reads = [part.t() for part in columns.cut(x, bounds)] if i else xs
-            made: list[Array] = []
-            for w, rows in zip(weights, reads, strict=True):
+            parts: list[Array] = []
+            for weights, x, own in zip(made.weights, made.xs, made.own, strict=True):
                 # The records themselves lie row by row, as they were given; no copy turns them.
-                product = columns.by_columns if i else columns.of_records
-                z = columns.array(product(w[self._weight[i]], rows))
+                rows = from_numpy(z[:, own]).t() if i else x
+                weight = weights[self._weight[i]]
+                part = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
                 if i in self._bias:
-                    z += columns.array(w[self._bias[i]] * self._input[i])[:, None]
-                made.append(z)
-            values.append(columns.side_by_side(made))
-        return _Pass(xs, weights, bounds, own, values, {})
+                    part += (weights[self._bias[i]] * self._input[i]).numpy()[:, None]
+                parts.append(part)
+            made.values.append(_side_by_side(parts))
 
-    def _backward(self, g: Array, made: "_Pass") -> dict[int, Array]:
-        found: dict[int, Array] = {}
+    def _backward(self, g: Array, made: "_Made") -> None:
         for i in reversed(range(len(self._kinds))):
             kind = self._kinds[i]
             if kind is not nn.Linear:
-                g *= columns.ACTIVATIONS[kind][2](made.values[i + 1])
+                g = g * _ACTIVATIONS[kind][1](made.values[i + 1])
                 continue
-            found[i] = g
-            # Nobody asks for the gradient at the records, which is a third of a small model's work.
+            made.grads[i] = g
+            # Input gradients are not needed, which would be a third of a small model's work.
             if i:
-                pairs = zip(made.weights, columns.cut(g, made.bounds), strict=True)
-                below = [
-                    columns.by_columns(own[self._weight[i]].t(), part.t()) for own, part in pairs
-                ]
-                g = columns.side_by_side([columns.array(one) for one in below])
-        return found
+                parts: list[Array] = []
+                for weights, own in zip(made.weights, made.own, strict=True):
+                    weight, rows = weights[self._weight[i]].t(), from_numpy(g[:, own]).t()
+                    parts.append(linear(weight, rows, large=weight.numel() >= LARGE).numpy())
+                g = _side_by_side(parts)
 
-    def _squares(self, made: "_Pass") -> Array:
+    def _squares(self, made: "_Made") -> Array:
         """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
         total: Array = 0
         for i, g in made.grads.items():
             read = made.values[i]
-            pairs = zip(made.xs, made.bounds, strict=True)
-            of_x = (columns.lengths(x, end - start) for x, (start, end) in pairs)
-            each = [columns.squares(read)] if i else list(of_x)
-            made.lengths[i] = columns.side_by_side(each)
+            made.lengths[i] = _squares(read) if i else _side_by_side([*map(_lengths, made.xs)])
             # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
-            total += columns.squares(g) * (made.lengths[i] + self._input.get(i, 0.0) ** 2)
+            total += _squares(g) * (made.lengths[i] + self._input.get(i, 0.0) ** 2)
         return total
+
+    def _weighted(
+        self, asked: "list[tuple[SiteSum, Pass]]", c: Array, made: "_Made", exact: bool
+    ) -> list[Tensor]:
+        """Return each site's Σ_j c_j g_j [d]."""
+        reads, grads = made.balanced()
+        inputs = {i: input for i, input in self._order if input}
+        biased: dict[int, Array] = {}
+        for i, g in made.grads.items():
+            # What a bias reads is part of what its layer reads.
+            each = _taken(c, g, made.lengths[i] + inputs.get(i, 0.0) ** 2)
+            biased[i] = g * each
+            # A coefficient times a gradient may have no digits where a layer reads long vectors.
+            grads[i] = grads[i] * each if i in grads else biased[i]
+        found: list[Tensor] = []
+        for (one, _), x, own in zip(asked, made.xs, made.own, strict=True):
+            parts: list[Array] = []
+            for i, input in self._order:
+                if input:
+                    terms = biased[i][:, own]
+                    parts.append(terms.sum(1, dtype=np.float64 if exact else None) * input)
+                    continue
+                read = from_numpy(reads[i][:, own]) if i in reads else None
+                if read is None:
+                    read = from_numpy(made.values[i][:, own]) if i else x.t()
+                product = _product(from_numpy(grads[i][:, own]), read, exact)
+                parts.append(product.numpy().reshape(-1))
+            # Coefficients are in units of the clip, so that a small clip keeps its digits.
+            found.append(from_numpy(np.concatenate(parts)).mul_(unit_of(one.clip)))
+        return found
 
 
 @dataclass(eq=False, slots=True)
-class _Pass:
-    """Records x [n, K] and weights of each site, and what was found.
+class _Made:
+    """Slots x [P, K] and weights of each site, and what was found.
 
-    bounds: where each site's columns are, with those of zeros behind (products.padded); own: where
-    its records' are. lengths: ‖·‖² [N] of what each linear layer reads. exact: which sites' sums
-    are float64. values: what each layer reads, [K, N] but for the first, and the last one's output.
-    grads: ∂ℓ_j/∂output [O, N] of every linear layer, by its place.
+    own: where a site's columns are. lengths: ‖·‖² [N] of what each linear layer reads. values: what
+    each layer reads, [K, N] but for the first, and the last one's output. grads: ∂ℓ_j/∂output
+    [O, N] of every linear layer, by its place.
     """
 
     xs: list[Tensor]
     weights: list[dict[str, Tensor]]
-    bounds: Bounds
     own: list[slice]
-    values: list[Array]
-    grads: dict[int, Array]
+    values: list[Array] = field(default_factory=lambda: [None])
+    grads: dict[int, Array] = field(default_factory=dict[int, Array])
     lengths: dict[int, Array] = field(default_factory=dict[int, Array])
-    exact: list[bool] = field(default_factory=list[bool])
+    losses: Array = None
+    norms: Array = None
 
+    def keep(self, good: Array) -> None:
+        """Set the numbers of other slots than good [N] to 0."""
+        pairs = zip(self.xs, self.own, strict=True)
+        self.xs = [x.where(from_numpy(good[own])[:, None], 0) for x, own in pairs]
+        self.values = [None if v is None else np.where(good, v, 0) for v in self.values]
+        self.grads = {i: np.where(good, v, 0) for i, v in self.grads.items()}
+        self.lengths = {i: np.where(good, v, 0) for i, v in self.lengths.items()}
 
-def _weighted(order: list[tuple[int, float]], c: Array, made: _Pass) -> list[Tensor]:
-    """Return each site's Σ_j c_j g_j [d]; the gradients are written over."""
-    reads, grads = _scaled(made)
-    inputs = {i: input for i, input in order if input}
-    for i, g in made.grads.items():
-        # What a bias reads is part of what its layer reads.
-        each = columns.taken(c, g, made.lengths[i] + inputs.get(i, 0.0) ** 2)
-        # A coefficient times a gradient may have no digits where the layer reads very long vectors.
-        grads[i] = grads[i] * each if i in grads else g
-        g *= each
-    found: list[Tensor] = []
-    for x, own, exact in zip(made.xs, made.own, made.exact, strict=True):
-        parts: list[Array] = []
-        for i, input in order:
-            if input:
-                parts.append(columns.added(made.grads[i][:, own], exact) * input)
+    def balanced(self) -> tuple[dict[int, Array], dict[int, Array]]:
+        """What layers read, and their gradients, of layers where a record reads a long vector."""
+        reads: dict[int, Array] = {}
+        grads: dict[int, Array] = {}
+        for i, g in self.grads.items():
+            if self.lengths[i].max() <= FAR:
                 continue
-            read = made.values[i][:, own] if i else x.t()
-            read = reads[i][:, own] if i in reads else read
-            product = columns.product(columns.tensor(grads[i][:, own]), columns.tensor(read), exact)
-            parts.append(columns.array(product).reshape(-1))
-        found.append(columns.tensor(columns.side_by_side(parts)))
-    return found
+            read = from_numpy(self.values[i]).t() if i else torch.cat(self.xs)
+            of_g, of_u = balanced(from_numpy(g).t(), read, from_numpy(self.lengths[i]))
+            reads[i], grads[i] = of_u.t().numpy(), of_g.t().numpy()
+        return reads, grads
 
 
-def _scaled(made: _Pass) -> tuple[dict[int, Array], dict[int, Array]]:
-    """What layers read, and their gradients, balanced, of layers where a record needs it."""
-    reads: dict[int, Array] = {}
-    grads: dict[int, Array] = {}
-    for i, g in made.grads.items():
-        # Not a number is not near either.
-        if not isinstance(g, Tensor) and made.lengths[i].max() <= FAR:
-            continue
-        lengths = columns.tensor(made.lengths[i])
-        read = made.values[i]
-        if not i:
-            each = [columns.tensor(columns.behind(x, ALIKE)).t() for x in made.xs]
-            read = columns.side_by_side([columns.array(one) for one in each])
-        of_g, of_u = balanced(columns.tensor(g).t(), columns.tensor(read).t(), lengths)
-        reads[i], grads[i] = columns.array(of_u.t()), columns.array(of_g.t())
-    return reads, grads
-
-
-def _without_bad(
-    asked: list[SiteSum], c: Tensor, known: Tensor, made: _Pass
-) -> tuple[Tensor, _Pass]:
-    """Return c and the pass with zeros for records that are not finite, in a private run.
-
-    Whether or not there are any: the host would have to wait to know.
-    """
-    good = known.isfinite()
-    for one, own in zip(asked, made.own, strict=True):
-        if one.plain:
-            good[own] = True
-            # Those without a label of the model's spread, as without privacy.
-            c[own] = c[own].where(known[own].isfinite(), torch.nan)
-    rows = zip(made.xs, made.own, strict=True)
-    clean = replace(
-        made,
-        xs=[x.where(good[own, None], 0) for x, own in rows],
-        values=[None if v is None else v.where(good, 0) for v in made.values],
-        grads={i: g.where(good, 0) for i, g in made.grads.items()},
-        lengths={i: v.where(good, 0) for i, v in made.lengths.items()},
-    )
-    return c.where(good, 0), clean
-
-
-def _weights(asked: list[SiteSum], losses: Array, made: _Pass) -> Array | None:
+def _weights(asked: list[tuple[SiteSum, Pass]], made: _Made) -> Array | None:
     """Return w [N], None where all are 1."""
-    if all(one.weights is None for one in asked):
+    if all(one.weights is None for one, _ in asked):
         return None
-    w = columns.module(losses).ones_like(losses)
-    for one, own in zip(asked, made.own, strict=True):
+    w = np.ones_like(made.losses)
+    for (one, _), own in zip(asked, made.own, strict=True):
         if one.weights is not None:
-            found = weights_of(one.weights, columns.tensor(losses[own])).clamp_min(0)
-            w[own] = columns.array(found)
+            w[own] = weights_of(one.weights, from_numpy(made.losses[own])).clamp_min(0).numpy()
     return w
 
 
-def _coefficients(asked: list[SiteSum], w: Array | None, norms: Array, made: _Pass) -> Array:
-    """Return c = s min(w, C/‖g‖) [N], 0 for what is no record."""
-    xp = columns.module(norms)
-    c = xp.zeros_like(norms)
-    for one, own in zip(asked, made.own, strict=True):
-        limits = one.clip / norms[own]
-        some = limits.clip(max=1) if w is None else xp.minimum(w[own], limits)
-        # In units of the clip, see gradients.unit_of.
-        c[own] = (some / unit_of(one.clip)).clip(max=LARGEST)
-        if one.shares is not None:
-            c[own] *= columns.array(one.shares)
-    return c
+def _side_by_side(parts: Sequence[Array]) -> Array:
+    """Return parts [..., n] as one [..., N]."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
+
+
+def _squares(v: Array) -> Array:
+    """Return Σ v² [N] of each column of v [K, N], in float64."""
+    found = np.square(v, dtype=np.float64).sum(0)
+    return found.clip(LEAST) if v.itemsize == 8 else found
+
+
+def _lengths(x: Tensor) -> Array:
+    """Return ‖x_j‖² of records x [P, K] in float64."""
+    rows, found = x.numpy(), np.zeros(len(x))
+    for start in range(0, rows.shape[1], BLOCK):
+        some = rows[:, start : start + BLOCK]
+        found += np.vecdot(some, some)
+    small = found < SMALL
+    if small.any():
+        found[small] = square_sums(x[from_numpy(small)]).numpy()
+    return found
+
+
+def _taken(c: Array, g: Array, lengths: Array) -> Array:
+    """c [N] of g [O, N] beside u of ‖u_j‖² [N], or less; see norms.most_of."""
+    near = lengths < NEAR
+    if not near.any():
+        return c
+    most = np.where(near, LARGEST / _squares(g) ** 0.5, math.inf)
+    return np.minimum(c, most.astype(c.dtype))
+
+
+def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
+    """own readᵀ for own [O, P], read [K, P]: float32 adds no more records than slack allows."""
+    count = own.shape[1]
+    if exact:
+        # No more is copied at a time than stays in the cache.
+        step = max(1, CHUNK_BYTES // max(1, 8 * read.shape[0]))
+        total = own.new_zeros(own.shape[0], read.shape[0], dtype=torch.float64)
+        for start in range(0, count, step):
+            some = slice(start, start + step)
+            total.addmm_(own[:, some].double(), read[:, some].double().t())
+        return total
+    large = own.shape[0] * read.numel() >= 64 * LARGE
+    each = [linear(own[:, some], read[:, some], large=large) for some in together(count)]
+    return each[0] if len(each) == 1 else torch.stack(each).sum(0)
+
+
+def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
+    """Return the losses [N] of outputs z [K, N], and their gradient."""
+    places = np.arange(len(y))
+    # Not in its place: an activation at the end still has to know what it gave.
+    z = z - z.max(0)
+    g = np.exp(z)
+    total = g.sum(0)
+    losses = np.log(total) - z[y, places]
+    g /= total
+    g[y, places] -= 1
+    return losses, g

@@ -22,19 +22,16 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.params import at_hand
 from fedpact.persample import norms
-from fedpact.persample.norms import LONGEST, chosen, exact, flattened, rough_squares, square_sums
-from fedpact.persample.products import each_begun
+from fedpact.persample.norms import chosen, exact, flattened, rough_squares, square_sums
 from fedpact.persample.share import TOGETHER, Part, Share, Space, balanced, same, together
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
 
-_FEW = 8
+_FEW = 16
 """Up to so many positions Gram matrices are worth their while."""
 
 
@@ -60,20 +57,18 @@ def difference(shares: list[Share], others: list[Share]) -> list[Share]:
 
 def _by_rows(share: Share, space: Space) -> Part:
     one = share.size * share.element
-    pieces = norms.chunks(share.batch, one, _most(share))
-    kept = share.batch * one <= norms.KEEP_BYTES
+    pieces = norms.chunks(share.batch, one, share.like, _most(share))
+    kept = share.batch * one <= norms.keep_bytes(share.like)
     longest = max((p.stop - p.start for p in pieces), default=0)
     memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
     rough: list[Tensor] = []
-    good: dict[int, Tensor] = {}
 
     def rows(chunk: slice) -> Tensor:
         # Made again by the same call from the same numbers, it has the bits that were measured.
         if chunk.start in made:
             return made[chunk.start]
-        found = share.quick_rows(chunk, memory[chunk if kept else slice(chunk.stop - chunk.start)])
-        return chosen(good[chunk.start], found) if chunk.start in good else found
+        return share.quick_rows(chunk, memory[chunk if kept else slice(chunk.stop - chunk.start)])
 
     for chunk in pieces:
         found = rows(chunk)
@@ -82,23 +77,17 @@ def _by_rows(share: Share, space: Space) -> Part:
         if kept:
             made[chunk.start] = found
     squares = exact(rough, list(made.values())) if kept else torch.cat(rough)
-    if not at_hand(squares):
-        # On a GPU nobody looks whether there is a record to leave out: 0 times infinity is none.
-        good = {chunk.start: squares[chunk].isfinite() for chunk in pieces}
-        made = {start: chosen(good[start], found) for start, found in made.items()}
 
-    def add(c: Tensor, view: Tensor) -> None:
+    def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
         total = c.new_zeros(share.size)
         started = 0
         for chunk in pieces:
-            some = c[chunk]
-            if not len(some):
-                break
             # Float32 adds so many records and no more; their sums are added in `view`'s type.
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start
-            total.addmv_(rows(chunk)[: len(some)].to(c.dtype).t(), some)
+            found = rows(chunk) if good is None else chosen(good[chunk], rows(chunk))
+            total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
     return Part(squares, add)
@@ -150,14 +139,10 @@ class Outer(Share):
 
     def __init__(self, g: Tensor, u: Tensor) -> None:
         self.batch, self.length, out = g.shape
-        if self.length > 1:
-            g, u = each_begun(g, u)
         self.g, self.u = g, u
         self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
-        # Nor are products written where a record's do not begin at 16 bytes.
-        self._more = -u.shape[2] % 4 if self.size % 4 else 0
-        self._turned = out > u.shape[2] and not self._more
+        self._turned = out > u.shape[2]
 
     @property
     def like(self) -> Tensor:
@@ -166,13 +151,10 @@ class Outer(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        u = F.pad(self.u[chunk], (0, self._more)) if self._more else self.u[chunk]
-        return flattened(torch.bmm(self.g[chunk].mT, u)[:, :, : self.u.shape[2]])
+        return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
-        if self._more:
-            return self.rows(chunk)
         g, u = self.g[chunk], self.u[chunk]
         a, b = (u, g) if self._turned else (g, u)
         torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
@@ -199,6 +181,10 @@ class Outer(Share):
         """See Share."""
         return Outer(-self.g, self.u)
 
+    def factors(self) -> list[Tensor]:
+        """See Share."""
+        return [self.g, self.u]
+
     def special(self) -> Part | None:
         """See Share: one position, or few and wide."""
         if self.length == 1:
@@ -211,35 +197,32 @@ class Outer(Share):
         g, u = self.g[:, 0], self.u[:, 0]
         lengths = square_sums(u)
         squares = square_sums(g) * lengths
-        if not at_hand(squares):
-            # 0 times infinity is no number, and on a GPU nobody looks for either.
-            good = squares <= LONGEST**2
-            g, u, lengths = chosen(good, g), chosen(good, u), torch.where(good, lengths, 0)
-        most = norms.most_of(g, lengths)
-        g, u = balanced(g, u, lengths)
 
-        def add(c: Tensor, view: Tensor) -> None:
-            c = c if most is None else torch.minimum(c, most[: len(c)].to(c.dtype))
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g, some_u, some_lengths = g, u, lengths
+            if good is not None:
+                some_g, some_u = chosen(good, g), chosen(good, u)
+                some_lengths = torch.where(good, lengths, 0)
+            most = norms.most_of(some_g, some_lengths)
+            some_g, some_u = balanced(some_g, some_u, some_lengths)
+            c = c if most is None else torch.minimum(c, most.to(c.dtype))
             for some in together(len(c)):
-                scaled = g[some].to(c.dtype) * c[some, None]
-                view.addmm_(scaled.t(), u[some].to(c.dtype))
+                scaled = some_g[some].to(c.dtype) * c[some, None]
+                view.addmm_(scaled.t(), some_u[some].to(c.dtype))
 
         return Part(squares, add)
 
     def _by_gram(self) -> Part:
         """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
-        # A record's in one piece, as its matrices then begin where the others' do.
-        g, u = (t.contiguous().double() for t in (self.g, self.u))
+        g, u = self.g.double(), self.u.double()
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
-        if not at_hand(squares):
-            good = squares.isfinite()
-            g, u = chosen(good, g), chosen(good, u)
 
-        def add(c: Tensor, view: Tensor) -> None:
-            scaled = (g[: len(c)] * c.double()[:, None, None]).flatten(0, 1)
-            view.add_((scaled.t() @ u[: len(c)].flatten(0, 1)).to(view.dtype))
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g, some_u = (g, u) if good is None else (chosen(good, g), chosen(good, u))
+            scaled = (some_g * c.double()[:, None, None]).flatten(0, 1)
+            view.add_((scaled.t() @ some_u.flatten(0, 1)).to(view.dtype))
 
         return Part(squares, add)
 
@@ -299,12 +282,11 @@ class Lookup(Share):
             g = torch.zeros_like(g).scatter_add_(1, run[:, :, None].expand_as(g), g)
             index = torch.zeros_like(index).scatter_(1, run, index)
         squares = square_sums(g)
-        if not at_hand(squares):
-            g = chosen(squares.isfinite(), g)
 
-        def add(c: Tensor, view: Tensor) -> None:
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g = g if good is None else chosen(good, g)
             for some in together(len(c)):
-                scaled = g[some].to(c.dtype) * c[some, None, None]
+                scaled = some_g[some].to(c.dtype) * c[some, None, None]
                 # By itself first: on top of what others left, each term would be rounded anew.
                 own = torch.zeros_like(view)
                 view.add_(own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1)))

@@ -6,8 +6,8 @@ record by itself. Operations with a parameter are tapped: one backward pass leav
 their outputs, and rules make shares of them (rules).
 """
 
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,14 +18,13 @@ from torch.fx import Node
 
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
-from fedpact.persample import recurrent
+from fedpact.persample import norms, recurrent
+from fedpact.persample.apart.export import Program, arguments, draws, evaluated, operation
 from fedpact.persample.apart.places import Mixed, Where, is_size, kind_of, shape_of
-from fedpact.persample.apart.separable import states
-from fedpact.persample.apart.trace import Program, arguments, draws, evaluated, operation
-from fedpact.persample.apart.vmapped import Uneven, for_vmap
+from fedpact.persample.apart.vmapped import for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
-from fedpact.persample.products import Evenly, lying
-from fedpact.persample.rules import Call, Place, results_of, shares_of
+from fedpact.persample.layout import overhead
+from fedpact.persample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.persample.share import Share
 
 Shares = dict[str, list[Share]]
@@ -63,10 +62,6 @@ class _Step:
     use: _Use | None
 
 
-_aten = cast(Any, torch.ops.aten)
-_OF_PRODUCTS = {_aten.einsum.default}
-"""What is known to keep records apart, and makes products of its own."""
-
 _Recorded = tuple[int, Tensor, Tensor | None]
 """What a recurrence tells of a parameter; see recurrent.Record."""
 
@@ -101,40 +96,49 @@ def _tapped(
 
 
 class Graph:
-    """A traced model whose operations are known to keep records apart. alike: see products.padded.
+    """A traced model whose operations are known to keep records apart.
 
-    draws: passes draw random numbers. in_turn: one is made after another, for that or as they run
-    step by step.
+    draws: passes draw random numbers.
     Raises Untraceable, and Mixed with the operation that is not known to.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
         self._program = program = Program(model, loss, x, y, None)
-        records = {name for name, (kind, _) in program.inputs.items() if kind == "record"}
-        self._states = states(program.nodes, records)
+        self._states = program.states
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
-        self._steps = self._compiled(program.nodes, self._weighted(program.nodes))
-        products = any(node.target in _OF_PRODUCTS for node in program.nodes)
-        self._products = Evenly if products else nullcontext
-        # A recurrence is as slow for a few records as for many: its batch is not cut into slices.
-        recurs = any(step.node.target in recurrent.RECURRENT for step in self._steps)
-        moved = any(isinstance(s, Where) and s.dim != 0 for s in self._states.values())
-        # Where records do not come first torch sums over several of them in one go, and over what
-        # is left by other code: over twice as many numbers as it makes of a function.
-        self.alike = program.alike * (2 if recurs or moved else 1)
+        self._weights = self._weighted(program.nodes)
+        self._steps = self._compiled(program.nodes, self._weights)
         self.draws = program.draws
-        self.in_turn = recurs or self.draws
-        numbers = 0 if recurs else sum(map(_instance, self._steps))
-        self.instance = numbers * model.vector.element_size()
+        self._cost = self._costs(model)
+
+    def cost(self, x: Tensor) -> tuple[int, int, float]:
+        """Bytes of a record's gradients and of its activations, and a pass's overhead in records.
+
+        All of it roughly: passes are as long as is cheapest by it. x: records of the form.
+        """
+        del x
+        return self._cost
+
+    def _costs(self, model: FlatModel) -> tuple[int, int, float]:
+        recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
-        held = 0 if recurs else sum(map(_numbers, values))
-        # What a pass holds of one record, about: values, and the gradients of those tapped.
-        self.activations = held * model.vector.element_size()
+        numbers, operations = sum(map(_numbers, values)), float(len(values))
+        flops = 6.0 * sum(map(_products, self._steps))
+        for node in recurrent_steps:
+            # As slow for a few records as for many: its time steps follow one another.
+            length = shape_of(node.args[0])[1 if node.args[-1] else 0]
+            layers = cast(int, node.args[4]) * (2 if node.args[7] else 1)
+            operations += 8.0 * layers * (length if isinstance(length, int) else 1)
+        element = model.vector.element_size()
+        # A recurrence lets go of its gradients step by step.
+        held = 0 if recurrent_steps else element
+        instance = held * sum(map(_instance, self._steps))
+        return instance, held * numbers, overhead(operations, flops, model.size, numbers)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
-        with torch.no_grad(), self._products():
+        with torch.no_grad():
             return self._forward(x, y, None, held=False)
 
     def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
@@ -143,10 +147,9 @@ class Graph:
         held: the shares outlast a change of the weights.
         """
         calls: list[_Tapped] = []
-        with self._products():
-            with torch.enable_grad():
-                losses = self._forward(x, y, calls, held)
-            _backward(losses, calls)
+        with torch.enable_grad():
+            losses = self._forward(x, y, calls, held)
+        _backward(losses, calls)
         return losses.detach(), self._shares(calls)
 
     def _forward(self, x: Tensor, y: Tensor, calls: "list[_Tapped] | None", held: bool) -> Tensor:
@@ -181,41 +184,53 @@ class Graph:
     def _by_parameter(self, source: _Source, share: Share) -> list[tuple[str, Share]]:
         if not source.inside:
             return [(source.names[0], share)]
-        program = self._program
-        shape = tuple(cast(int, size) for size in shape_of(source.node))
-        inside = [n for n in source.inside if n.op == "placeholder"]
+        given = {
+            n.name: self._program.given(n.name) for n in source.inside if n.op == "placeholder"
+        }
+        return self._passed_on(source.node, share, evaluated(source.inside, given))
+
+    def _passed_on(
+        self, node: Node, share: Share, values: dict[Node, Any]
+    ) -> list[tuple[str, Share]]:
+        """By the names of the parameters that a node is made of, from its own share."""
+        if node.op == "placeholder":
+            return [(self._weights[node][0], share)]
+        weighted = {i: n for i, n in _flat(node) if n in self._weights}
+        found = None
+        if not node.kwargs:
+            found = of_arguments(share, str(node.target), arguments(node, values)[0])
+        if found is None or not weighted.keys() <= found.keys():
+            return self._pulled(node, share)
+        return [one for i, n in weighted.items() for one in self._passed_on(n, found[i], values)]
+
+    def _pulled(self, target: Node, share: Share) -> list[tuple[str, Share]]:
+        """The same by vmap, record by record."""
+        program, nodes = self._program, _inside(target)
+        shape = tuple(cast(int, size) for size in shape_of(target))
+        inside = [n for n in nodes if n.op == "placeholder"]
         fixed = {n.name: program.given(n.name) for n in inside}
-        weights: dict[str, Tensor] = {}
-        for node in inside:
-            kind, target = program.inputs[node.name]
-            if kind == "parameter" and target in program.names:
-                weights[program.names[target]] = fixed[node.name].clone()
+        named = {self._weights[n][0]: n.name for n in inside if n in self._weights}
+        weights = {name: fixed[at].clone() for name, at in named.items()}
 
         def value(weights: dict[str, Tensor]) -> Tensor:
-            """What the argument is of the parameters that it follows from."""
-            values = dict(fixed)
-            for node in inside:
-                name = program.names.get(program.inputs[node.name][1])
-                if program.inputs[node.name][0] == "parameter" and name is not None:
-                    values[node.name] = weights[name]
-            return cast(Tensor, evaluated(source.inside, values)[source.node])
+            """What the node is of the parameters that it follows from."""
+            values = {**fixed, **{at: weights[name] for name, at in named.items()}}
+            return cast(Tensor, evaluated(nodes, values)[target])
 
         back = cast(Callable[[Tensor], tuple[dict[str, Tensor]]], vjp(value, weights)[1])
 
+        def rows(given: Tensor) -> dict[str, Tensor]:
+            with for_vmap():
+                (each,) = cast(Any, vmap(back))(given.view(len(given), *shape))
+            return {n: v.reshape(len(given), weights[n].numel()) for n, v in each.items()}
+
+        size = sum(w.numel() for w in weights.values()) + share.size
+        if share.batch * size * share.element <= norms.keep_bytes(share.like):
+            # All of them at once: what they follow from is made a single time.
+            return [(n, Made(v)) for n, v in rows(share.rows(slice(0, share.batch))).items()]
+
         def pull(name: str) -> Callable[[Tensor], Tensor]:
-            def one(g: Tensor) -> Tensor:
-                return back(g)[0][name]
-
-            def rows(given: Tensor) -> Tensor:
-                given = given.view(len(given), *shape)
-                try:
-                    with for_vmap():
-                        each = cast(Tensor, cast(Any, vmap(one))(given))
-                except Uneven:
-                    each = torch.stack([one(lying(g)) for g in given])
-                return each.reshape(len(given), weights[name].numel())
-
-            return rows
+            return lambda given: rows(given)[name]
 
         return [(n, Through(share, pull(n), w.numel())) for n, w in weights.items()]
 
@@ -345,6 +360,18 @@ def _inside(node: Node) -> list[Node]:
     return list(found)
 
 
+def _products(step: _Step) -> float:
+    """About how many multiplications a use of parameters takes for one record."""
+    if step.use is None or kind_of(step.node) == "embedding":
+        return 0.0
+    weights = [cast(list[int], shape_of(s.node)) for s in step.use.sources.values()]
+    if step.node.target in recurrent.RECURRENT:
+        shape = shape_of(step.node.args[0])
+        steps = math.prod(size for size in shape[:-1] if isinstance(size, int))
+        return float(steps * sum(math.prod(w) for w in weights))
+    return float(_numbers(step.node) * sum(math.prod(w[1:]) for w in weights if len(w) > 1))
+
+
 def _instance(step: _Step) -> int:
     """About how many numbers of per-sample gradients a use makes for one record."""
     if step.use is None:
@@ -358,10 +385,9 @@ def _instance(step: _Step) -> int:
 
 
 def _numbers(node: Node) -> int:
-    total = 1
-    for size in shape_of(node):
-        total *= size if isinstance(size, int) else 1
-    return total
+    value = node.meta["val"]
+    shape = shape_of(node if isinstance(value, Tensor) else node.args[0])
+    return math.prod(size for size in shape if isinstance(size, int))
 
 
 def _last(node: Node) -> int:

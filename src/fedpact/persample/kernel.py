@@ -24,20 +24,18 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand, one_thread
-from fedpact.persample.apart.separation import Mixers, check_separation
-from fedpact.persample.bounds import Clip, check_clip, within
+from fedpact.params import FlatModel, all_digits, at_hand
+from fedpact.persample.apart.independence import Mixers, check_separation
+from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
 from fedpact.persample.convolution import pixelwise
-from fedpact.persample.passes import Measured, Passes, Team, by_pixel, one_each, slices, trainable
-from fedpact.persample.share import IN_FLOAT32, unit_of
+from fedpact.persample.invariance import is_invariant
+from fedpact.persample.layout import COMPACT, EXPECTED, Pass, Placement, collected
+from fedpact.persample.passes import Measured, Passes, by_pixel, one_each, slices, trainable
+from fedpact.persample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.persample.weighting import SiteSum, Weights, weights_of
 
-# The weights of the samples in a slice of the batch, from their losses.
-_Weigh = Callable[[Tensor, slice], Tensor]
-
-# What is summed: records x, y [B, ...] -> slices of the batch, and what was measured of each; a
-# third argument says which slices.
-_Measure = Callable[..., Iterable[tuple[slice, Measured]]]
+# The weights of a pass's slots [P], from their losses.
+_Weigh = Callable[[Tensor, Pass], Tensor]
 
 
 class PerSampleKernel:
@@ -53,15 +51,19 @@ class PerSampleKernel:
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._passes = Passes(model, loss)
-        self._team = Team(self._passes)
         self._trainable = trainable(model)
+        self._layouts: dict[object, Placement] = {}
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
-        with all_digits(self.model.vector), one_thread(), torch.no_grad():
-            return self._passes.losses(*_recorded(x, y))
+        with all_digits(self.model.vector), torch.no_grad():
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            passes = self._passes.over(x, y, layout)
+            found = [one_each(self._passes.losses(one), len(one.y)) for one in passes]
+        return collected(found, len(x), layout)
 
     def clipped_sum(
         self,
@@ -71,29 +73,32 @@ class PerSampleKernel:
         weights: Weights | None = None,
         most: int | None = None,
         shares: Tensor | None = None,
+        layout: Placement | None = None,
     ) -> Tensor:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
 
         clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
-        by default. They are asked for slice by slice of the batch, and w_j must depend on ℓ_j
-        alone, else one record changes the others' shares. most: given where B is larger: the sum is
-        then shortened to most C, which keeps `slack(most)` for any B; see bounds. shares: s_j in
-        (0, 1], float64 [B], ones by default: record j then adds at most s_j C, and so records whose
-        shares add up to 1 add at most C together.
+        by default. They are asked for pass by pass, and w_j must depend on ℓ_j alone, else one
+        record changes the others' shares. most: given where B is larger: the sum is then shortened
+        to most C, which keeps `slack(most)` for any B; see bounds. shares: s_j in (0, 1], float64
+        [B], ones by default: record j then adds at most s_j C, and so records whose shares add up
+        to 1 add at most C together. layout: where the records stand, and how long passes are; in a
+        run it follows from public numbers and secret draws alone. By default passes are as long as
+        suits the first batch of this form, and compact where `invariant` finds on this machine that
+        they may be, else each record has a pass of its own.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
         check_clip("clip", clip)
         with all_digits(self.model.vector):
             x, y = _recorded(x, y)
-            with one_thread():
-                total = self._passes.at_once(
-                    SiteSum(self.model, x, y, clip, weights, shares=shares), exact=most is not None
-                )
-            if total is not None:
+            layout = layout or self._checked_layout(x, y)
+            if (dense := self._passes.at_once(x, y)) is not None:
+                asked = SiteSum(self.model, x, y, clip, weights, shares=shares, layout=layout)
+                total = dense.sum_of(asked, exact=most is not None)
                 return within(total, clip, most).to(self.model.vector.dtype)
             weigh = None if weights is None else partial(_asked, weights)
-            return self._sum(None, x, y, clip, weigh, most, shares)
+            return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares, layout)
 
     def clipped_difference(
         self,
@@ -104,32 +109,65 @@ class PerSampleKernel:
         bound: float,
         most: int | None = None,
         shares: Tensor | None = None,
+        layout: Placement | None = None,
     ) -> Tensor:
         """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = s_j min(1, bound/‖d_j‖).
 
         w, anchor: [d]; the model is left at w. bound: > 0, or infinity. Each difference is clipped
         as a whole, by the norm of the difference itself, so the promises of clipped_sum hold
         however near w is to the anchor. Dropout layers draw anew at either point.
-        most, shares: as of clipped_sum.
+        most, shares, layout: as of clipped_sum.
         Raises InputError for another bound, and ModelError as clipped_sum does.
         """
         check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
-
-        def measure(x: Tensor, y: Tensor) -> Iterable[tuple[slice, Measured]]:
-            return self._passes.differences(x, y, w, anchor)
-
+        measure = partial(self._passes.differences, w=w, anchor=anchor)
         with all_digits(self.model.vector):
-            total = self._sum(measure, *_recorded(x, y), bound, None, most, shares)
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            total = self._sum(measure, x, y, bound, None, most, shares, layout)
             self.model.load(w)
         return total
+
+    def scattered(self, x: Tensor, y: Tensor, most: int) -> tuple[int, int]:
+        """Return M >= most and P for scattered layouts of records of the form of x, y [n, ...]."""
+        with all_digits(self.model.vector):
+            length = self._length(x, y)(most, exact=True)
+        return -(-max(most, 1) // length) * length, length
+
+    def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
+        """Whether a record's numbers have the same bits in every slot and company, on this machine.
+
+        Tried on passes of these made-up records x, y [n, ...] over and over, as long as for batches
+        of `expected`: in other slots, and with others, zeros or infinities beside them. Compared
+        are losses, norms and what every gradient is made of.
+        """
+        with all_digits(self.model.vector), torch.no_grad():
+            x, y = _recorded(x, y)
+            return self._invariant(x, y, self._length(x, y)(expected))
+
+    def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
+        dense, fixed = self._passes.at_once(x, y), Placement(length=length)
+        if length == 1:
+            return True
+
+        def measure(x: Tensor, y: Tensor) -> list[Tensor]:
+            if dense is not None:
+                return dense.measured(SiteSum(self.model, x, y, 1.0, None, layout=fixed))
+            (one,) = self._passes.over(x, y, fixed)
+            found = self._passes.gradients(one)
+            squares = [part.squares for part in found.parts.values()]
+            return [v.clone() for v in (found.losses, *squares, *found.factors())]
+
+        with torch.no_grad():
+            return is_invariant(measure, x, y, length)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
 
         What each record adds to a batch's sum must be its gradient alone, computed by ordinary
-        autograd on a batch of one, with and without clipping; see separation. Raises ModelError
+        autograd on a batch of one, with and without clipping; see independence. Raises ModelError
         otherwise, where a forward pass changes the model's buffers, and where neither the model
         nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
@@ -149,13 +187,43 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             return self._passes.way(*_recorded(x, y))
 
-    def _by_passes(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh | None) -> Tensor:
-        return self._sum(None, x, y, clip, weigh)
+    def _length(self, x: Tensor, y: Tensor) -> Callable[..., int]:
+        """What finds P for records of this form; see layout.length_for."""
+        dense = self._passes.at_once(x, y)
+        return partial(self._passes.length, *_recorded(x, y)) if dense is None else dense.length
 
-    def _at_once(self, x: Tensor, y: Tensor, clip: float, weigh: _Weigh) -> Tensor:
-        asked = SiteSum(self.model, x, y, clip, lambda losses: weigh(losses, slice(None)))
-        total = self._passes.at_once(asked)
-        return self._by_passes(x, y, clip, weigh) if total is None else total
+    def _checked_layout(self, x: Tensor, y: Tensor) -> Placement:
+        """The layout of callers who name none: for batches like the first one of this form.
+
+        Whether they may be compact is found on made-up records.
+        """
+        if len(x) == 0:
+            return COMPACT
+        key = self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if key not in self._layouts:
+            length = self._length(x, y)(len(x), exact=True)
+            generator = torch.Generator().manual_seed(0)
+            shape = (8, *x.shape[1:])
+            if x.is_floating_point():
+                made_up = torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
+            else:
+                made_up = torch.randint(2, shape, generator=generator).to(x)
+            try:
+                good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
+            except Exception:  # whatever a model may raise at made-up records
+                good = False
+            self._layouts[key] = Placement(length=length if good else 1)
+        return self._layouts[key]
+
+    def _by_passes(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        return self._sum(self._passes.gradients, x, y, clip, partial(_fixed, w))
+
+    def _at_once(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        # One pass, so that weights, which follow from losses, are those given.
+        layout = Placement(length=-(-len(y) // 8) * 8)
+        asked = SiteSum(self.model, x, y, clip, lambda losses: _padded(w, losses), layout=layout)
+        dense = self._passes.at_once(x, y)
+        return self._by_passes(x, y, clip, w) if dense is None else dense.sum_of(asked)
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
@@ -168,68 +236,38 @@ class PerSampleKernel:
 
     def _sum(
         self,
-        measure: _Measure | None,
+        measure: Callable[[Pass], Measured],
         x: Tensor,
         y: Tensor,
         clip: float,
         weigh: _Weigh | None,
         most: int | None = None,
         shares: Tensor | None = None,
+        layout: Placement = COMPACT,
     ) -> Tensor:
-        """The sum [d] of what `measure` finds, by default gradients at the model's weights.
-
-        To be called within all_digits. See `slack` for what float32 may add to it.
-        """
+        """The sum [d] of what `measure` finds. See `slack` for what float32 may add to it."""
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
         self._mixers.check()
-        exact = most is not None or batch > IN_FLOAT32 or self._passes.cut_small(x, y)
+        length = layout.length or self._passes.length(x, y, layout.expected)
+        exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        # torch's own threads share work out by the number of records, and what one of them has of
-        # another form is other code's: one record more would change the others' last bits. So ours
-        # take blocks of records that are as long whatever the batch.
-        number, bound = torch.get_num_threads(), Clip(clip, unit_of(clip), shares)
-        with one_thread(), torch.no_grad():
-            blocks = self._passes.blocks(x, y) if number > 1 and measure is None else []
-            # One block, too: what a thread is told of itself, as of denormals, holds for that one,
-            # and one record more would move all others to another.
-            if not blocks:
-                self._add(total, measure or self._passes.gradients, x, y, bound, weigh)
-            else:
-
-                def part(passes: Passes, block: slice) -> Tensor:
-                    found = torch.zeros_like(total)
-                    with torch.no_grad():
-                        self._add(found, passes.gradients, x, y, bound, weigh, [block])
-                    return found
-
-                for one in self._team.over(number, blocks, part):
-                    total += one
+        with torch.no_grad():
+            for one in self._passes.over(x, y, layout):
+                found = measure(one)
+                w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
+                share = None if shares is None else one.placed(shares)
+                c, good = coefficients(clip, found.norms, w, share), one.occupied
+                if every_slot_finite(found.losses, found.norms, w):
+                    c = c if good is None else torch.where(good, c, 0)
+                    found.add(c.to(total.dtype), None, total)
+                else:
+                    good = usable(found.losses, found.norms, w, good)
+                    found.add(torch.where(good, c, 0).to(total.dtype), good, total)
+                # Let go of it before the next pass is measured.
+                del found
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
-
-    def _add(
-        self,
-        total: Tensor,
-        measure: _Measure,
-        x: Tensor,
-        y: Tensor,
-        clip: Clip,
-        weigh: _Weigh | None,
-        every: list[slice] | None = None,
-    ) -> None:
-        for rows, measured in measure(x, y) if every is None else measure(x, y, every):
-            w = None if weigh is None else weigh(measured.losses, rows).clamp_min(0)
-            good = measured.finite(w) if at_hand(x) else None
-            if good is None:
-                c = clip.coefficients(measured.losses, measured.norms, w, rows)
-                measured.add(c.to(total.dtype), total)
-            elif good.any():
-                # 0 times infinity is no number, so the others are summed without the bad ones.
-                again = None if w is None else partial(_fixed, w[good])
-                self._add(total, measure, x[rows][good], y[rows][good], clip.of(rows, good), again)
-            # Let go of it before the next slice is measured.
-            del measured
 
 
 @dataclass(frozen=True)
@@ -237,14 +275,14 @@ class _Way:
     """One of a kernel's ways to sum, as it is tried."""
 
     kernel: PerSampleKernel
-    take: Callable[[Tensor, Tensor, float, _Weigh], Tensor]
+    take: Callable[[Tensor, Tensor, float, Tensor], Tensor]
 
     @property
     def model(self) -> FlatModel:
         return self.kernel.model
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        return self.take(x, y, clip, partial(_fixed, w))
+        return self.take(x, y, clip, w)
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
         return self.kernel.alone(x, y)
@@ -270,8 +308,9 @@ class PlainKernel:
         large = at_hand(model.vector) and any(p.dim() > 2 for p in self._trainable)
         self._length = 128 if large else 1024
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The per-sample losses [B] at the model's weights, without gradient."""
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The per-sample losses [B] at the model's weights, without gradient; layout: ignored."""
+        del layout
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
         with torch.no_grad():
@@ -369,9 +408,13 @@ def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
 
 
-def _fixed(w: Tensor, _: Tensor, rows: slice) -> Tensor:
-    return w[rows]
+def _fixed(w: Tensor, _: Tensor, one: Pass) -> Tensor:
+    return one.placed(w)
 
 
-def _asked(weights: Weights, losses: Tensor, _: slice) -> Tensor:
+def _padded(w: Tensor, losses: Tensor) -> Tensor:
+    return torch.nn.functional.pad(w, (0, len(losses) - len(w)))
+
+
+def _asked(weights: Weights, losses: Tensor, _: Pass) -> Tensor:
     return weights_of(weights, losses)

@@ -22,6 +22,9 @@ Longer batches are measured in slices: larger tensors are slower to get than to 
 CHUNK_BYTES = 2 * 2**20
 """About what is worked on at a time, so that it stays in the cache."""
 
+KEEP_BYTES_GPU, CHUNK_BYTES_GPU = 8 * 2**30, 2 * 2**30
+"""The same on a GPU, which has no such cache, and whose memory is what limits a pass."""
+
 BLOCK = 1024
 """So many squares torch may add one after another."""
 
@@ -113,9 +116,13 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def chunks(batch: int, size: int, most: int | None = None) -> list[slice]:
+def keep_bytes(like: Tensor) -> int:
+    """Up to how many bytes a layer's per-sample gradients are kept from the norms to the sum."""
+    return KEEP_BYTES if at_hand(like) else KEEP_BYTES_GPU
+
+
+def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
-    step = max(1, min(CHUNK_BYTES // max(1, size), most or batch))
-    # A power of two, which divides a pass: a product of one record alone may be other code's.
-    step = 1 << (step.bit_length() - 1)
+    room = CHUNK_BYTES if at_hand(like) else CHUNK_BYTES_GPU
+    step = max(1, min(room // max(1, size), most or batch))
     return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]

@@ -8,11 +8,7 @@ graph    operations that are known to keep records apart, as they were traced (g
 records  each record by itself (alone)
 """
 
-import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -22,32 +18,19 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand, begin_alone
+from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
+from fedpact.persample.apart.export import Untraceable
 from fedpact.persample.apart.places import Mixed
-from fedpact.persample.apart.trace import Untraceable
 from fedpact.persample.chain import Chain, chain_of
 from fedpact.persample.convolution import pixelwise
-from fedpact.persample.dense import Dense, SiteSum
+from fedpact.persample.dense import Dense
 from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
+from fedpact.persample.layout import Pass, Placement, laid_out, length_for
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.products import ALIKE, lying, padded, wanted
-from fedpact.persample.share import Share, Space
-
-_MOST: Final = 1024
-"""So many records at most in one pass."""
-
-_BLOCK: Final = {True: 128, False: 32}
-"""So many records a thread measures at a time, where several do: of a chain, and of a graph.
-
-With half of it most chains are no sooner done than by one thread; a graph's passes are longer.
-"""
-
-_WORTHWHILE: Final = 5_000
-"""From so many parameters on: a pass of a smaller model is mostly Python's, which takes turns."""
-
+from fedpact.persample.share import Part, Share, Space
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -58,38 +41,34 @@ WAYS: Final = {
 }
 """How each way keeps the records of a batch apart, as a privacy statement says it."""
 
+Shares = dict[str, list[Share]]
+_Way = Graph | Alone
+
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass over n records: losses [n], ‖g_j‖ [n] in float64.
+    """One pass: losses [P], ‖g_j‖ [P] in float64, and the parts of the model's parameters.
 
-    add(c [n], total [d]) adds Σ_j c_j g_j, in the type that both have.
+    Of empty slots they are anything. factors: what the parts are made of, each [P, ...].
     """
 
     losses: Tensor
     norms: Tensor
-    add: Callable[[Tensor, Tensor], None]
+    parts: dict[str, Part]
+    model: FlatModel
+    factors: Callable[[], list[Tensor]]
 
-    def finite(self, w: Tensor | None) -> Tensor | None:
-        """Which records [n] are finite in loss, norm and weight w [n]; None where all of them are.
-
-        For the host: on a GPU it would have to wait.
-        """
-        known = [self.losses, self.norms] + ([] if w is None else [w])
-        # A sum is finite only if its terms are; it may overflow as well, so the rest is looked at.
-        if math.isfinite(sum(float(t.sum()) for t in known)):
-            return None
-        good = torch.stack(known).isfinite().all(0)
-        return None if good.all() else good
-
-
-Shares = dict[str, list[Share]]
-_Way = Graph | Alone
-_Summed = Callable[["Passes", slice], Tensor]
+    def add(self, c: Tensor, good: Tensor | None, total: Tensor) -> None:
+        """Add Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part."""
+        for name, one in self.parts.items():
+            place = self.model.own[name]
+            # model.views in one operation.
+            view = total.as_strided(place.shape, place.stride(), place.storage_offset())
+            one.add(c, good, view)
 
 
 class Passes:
-    """Measures batches; call it without gradient.
+    """Measures passes; call it without gradient.
 
     Raises ModelError where neither model and loss as a whole nor single records can be
     differentiated.
@@ -105,18 +84,13 @@ class Passes:
         self._ways: dict[object, _Way] = {}
         self._space = Space()
         self._modules = list(model.module.modules())
-        convolutions = [m for m in self._modules if isinstance(m, nn.Conv2d)]
         self._images = _gains(self._modules)
-        self._instance = max([m.weight.nbytes for m in convolutions], default=0)
 
-    def at_once(self, asked: SiteSum, *, exact: bool = False) -> Tensor | None:
-        """Return what is asked for [d], None where it takes the passes that the others make.
-
-        exact: in float64, of however few records.
-        """
+    def at_once(self, x: Tensor, y: Tensor) -> Dense | None:
+        """What sums such records in one go, None where they take the passes that others make."""
         if self.dense is None or self.chain is None or not self.chain.holds:
             return None
-        return self.dense.sum_of(asked, exact=exact)
+        return self.dense if self.dense.fits(x, y) else None
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Which way records of the form of x, y take: "chain", "graph" or "records"."""
@@ -128,116 +102,60 @@ class Passes:
         """Whether passes over records of the form of x, y draw random numbers."""
         return self._chain(x) is None and self._traced(x, y).draws
 
-    def cut_small(self, x: Tensor, y: Tensor) -> bool:
-        """Whether passes may hold so few records that float32 would add too many of them up."""
-        return self._chain(x) is None and isinstance(self._traced(x, y), Alone)
+    def length(self, x: Tensor, y: Tensor, expected: float, *, exact: bool = False) -> int:
+        """Return P for batches of records of the form of x, y; see layout.length_for."""
+        way = self._chain(x) or self._traced(x, y)
+        if isinstance(way, Alone):
+            return way.step
+        instance, activations, overhead = way.cost(x)
+        keep = norms.keep_bytes(self._model.vector)
+        most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
+        if not at_hand(x):
+            overhead = _GPU_OVERHEAD
+        elif overhead < _BUSY:
+            most = min(most, _CACHED)
+        return length_for(expected, most, overhead, exact=exact)
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] of records x, y [B, ...], without gradient.
+    def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
+        """Return the passes over records x, y [B, ...]."""
+        return laid_out(x, y, layout.length or self.length(x, y, layout.expected), layout)
 
-        In the form that `gradients` gives them, so that one record more changes no other's bits.
-        """
-        found: list[Tensor] = []
-        for rows in self._slices(x, y):
-            some = self._given(x[rows], y[rows])
-            chain = self._chain(x)
-            losses = (
-                chain.losses(*some, self._loss)
-                if chain is not None
-                else self._traced(*some).losses(*some)
-            )
-            found.append(losses[: rows.stop - rows.start])
-        return one_each(torch.cat(found), len(x))
+    def losses(self, one: Pass) -> Tensor:
+        """The losses [P] of a pass, without gradient."""
+        x, y = self._given(one)
+        if (chain := self._chain(x)) is not None:
+            return chain.losses(x, y, self._loss)
+        return self._traced(x, y).losses(x, y)
 
-    def gradients(
-        self, x: Tensor, y: Tensor, every: Sequence[slice] | None = None
-    ) -> Iterator[tuple[slice, Measured]]:
-        """Measure g_j = ∇ℓ_j at the model's weights, slice by slice of the batch.
+    def gradients(self, one: Pass) -> Measured:
+        """Measure g_j = ∇ℓ_j at the model's weights."""
+        return self._measured(*self._pass(*self._given(one), held=False))
 
-        every: the slices, by default those of the whole batch.
-        """
-        every = every or self._slices(x, y)
-        for rows in every:
-            some = (x, y) if rows == slice(0, len(x)) else (x[rows], y[rows])
-            losses, shares = self._pass(*self._given(*some), held=False)
-            yield rows, self._measured(losses, shares, rows)
-
-    def differences(
-        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor
-    ) -> Iterator[tuple[slice, Measured]]:
+    def differences(self, one: Pass, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
 
         The losses are those at w, and not finite where one of the two is not.
         """
-        for rows in self._slices(x, y):
-            some = self._given(x[rows], y[rows])
-            self._model.load(anchor)
-            below, before = self._pass(*some, held=True)
-            self._model.load(w)
-            above, after = self._pass(*some, held=False)
-            names = dict.fromkeys([*after, *before])
-            both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
-            yield rows, self._measured(torch.where(below.isfinite(), above, below), both, rows)
+        given = self._given(one)
+        self._model.load(anchor)
+        below, before = self._pass(*given, held=True)
+        self._model.load(w)
+        above, after = self._pass(*given, held=False)
+        names = dict.fromkeys([*after, *before])
+        both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
+        return self._measured(torch.where(below.isfinite(), above, below), both)
 
-    def blocks(self, x: Tensor, y: Tensor) -> list[slice]:
-        """Slices of the batch that threads may measure side by side, each with passes of its own.
-
-        None of them where they may not: a GPU has its own threads; a recurrence is as slow for a
-        few records as for many; random numbers are drawn in turn, and records that are given to a
-        model one by one are given to its Python.
-        """
-        if self._model.size < _WORTHWHILE or not at_hand(self._model.vector):
-            return []
-        way = self._chain(x) or self._traced(x, y)
-        if isinstance(way, Alone) or (isinstance(way, Graph) and way.in_turn):
-            return []
-        block = max(_BLOCK[isinstance(way, Chain)], way.alike)
-        return slices(len(x), min(block, self._length(x, y)))
-
-    def beside(self) -> "Passes":
-        """Passes of the same model for another thread; what was traced serves both."""
-        other = copy(self)
-        other.chain = None if self.chain is None else Chain.of(self._model)
-        other._space = Space()
-        return other
-
-    def _slices(self, x: Tensor, y: Tensor) -> list[slice]:
-        return slices(len(x), self._length(x, y))
-
-    def _length(self, x: Tensor, y: Tensor) -> int:
-        """So many records at once that most of their gradients can be kept."""
-        way = None if self._chain(x) is not None else self._traced(x, y)
-        if isinstance(way, Alone):
-            return way.step
-        most = norms.KEEP_BYTES // max(1, self._instance if way is None else way.instance)
-        if way is not None:
-            most = min(most, 2 * norms.KEEP_BYTES // max(1, way.activations))
-        # A few records at a time would cost more than making their gradients twice; a slice that is
-        # no multiple of what its pass is padded to would waste the rest.
-        alike = ALIKE if way is None else way.alike
-        return min(max(most // alike, 1) * alike, _MOST)
-
-    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The records as their way takes them.
-
-        Images by pixel; and but for a chain the last record over and over behind, see
-        products.padded.
-        """
-        images = self._images and x.dim() == 4
-        if (chain := self._chain(x)) is not None:
-            x = padded(x, chain.alike)  # first: what it puts together is by channel
-            return (pixelwise(x) if images else x), y
-        way = self._traced(x, y)
-        count = x.shape[0]
-        more = (-count % way.step) if isinstance(way, Alone) else wanted(count, way.alike) - count
-        if more:
-            x, y = (torch.cat([v, v[-1:].expand(more, *v.shape[1:])]) for v in (x, y))
-        # Last: what is put together is by channel, however its parts lie in memory. Record by
-        # record it is the model's own code: see by_pixel.
-        return (pixelwise(x) if images and not isinstance(way, Alone) else lying(x)), y
+    def _given(self, one: Pass) -> tuple[Tensor, Tensor]:
+        """A pass's records as their way takes them: images by pixel where that is worth it."""
+        x, y = one.x, one.y
+        if not self._images or x.dim() != 4:
+            return x, y
+        # Record by record it is the model's own code: see by_pixel.
+        known = self._chain(x) is not None or isinstance(self._traced(x, y), Graph)
+        return (pixelwise(x) if known else x), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
-        """Losses [B] and shares by the parameters' names; held: they outlast other weights."""
+        """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
         if (chain := self._chain(x)) is not None:
             return chain.run(x, y, self._loss)
         way = self._traced(x, y)
@@ -269,57 +187,28 @@ class Passes:
             for m in self._modules
         )
 
-    def _measured(self, losses: Tensor, shares: Shares, rows: slice) -> Measured:
-        count = rows.stop - rows.start
-        losses = losses[:count]
+    def _measured(self, losses: Tensor, shares: Shares) -> Measured:
         self._space.reset()
         parts = {name: part(some, self._space) for name, some in shares.items() if some}
+        squares = [one.squares for one in parts.values()]
 
-        def add(c: Tensor, total: Tensor) -> None:
-            for name, one in parts.items():
-                place = self._model.own[name]
-                # model.views in one operation.
-                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-                one.add(c, view)
+        def factors() -> list[Tensor]:
+            return [t for some in shares.values() for share in some for t in share.factors()]
 
-        squares = [one.squares[:count] for one in parts.values()]
         if not squares:
-            return Measured(losses, losses.new_zeros(len(losses), dtype=torch.float64), add)
-        # One by one, as torch.sum adds the last few columns in another order.
-        total = sum(squares[1:], squares[0])
-        return Measured(losses, torch.where(total > LONGEST**2, torch.inf, total).sqrt_(), add)
+            none = losses.new_zeros(len(losses), dtype=torch.float64)
+            return Measured(losses, none, parts, self._model, factors)
+        total = torch.stack(squares).sum(0)
+        lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
+        return Measured(losses, lengths, parts, self._model, factors)
 
 
-class Team:
-    """Threads that take a batch's blocks side by side, each with passes of its own.
+_CACHED: Final = 128
+_BUSY: Final = 32.0
+"""A CPU's caches hold no more of a pass that is busy with its records, not with beginning."""
 
-    Of torch's own threads each takes a part of an operation, by how many records there are, which
-    changes last bits; here each takes whole operations on records that stand together anyway.
-    """
-
-    def __init__(self, passes: Passes) -> None:
-        self._first = passes
-        self._of: tuple[object, ...] = ()
-        self._passes: list[Passes] = []
-        self._pool: ThreadPoolExecutor | None = None
-
-    def over(self, number: int, blocks: Sequence[slice], summed: _Summed) -> Iterator[Tensor]:
-        """Yield what is summed of each block, in their order, on so many threads."""
-        # A fork has no threads, and a model in another state may take another way.
-        of = (os.getpid(), self._first.state())
-        if self._pool is None or self._of != of or len(self._passes) < number:
-            self._of, self._passes = of, [self._first.beside() for _ in range(number)]
-            self._pool = ThreadPoolExecutor(number, "records", begin_alone)
-        for start in range(0, len(blocks), number):
-            pairs = zip(self._passes, blocks[start : start + number], strict=False)
-            # All of them, before one's error is told: passes are not to be begun twice.
-            try:
-                jobs = [self._pool.submit(summed, passes, block) for passes, block in pairs]
-                wait(jobs)
-            except BaseException:  # as Ctrl-C: what is at work goes on with what is let go of here
-                self._passes, self._pool = [], None
-                raise
-            yield from (job.result() for job in jobs)
+_GPU_OVERHEAD: Final = 4096.0
+"""A pass on a GPU is mostly launches, so it is as long as fits."""
 
 
 @cache
@@ -359,10 +248,7 @@ def _gains(layers: Sequence[nn.Module]) -> bool:
 
 
 def slices(batch: int, most: int) -> list[slice]:
-    """A batch in slices of `most` records, the last of those that are left.
-
-    Not of equal length: then one record more would move the others to other places.
-    """
+    """A batch in slices of `most` records, the last of those that are left."""
     return [slice(i, min(i + most, batch)) for i in range(0, batch, most)]
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedpact.errors import ModelError
-from fedpact.persample.products import cut, evenly, filled
 
 Record = Callable[[int, Tensor, Tensor | None], None]
 """Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
@@ -67,20 +66,12 @@ class _Cell(ABC):
 
     params: W_ih [O, K], W_hh [O, P], then b_ih and b_hh [O] if any, then W_hr [P, H] if any.
     place: of the first of them in the operation's list.
-
-    H and P are filled up with units that stay 0, for rows as in products.aligned.
     """
 
     def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
-        w_ih, w_hh, *others = params
-        w_hr = others[-1] if len(params) % 2 else None
-        self._out = w_hh.shape[1]
-        self._width = self._out if w_hr is None else w_hr.shape[1]
-        self._gates = gates = len(w_ih) // self._width
-        b_ih, b_hh = others[:2] if biased else [w_ih.new_zeros(len(w_ih))] * 2
-        self.w_ih, self.b_ih, self.b_hh = (filled(w, 0, gates) for w in (w_ih, b_ih, b_hh))
-        self.w_hh = filled(filled(w_hh, 0, gates), 1)
-        self.w_hr = None if w_hr is None else filled(filled(w_hr, 0), 1)
+        self.w_ih, self.w_hh, *others = params
+        self.w_hr = others[-1] if len(params) % 2 else None
+        self.b_ih, self.b_hh = others[:2] if biased else [params[0].new_zeros(len(params[0]))] * 2
         self._biased, self._place, self._record = biased, place, record
 
     @abstractmethod
@@ -99,21 +90,16 @@ class _Cell(ABC):
 
     def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
         """Hand over the factors of every parameter's gradient."""
-
-        def of_each(v: Tensor, size: int, parts: int = 1) -> Tensor:
-            # Cut last: sums over the steps of a record would run on into the next.
-            return cut(v.transpose(0, 1), size, parts)
-
-        inner, outer = (of_each(g, self._width, self._gates) for g in (found.inner, found.outer))
+        inner, outer = (g.transpose(0, 1) for g in (found.inner, found.outer))
         self._record(self._place, inner, x.transpose(0, 1))
-        self._record(self._place + 1, outer, of_each(states[:-1], self._out))
+        self._record(self._place + 1, outer, states[:-1].transpose(0, 1))
         if self._biased:
             self._record(self._place + 2, inner, None)
             self._record(self._place + 3, outer, None)
         if found.projected is not None:
             g, u = found.projected
             place = self._place + (4 if self._biased else 2)
-            self._record(place, of_each(g, self._out), of_each(u, self._width))
+            self._record(place, g.transpose(0, 1), u.transpose(0, 1))
 
 
 class _Rnn(_Cell):
@@ -329,11 +315,9 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
             reverse, place = k % directions == 1, k * size
             cell = kind(params[place : place + size], biased, place, record)
             read = x.flip(0) if reverse else x
-            first = [filled(state, 1) for state in starts[k]]
-            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *first)
-            y = cut(y, starts[k][0].shape[1])
+            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
             made.append(y.flip(0) if reverse else y)
-            lasts.append(tuple(map(cut, last, (s.shape[1] for s in starts[k]))))
+            lasts.append(tuple(last))
         x = torch.cat(made, 2) if both else made[0]
     states = [torch.stack(each) for each in zip(*lasts, strict=True)]
     return x.transpose(0, 1) if batch_first else x, *states
@@ -358,7 +342,7 @@ def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tens
 
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
-    return evenly(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+    return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
 
 
 def _by_gate(rows: Tensor) -> Tensor:

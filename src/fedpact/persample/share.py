@@ -21,20 +21,24 @@ TOGETHER = 128
 IN_FLOAT32 = 512
 """Up to so many records float32 sums; more are summed in float64 and rounded once."""
 
+PARTIAL_SUMS = 16
+"""Float32 adds up so many passes' sums at most."""
+
 FAR = 2.0**80
 """‖u‖² beyond which g is no place for the coefficient; see balanced."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of one parameter: squares [B] is ‖G_j‖² in float64; add(c [n], view) adds Σ_j c_j G_j.
+    """Of one parameter: squares [P] is ‖G_j‖² in float64; add(c [P], good, view) adds Σ_j c_j G_j.
 
-    n <= B: of the first n alone. Behind them may stand what is no record, and no number: there
-    even 0 times it is none. view: the parameter's place in the total, of c's type.
+    good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
+    times infinity is not a number, so the others' gradients are set to 0 first. view: the
+    parameter's place in the total, of c's type.
     """
 
     squares: Tensor
-    add: Callable[[Tensor, Tensor], None]
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
 
 
 class Space:
@@ -99,6 +103,10 @@ class Share(ABC):
         out: memory of that form, which they may be written to.
         """
         return self.rows(chunk)
+
+    def factors(self) -> list[Tensor]:
+        """What the gradients are made of, each [B, ...], for who compares passes bit for bit."""
+        return [self.rows(slice(0, self.batch))]
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """How an algorithm weights the records of a batch: by each one's own loss, in a closed family."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from fedpact.check import finite, non_negative
 from fedpact.errors import ModelError
 from fedpact.params import FlatModel
+from fedpact.persample.layout import COMPACT, Placement
 
 Weights = Callable[[Tensor], Tensor]
 """Losses [n] of any records -> weights [n], each from its own record's loss alone."""
@@ -32,7 +33,7 @@ class SiteSum:
 
     c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
     is not finite is not left out but spreads, as without privacy. shares: s [n] in (0, 1], float64,
-    by which each c_j is multiplied; None for 1.
+    by which each c_j is multiplied; None for 1. layout: where the records stand.
     """
 
     model: FlatModel
@@ -42,11 +43,7 @@ class SiteSum:
     weights: Weights | None
     plain: bool = False
     shares: Tensor | None = None
-
-    def part(self, rows: slice | Tensor, weights: Weights | None) -> "SiteSum":
-        """Return the same question about some of the records, with other weights."""
-        shares = None if self.shares is None else self.shares[rows]
-        return replace(self, x=self.x[rows], y=self.y[rows], weights=weights, shares=shares)
+    layout: Placement = COMPACT
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fedpact.errors import PolicyRefused
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.batches import NoisyBatch
 from fedpact.privacy.guarded import summed
@@ -35,9 +36,9 @@ class BatchClippedKernel:
         self.model, self.loss = model, loss
         self._apart = apart or PerSampleKernel(model, loss)
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
-        return self._apart.losses(x, y)
+        return self._apart.losses(x, y, layout)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
@@ -76,7 +77,8 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         self._kernel.model.load(w)
         clipped_mean = self._kernel.clipped_mean
 
-        def take(x: Tensor, y: Tensor, _: Tensor | None) -> Tensor:
+        def take(x: Tensor, y: Tensor, _: Tensor | None, layout: Placement | None) -> Tensor:
+            del layout  # the ball bounds it, wherever records stand
             return clipped_mean(x, y, self._terms.clip)
 
         # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.

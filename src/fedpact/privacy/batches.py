@@ -16,6 +16,7 @@ from fedpact.errors import PolicyRefused
 from fedpact.params import FlatModel
 from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting, Weights
 from fedpact.privacy.guarded import measured, summed
 
@@ -154,7 +155,7 @@ class Kernel(Protocol):
         """The model, whose weights are set by `load`."""
         ...
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """Return the losses [B] of the records x, y [B, ...]."""
         ...
 
@@ -206,8 +207,9 @@ class NoisyBatch(Channels, Generic[K]):
         add_noise: AddNoise,
         channels: tuple[str, ...],
         shares: Tensor | None = None,
+        layout: Placement | None = None,
     ) -> None:
-        self._x, self._y, self._terms, self._shares = x, y, terms, shares
+        self._x, self._y, self._terms, self._shares, self._layout = x, y, terms, shares, layout
         self._kernel, self._add_noise = kernel, add_noise
         super().__init__(channels)
 
@@ -244,7 +246,7 @@ class NoisyBatch(Channels, Generic[K]):
     def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [B] at w, and which of them are finite."""
         self._kernel.model.load(w)
-        losses = measured(self._kernel.losses, self._x, self._y)
+        losses = measured(self._kernel.losses, self._x, self._y, self._layout)
         return losses, losses.isfinite()
 
 
@@ -273,11 +275,11 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         check_clip("clip", clip)
         clipped_sum = self._kernel.clipped_sum
 
-        def take(x: Tensor, y: Tensor, shares: Tensor | None) -> Tensor:
-            return clipped_sum(x, y, clip, weights, self._most(y, shares), shares)
+        def take(x: Tensor, y: Tensor, shares: Tensor | None, layout: Placement | None) -> Tensor:
+            return clipped_sum(x, y, clip, weights, self._most(y, shares), shares, layout)
 
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
-        total = summed(take, self._x, self._y, self._shares, w, finish)
+        total = summed(take, self._x, self._y, self._shares, w, finish, self._layout)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
@@ -289,9 +291,10 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         check_clip("bound", clip)
         clipped_difference = self._kernel.clipped_difference
 
-        def take(x: Tensor, y: Tensor, shares: Tensor | None) -> Tensor:
-            return clipped_difference(x, y, w, anchor, clip, self._most(y, shares), shares)
+        def take(x: Tensor, y: Tensor, shares: Tensor | None, layout: Placement | None) -> Tensor:
+            most = self._most(y, shares)
+            return clipped_difference(x, y, w, anchor, clip, most, shares, layout)
 
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
-        total = summed(take, self._x, self._y, self._shares, w, finish)
+        total = summed(take, self._x, self._y, self._shares, w, finish, self._layout)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

@@ -13,8 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_Take = Callable[[Tensor, Tensor], Tensor]
-_TakeShared = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+from fedpact.persample.layout import Placement
+
+_Take = Callable[[Tensor, Tensor, Placement | None], Tensor]
+_TakeShared = Callable[[Tensor, Tensor, Tensor | None, Placement | None], Tensor]
 _TakeRows = Callable[[slice], Tensor]
 _Finish = Callable[[Tensor], Tensor]
 
@@ -29,20 +31,22 @@ def summed(
     shares: Tensor | None,
     like: Tensor,
     finish: _Finish | None,
+    layout: Placement | None = None,
 ) -> Tensor:
-    """Return take(x, y, shares) [d], a sum over a batch's records, in which bad ones weigh 0.
+    """Return take(x, y, shares, layout) [d], a sum over a batch, in which bad records weigh 0.
 
-    shares: of each record [B], or None; those that are left keep theirs.
+    shares: of each record [B], or None; those that are left keep theirs, and their slots.
     like: [d], for the form of a sum. finish: what is done to a sum [d] of single records' sums, in
     float64, to have that of all; it is made so where the good records raise together, as for want
     of memory. None where it is no such sum: it is 0 then.
     """
 
     def some(rows: Tensor | slice) -> Tensor:
-        return take(x[rows], y[rows], None if shares is None else shares[rows])
+        part = None if shares is None else shares[rows]
+        return take(x[rows], y[rows], part, layout and layout.of(rows))
 
     try:
-        return take(x, y, shares)
+        return take(x, y, shares, layout)
     except Exception as error:  # whatever a model may raise at a record
         good = _good(some, len(y), y, error)
     try:
@@ -57,15 +61,19 @@ def summed(
     return finish(total).to(like.dtype)
 
 
-def measured(losses: _Take, x: Tensor, y: Tensor) -> Tensor:
-    """Return losses(x, y) [B] in float64, NaN for the records at which it raises."""
+def measured(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+    """Return losses(x, y, layout) [B] in float64, NaN for the records at which it raises."""
+
+    def some(rows: slice) -> Tensor:
+        return losses(x[rows], y[rows], layout and layout.of(rows))
+
     try:
-        return losses(x, y).double()
+        return losses(x, y, layout).double()
     except Exception as error:  # whatever a model may raise at a record
-        good = _good(lambda rows: losses(x[rows], y[rows]), len(y), y, error)
+        good = _good(some, len(y), y, error)
     found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
     for j in map(int, good):
-        found[j] = losses(x[j : j + 1], y[j : j + 1]).double()[0]
+        found[j] = some(slice(j, j + 1)).double()[0]
     return found
 
 

@@ -37,6 +37,7 @@ from fedpact.draws.keystream import CHUNK
 from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.persample.layout import OVERFLOW, Placement, slots_for
 from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
 from fedpact.privacy import columns, reach
 from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
@@ -174,7 +175,8 @@ class PrivateOracle:
     with the same chance, and has m records, each with a weight of 1/m in its own clip, so that all
     of them add at most C to a sum. Size, rate and divisor are then of persons.
     exact: answers `unprotected`, after which nothing that the run releases is private; None in
-    every run that is to be.
+    every run that is to be. placement: "compact" or "scattered" (persample.layout); None: as the
+    kernel finds for itself.
     Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
     ones with one that is, which would take a second release for the first.
     """
@@ -188,6 +190,7 @@ class PrivateOracle:
         charge: Callable[[Terms, int, int, tuple[str, ...]], None],
         left: Callable[[], float] = lambda: math.inf,
         exact: PlainKernel | None = None,
+        placement: str | None = None,
     ) -> None:
         if isinstance(charge, Charge) and charge.ledger.hypothetical != draws.repeats:
             raise PolicyRefused(
@@ -196,7 +199,7 @@ class PrivateOracle:
             )
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
-        self._step = 0
+        self._step, self._placement = 0, placement
         self.shares: dict[str, Tensor] = {}
 
     @property
@@ -266,7 +269,25 @@ class PrivateOracle:
         if terms.units:
             release = self._shared if terms.honest else partial(self._rounded, terms.units)
         add_noise = partial(release, step=step)
-        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares)
+        x, y, shares, layout = self._laid_out(terms, step, x, y, shares)
+        return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares, layout)
+
+    def _laid_out(
+        self, terms: Terms, step: int, x: Tensor, y: Tensor, shares: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Placement | None]:
+        """Return the batch with its layout; records that M slots have no place for are left out."""
+        if self._placement is None or not isinstance(self._kernel, PerSampleKernel):
+            return x, y, shares, None
+        if self._placement == "compact":
+            return x, y, shares, Placement(terms.batch_size)
+        if shares is not None:
+            # How many records persons have is not public: each record has a pass of its own.
+            return x, y, shares, Placement(length=1)
+        most = slots_for(terms.size, terms.rate, OVERFLOW / max(terms.steps, 1))
+        slots, length = self._kernel.scattered(x, y, most)
+        count = min(len(y), slots)
+        places = self._draws.places(count, slots, step)
+        return x[:count], y[:count], None, Placement(places=places, slots=slots, length=length)
 
     def _shared(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int

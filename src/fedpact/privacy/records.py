@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws.seeded import Draws
-from fedpact.persample.products import lying
+from fedpact.persample.layout import aligned
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Records:
     def __post_init__(self) -> None:
         # A batch of all is these very numbers, and any other a copy: both lie alike in memory, else
         # whether one record is in it would decide by what code the others are multiplied.
-        object.__setattr__(self, "x", lying(self.x))
-        object.__setattr__(self, "y", lying(self.y))
+        object.__setattr__(self, "x", aligned(self.x))
+        object.__setattr__(self, "y", aligned(self.y))
 
     def to(self, device: torch.device) -> "Records":
         """Return the records on a device."""

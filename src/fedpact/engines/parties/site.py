@@ -60,11 +60,15 @@ from fedpact.messages import (
 )
 from fedpact.methods.released import ColumnRecords
 from fedpact.params import FlatModel
+from fedpact.persample.layout import PLACEMENTS
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, reserved
 from fedpact.privacy.reach import check_grid
 
 _log = logging.getLogger("fedpact.site")
+
+
+_logger = logging.getLogger("fedpact.site")
 
 
 class Site:
@@ -93,6 +97,8 @@ class Site:
         workshop = self.federation.workshop(self.plan, directory)
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
+        self.placement = workshop.placement(self._bench.private, self._terms.batch_size)
+        _logger.info("%s: %s", self.name, PLACEMENTS[self.placement])
         whose = self.name, self.federation.names
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector, *whose)
         path = directory / self.settings.ledger
@@ -273,6 +279,7 @@ class Site:
         terms = self._terms
         promised = terms.history(terms.steps)
         self.ledger.reserve(self.run, terms.budget, promised, terms.shared, unit=terms.protects)
+        self.ledger.note_placement(self.run, self.placement)
         self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
@@ -291,7 +298,9 @@ class Site:
         charge = Charge(self.ledger, self.run, task.round, asked, task.attempt)
         left = partial(charge.steps_left, self._terms)
         draws, terms = test or self._secure, self._terms.at(task.round)
-        return PrivateOracle(self._records(task), bench.private, terms, draws, charge, left)
+        return PrivateOracle(
+            self._records(task), bench.private, terms, draws, charge, left, placement=self.placement
+        )
 
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None

@@ -6,7 +6,6 @@ next. A record is given to those alone that are known to look: they raise, or ma
 none. How many numbers of its own it picks, as x[x > 0] does, makes nothing of that size but them.
 """
 
-import math
 import operator
 from collections.abc import Iterable
 from typing import Any, Final, cast
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fedpact.persample.apart.instead import INSTEAD
 from fedpact.persample.apart.places import is_size, kind_of, names
-from fedpact.persample.apart.quiet import by_argument
+from fedpact.persample.apart.replacements import DONE_AS
 from fedpact.persample.apart.separable import CHECKS, RULES
 
 # Beside operations of each number by itself, views, and what is in the tables. All of which torch
@@ -89,6 +87,14 @@ _UNCHECKED = {
 }
 
 
+def by_argument(node: Node) -> list[tuple[Any, Any]]:
+    """An operation's arguments, as its schema declares them, with the values that a node gives."""
+    schema = getattr(node.target, "_schema", None)
+    arguments: list[Any] = [] if schema is None else schema.arguments
+    given = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
+    return [(a, given[a.name]) for a in arguments if a.name in given]
+
+
 def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
     """The nodes that records enter. records: the names of the placeholders that stand for them."""
     names, found = set(records), set[Node]()
@@ -109,14 +115,12 @@ def unsafe(nodes: Iterable[Node], entered: set[Node]) -> str | None:
             return f"{node.target} is not known to look at what a record gives it"
         if any(n in counted for n in node.all_input_nodes) and not _takes_counts(node):
             return f"{node.target} would make of a record as many numbers as it says"
-        if kind.startswith(_UNWRITTEN) and node.target not in INSTEAD:
+        if kind.startswith(_UNWRITTEN) and node.target not in DONE_AS:
             return f"{node.target} leaves what lay in memory before"
         if any(told.get(name) in entered for name in _UNCHECKED.get(kind, ())):
             return f"{node.target} does not look at what a record gives it"
         if not kind.endswith("no_training") and _keeps_statistics(told):
             return f"{node.target} changes a tensor in place"
-        if kind.startswith("weight_norm") and "v" in told and not _fits(**told):
-            return f"{node.target} has weights and lengths that do not fit"
     return None
 
 
@@ -149,7 +153,7 @@ def _takes_counts(node: Node) -> bool:
 def _looks(node: Node) -> bool:
     """Whether an operation is known to look; what is no operation of torch's has nothing to."""
     kind, target = kind_of(node), cast(Any, node.target)
-    if not kind or kind in LOOKS or str(target) in RULES or target in INSTEAD:
+    if not kind or kind in LOOKS or str(target) in RULES or target in DONE_AS:
         return True
     each = torch.Tag.pointwise in target.tags and not any(word in kind for word in WORSE)
     return each or bool(target.is_view)
@@ -164,14 +168,20 @@ def _keeps_statistics(told: dict[str, Any]) -> bool:
 
 
 def own_tables(nodes: Iterable[Node], entered: set[Node]) -> list[Node]:
-    """Look-ups in a table that is made of a record, which vmap puts into one behind the other."""
-    return [n for n in nodes if _kind(n) == "embedding" and n.args[0] in entered]
+    """Operations for which vmap puts the records' tables one behind the other.
+
+    An index beyond a record's own table would name an entry of another's. These are look-ups in a
+    table that is made of a record, and fills at places that a record names.
+    """
+
+    def joined(node: Node) -> bool:
+        by_record = {"embedding": 0, "index_fill": 2}
+        kind = _kind(node)
+        return kind in by_record and node.args[by_record[kind]] in entered
+
+    return [node for node in nodes if joined(node)]
 
 
 def _kind(node: Node) -> str:
     """An operation's name; those that torch has for itself begin with an underscore."""
     return kind_of(node).lstrip("_")
-
-
-def _fits(v: Node, g: Node, dim: int = 0, **_: Any) -> bool:
-    return math.prod(g.meta["val"].shape) == v.meta["val"].shape[dim]

@@ -1,6 +1,8 @@
 """Does a model keep the records of a batch apart? Without that, no clip bounds a record's share."""
 
+import logging
 import math
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -27,10 +29,18 @@ _DROPOUT = (
 )
 # Relative to a record's gradient: what two orders of the same sums may differ by.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+# What stands for rounding in a record whose gradient is at a kink.
+_BESIDE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-LARGE = 64
-"""Records in the large batch of a trial."""
+_MOST = 4
+"""So many of the given records are looked at one by one."""
+
+_LARGE = 16
+"""Records in the larger batch of a trial, which are those over and over."""
+
+_PATIENCE = 3.0  # seconds until the log says what takes long
+_logger = logging.getLogger("fedpact")
 
 _MIXES = (
     "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
@@ -109,51 +119,49 @@ def check_separation(
 ) -> None:
     """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
 
-    A second lock: that records are kept apart follows from the way that the kernel takes. It is
-    tried on two batch sizes, as one alone may equal another dimension by accident, and on a large
-    batch of records that are as given, larger, smaller, all alike and 0, and at other weights. Nor
-    may the model write over the records, not even with what they are, and its outputs for a batch
-    must be those for its records: a run is evaluated by them. draws: whether what is differentiated
-    draws random numbers, be it for other records than these.
+    A second lock: that records are kept apart follows from the way that the kernel takes, for
+    records and weights of any values. Tried is what each of a few records adds to a batch of
+    others, in two lengths, and a clipped sum over a larger batch; that takes about as long as ten
+    steps, and memory for a few vectors [d]. Nor may a pass change the model, or write over the
+    records, not even with what they are; and its outputs for a batch must be those for its records:
+    a run is evaluated by them. draws: whether what is differentiated draws random numbers, be it
+    for other records than these.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
-    module, x = tried.model.module, x.clone()
-    with _still(module):
+    module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
+    with _announced(module), _without_dropout(module):
         before, version = _state(module), x._version
-        _contributions(tried, x, y, math.inf)
+        tried.summed(x, y, math.inf, _weights(tried, len(x)))
         _check_state(module, before)
-        rows = tried.alone(x, y)
+        del before
+        tried.alone(x[:1], y[:1])
         check_unwritten(module, x, version)
-        if not rows.isfinite().all():
-            raise ModelError(
-                f"model {model_name(module)} has outputs, a loss or a gradient that are not "
-                "finite on the records that it is tried on: expected numbers, whatever a record "
-                "holds; keep logarithms, roots and quotients from what may be 0 or less"
-            )
-        same = _norms(rows - tried.alone(x, y)) <= _TOLERANCE[rows.dtype] * _norms(rows)
-        if (draws is not None and draws(x, y)) or not same.all():
+        if (draws is not None and draws(x, y)) or not _repeats(tried, x, y):
             raise ModelError(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; leave them out (clipping and noise regularise already)"
             )
+        _check_large(tried, x, y, _check_each(tried, x, y))
         _check_outputs(module, x)
-        for n in (len(x) - 1, len(x)):
-            for clip in (math.inf, _telling_clip(_norms(rows))):
-                if clip > 0:
-                    found = _contributions(tried, x[:n], y[:n], clip)
-                    if not (
-                        _alike(found, rows[:n], clip)
-                        or _alike(found, rows[:n], clip, _moved(tried, x, y)[:n])
-                    ):
-                        raise _mixing(tried, f"what a record adds to a batch of {n}", x[:n], y[:n])
-        _check_large(tried, x, y)
 
 
-def _contributions(tried: Tried, x: Tensor, y: Tensor, clip: float) -> Tensor:
-    """What each record adds to the batch's sum, as rows [B, d]: sums with one weight not 0."""
-    one = torch.eye(len(x), dtype=tried.model.vector.dtype, device=x.device)
-    return torch.stack([tried.summed(x, y, clip, row) for row in one])
+def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
+    """Ones [count], or zeros but for one of them."""
+    vector = tried.model.vector
+    if only is None:
+        return vector.new_ones(count)
+    return torch.eye(count, dtype=vector.dtype, device=vector.device)[only]
+
+
+def _one(tried: Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
+    """The gradient [d] of a record by itself."""
+    return tried.alone(x[j : j + 1], y[j : j + 1])[0]
+
+
+def _repeats(tried: Tried, x: Tensor, y: Tensor) -> bool:
+    first, again = (tried.losses(x[:1], y[:1]).detach() for _ in range(2))
+    return torch.equal(first.nan_to_num(), again.nan_to_num())
 
 
 def _check_outputs(module: nn.Module, x: Tensor) -> None:
@@ -166,77 +174,77 @@ def _check_outputs(module: nn.Module, x: Tensor) -> None:
         raise ModelError(_MIXES.format(model_name(module), "what it returns for a record"))
 
 
-def _check_large(tried: Tried, x: Tensor, y: Tensor) -> None:
-    model = tried.model
-    w = model.vector.clone()
-    other = torch.randn(len(w), generator=torch.Generator().manual_seed(0)).to(w) * w.std(
-        correction=0
-    )
-    kinds = [x, x[:1].expand_as(x), torch.zeros_like(x)]
-    if x.is_floating_point():
-        kinds += [1e3 * x, 1e-3 * x]
-    try:
-        for records in kinds:
-            # Where it raises at a record, as at a word it does not know, a run leaves that one out.
-            if records is x or _takes(tried, records, y):
-                _compare_large(tried, records, y)
-        model.load(w + 0.1 * other)
-        _compare_large(tried, x, y)
-    finally:
-        model.load(w)
+def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
+    """Compare what each record adds to a batch with its gradient; return the norms [B].
+
+    In batches of two lengths, as one alone may equal another dimension by accident.
+    """
+    norms: list[float] = []
+    errors: list[float] = []
+    for j in range(len(x)):
+        gradient = _one(tried, x, y, j)
+        norms.append(_norm(gradient))
+        n = len(x) - (j % 2 and j < len(x) - 1)
+        added = tried.summed(x[:n], y[:n], math.inf, _weights(tried, n, j))
+        errors.append(_norm(added.sub_(gradient)))
+    if not all(map(math.isfinite, norms)):
+        raise ModelError(
+            f"model {model_name(tried.model.module)} has outputs, a loss or a gradient that are "
+            "not finite on the records that it is tried on: expected numbers, whatever a record "
+            "holds; keep logarithms, roots and quotients from what may be 0 or less"
+        )
+    for j, (norm, error) in enumerate(zip(norms, errors, strict=True)):
+        # A gradient of 0 asks for 0; "not good" refuses NaN as well.
+        most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
+        if not error <= most and not error <= most + _moved(tried, x, y, j):
+            raise _mixing(tried, "what a record adds to a batch", x, y)
+    return torch.tensor(norms, dtype=torch.float64)
 
 
-def _compare_large(tried: Tried, x: Tensor, y: Tensor) -> None:
-    """A weighted sum over a batch of LARGE records, which are these over and over."""
-    rows = tried.alone(x, y).double()
-    norms = _norms(rows)
-    rows = torch.where(norms.isfinite()[:, None], rows, 0)
+def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
+    """Compare a clipped, weighted sum over a batch of these records over and over."""
     clip = _telling_clip(norms)
-    chosen = torch.arange(LARGE, device=x.device) % len(x)
-    w = torch.linspace(0.5, 1.5, LARGE, dtype=tried.model.vector.dtype, device=x.device)
-    if not (SHORTEST <= clip < math.inf):
+    if not SHORTEST <= clip < math.inf:
         return
-
-    c = torch.minimum(w.double(), clip / norms[chosen]).where(norms[chosen].isfinite(), 0)
-    found = tried.summed(x[chosen], y[chosen], clip, w).double()
-    error = float(_norms((found - c @ rows[chosen])[None]))
-    most = 100 * _TOLERANCE[w.dtype] * LARGE * clip
-    if not error <= most and not error <= most + float(c @ _moved(tried, x, y)[chosen]):
-        raise _mixing(tried, f"the sum over a batch of {LARGE}", x, y)
-
-
-def _takes(tried: Tried, x: Tensor, y: Tensor) -> bool:
-    """Whether the model's own code takes records x, y [B, ...]."""
-    try:
-        tried.losses(x, y)
-    except Exception:
-        return False
-    return True
+    chosen = torch.arange(_LARGE, device=x.device) % len(x)
+    w = torch.linspace(0.5, 1.5, _LARGE, dtype=torch.float64)
+    c = torch.minimum(w, clip / norms[chosen.cpu()])
+    c = torch.zeros(len(x), dtype=torch.float64).index_add_(0, chosen.cpu(), c)
+    error = tried.summed(x[chosen], y[chosen], clip, w.to(tried.model.vector))
+    for j in range(len(x)):
+        error -= float(c[j]) * _one(tried, x, y, j)
+    most = 100 * _TOLERANCE[error.dtype] * _LARGE * clip
+    found = _norm(error)
+    if not found <= most:
+        moved = sum(float(c[j]) * _moved(tried, x, y, j) for j in range(len(x)))
+        if not found <= most + moved:
+            raise _mixing(tried, f"the sum over a batch of {_LARGE}", x, y)
 
 
-def _moved(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """How far rounding may move the gradients [B] of records x, y [B, ...], each alone.
+def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
+    """How far rounding may move the gradient of record j by itself.
 
-    A few times as far as they move with records that are a millionth of 1 away. It is hardly more
+    A few times as far as it moves with a record that is 10^-6 away, in float32. It is hardly more
     than that but at a kink, as a ReLU's at 0, and there two gradients are right. Many a unit stands
     at one where a norm has divided rounding errors by their own deviation, as of an empty image.
     """
-    found = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    found = 0.0
     if x.is_floating_point():
-        rows, generator = tried.alone(x, y), torch.Generator().manual_seed(0)
-        step = 1e-6 * max(float(x.abs().amax()), 1.0)
+        gradient, generator = _one(tried, x, y, j), torch.Generator().manual_seed(0)
+        step = _BESIDE[gradient.dtype] * max(float(x.abs().amax()), 1.0)
         for _ in range(8):
-            beside = x + step * torch.randn(x.shape, generator=generator).to(x)
-            found = torch.maximum(found, _norms(tried.alone(beside, y) - rows))
+            beside = x[j : j + 1] + step * torch.randn(x[:1].shape, generator=generator).to(x)
+            found = max(found, _norm(_one(tried, beside, y[j : j + 1], 0) - gradient))
     return 3 * found
 
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] of which what is said differs from each alone."""
     name, own = model_name(tried.model.module), _own_derivatives(tried.losses(x, y))
-    one = x[:1], y[:1]
     # In a batch of one there is nobody to mix with.
-    if own and not _alike(_contributions(tried, *one, math.inf), tried.alone(*one), math.inf):
+    gradient = _one(tried, x, y, 0)
+    error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
+    if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
         return ModelError(_OWN.format(name, ", ".join(own), what))
     return ModelError(_MIXES.format(name, what))
 
@@ -260,28 +268,21 @@ def _own_derivatives(losses: Tensor) -> list[str]:
     return list(found)
 
 
+def _longest(norms: Tensor) -> float:
+    return float(norms.where(norms.isfinite(), 0).amax())
+
+
 def _telling_clip(norms: Tensor) -> float:
     """A clip that about half of the records meet, of their gradients' norms [B].
 
     A record that is all but certain has a gradient of a few rounding errors, or of less than a clip
     may be: what the others' digits say nothing of is no scale.
     """
-    longest = float(norms.where(norms.isfinite(), 0).amax())
-    return max(0.5 * float(torch.median(norms)), 1e-3 * longest)
+    return max(0.5 * float(torch.median(norms)), 1e-3 * _longest(norms))
 
 
-def _alike(found: Tensor, rows: Tensor, clip: float, moved: Tensor | float = 0.0) -> bool:
-    """Whether what records add is their gradients, clipped, both [B, d]. moved: see _moved."""
-    norms = _norms(rows)
-    expected = rows * torch.clamp(clip / norms, max=1)[:, None]
-    scale = torch.clamp(torch.maximum(norms, 1e-3 * torch.amax(norms)), max=clip)
-    error = _norms(found - expected)
-    # A gradient of 0 asks for 0; "not all good" refuses NaN as well.
-    return bool((error <= _TOLERANCE[rows.dtype] * scale + moved).all())
-
-
-def _norms(rows: Tensor) -> Tensor:
-    return rows.double().square().sum(1).sqrt()
+def _norm(vector: Tensor) -> float:
+    return float(cast(Any, torch.linalg).vector_norm(vector, dtype=torch.float64))
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -289,7 +290,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
-    after = _state(module)
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         # A tensor with a NaN equals nothing, so such a state is refused as changed.
@@ -301,7 +302,20 @@ def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _still(module: nn.Module) -> Generator[None]:
+def _announced(module: nn.Module) -> Generator[None]:
+    """Say in the log what goes on where it takes long."""
+    words = "model %s is tried on made-up records before the run: about ten steps' time"
+    timer = threading.Timer(_PATIENCE, _logger.info, (words, model_name(module)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Generator[None]:
     """Switch dropout off, and nothing else."""
     layers = [m for m in module.modules() if isinstance(m, _DROPOUT) and m.training]
     inner = [m for m in module.modules() if isinstance(m, nn.RNNBase | nn.MultiheadAttention)]

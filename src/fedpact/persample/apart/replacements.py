@@ -1,0 +1,160 @@
+"""What stands in a trace, or is done, in place of some of torch's operations.
+
+Arguments and results are torch's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = cast(Any, torch.ops.aten)
+
+# What a step makes of the linear layers of x and of h, and of the state that h is from.
+_Step = Callable[[Tensor, Tensor, Any], Any]
+
+
+def _cell(step: _Step, hidden: Callable[[Any], Tensor] = lambda state: state) -> Callable[..., Any]:
+    """A recurrent cell as linear layers, whose gradients over all steps are then summed as one."""
+
+    def cell(
+        x: Tensor,
+        state: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Any:
+        return step(F.linear(x, w_ih, b_ih), F.linear(hidden(state), w_hh, b_hh), state)
+
+    return cell
+
+
+def _lstm(of_x: Tensor, of_h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (of_x + of_h).chunk(4, 1)
+    cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
+    x, h = of_x.chunk(3, 1), of_h.chunk(3, 1)
+    reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
+    new = torch.tanh(x[2] + reset * h[2])
+    return (1 - update) * new + update * state
+
+
+# These are traced as operators of our own that know the shape of what torch's return: torch finds
+# it by computing, be it in a loop over all positions.
+_library: Any = torch.library.Library("fedpact", "FRAGMENT")
+
+
+def _recurrent(x: Tensor, hx: Any, *settings: Any) -> tuple[Tensor, ...]:
+    """Results for input x [B, T, K] or [T, B, K] and first states hx [layers, B, H]."""
+    states: list[Tensor] = [*hx] if isinstance(hx, (list, tuple)) else [hx]
+    directions = 2 if settings[-2] else 1
+    out = x.new_empty((*x.shape[:-1], directions * states[0].shape[-1]))
+    return out, *(torch.empty_like(state) for state in states)
+
+
+def _normalised(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+_SHAPES: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(
+        (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input), _recurrent
+    ),
+    **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalised),
+}
+
+
+def _stand_in(op: Any) -> Any:
+    name, _, arguments = str(op._schema).removeprefix("aten::").partition("(")
+    name = name.partition(".")[0]
+    _library.define(f"{name}({arguments}")
+    cast(Any, torch.library).register_fake(f"fedpact::{name}", _SHAPES[op], lib=_library)
+    return getattr(cast(Any, torch.ops).fedpact, name).default
+
+
+TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
+    _aten.lstm_cell.default: _cell(_lstm, lambda state: state[0]),
+    _aten.gru_cell.default: _cell(_gru),
+    _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
+    _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
+    **{op: _stand_in(op) for op in _SHAPES},
+}
+"""By torch's operation: what is called in its place while a model is traced."""
+
+STANDS_FOR: Final = {TRACED_AS[op]: op for op in _SHAPES}
+"""Operators of our own in a trace: the operations of torch's that they stand for."""
+
+
+def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
+    """Division; torch's of the least whole number by -1, truncated, ends the process."""
+    parts = a.is_floating_point() or (
+        b.is_floating_point() if isinstance(b, Tensor) else isinstance(b, float)
+    )
+    if rounding_mode != "trunc" or parts or not a.dtype.is_signed:
+        return torch.div(a, b, rounding_mode=rounding_mode)
+    if not isinstance(b, Tensor):
+        return -a if b == -1 else torch.div(a, b, rounding_mode="trunc")
+    minus = b == -1
+    found = torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc")
+    return torch.where(minus, -found, found)
+
+
+def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
+    """x [B, C, ...] at the points of grid [B, ..., D], NaN where a point is NaN or far too large.
+
+    Torch's may read anywhere in memory at those.
+    """
+    most = torch.finfo(grid.dtype).max / (4 * max(x.shape[2:]))
+    good = (grid.abs() <= most).all(-1)
+    found = torch.grid_sampler(x, torch.where(good.unsqueeze(-1), grid, 0), *settings)
+    return torch.where(good.unsqueeze(1), found, torch.nan)
+
+
+def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Memory that is yet to be written, without what lay in it before."""
+    made = make(*args, **kwargs)
+    return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
+
+
+def _copied(into: Tensor, source: Tensor) -> Tensor:
+    """torch's copy has no derivative."""
+    return source.expand_as(into).to(into.dtype)
+
+
+DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
+    # A view that was traced may not exist of the same numbers in another layout.
+    _aten.view.default: _aten.reshape.default,
+    _aten.copy.default: _copied,
+    **{
+        overload: _quotient
+        for kind in (_aten.div, _aten.divide)
+        for overload in (kind.Tensor_mode, kind.Scalar_mode)
+    },
+    **dict.fromkeys(
+        (
+            _aten.grid_sampler.default,
+            _aten.grid_sampler_2d.default,
+            _aten.grid_sampler_3d.default,
+        ),
+        _sampled,
+    ),
+    **{
+        make: partial(_filled, make)
+        for make in (
+            _aten.empty.memory_format,
+            _aten.empty_like.default,
+            _aten.empty_permuted.default,
+            _aten.empty_strided.default,
+            _aten.new_empty.default,
+            _aten.new_empty_strided.default,
+        )
+    },
+}
+"""By torch's operation in a trace: what is done in its place when the trace runs."""
