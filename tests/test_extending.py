@@ -25,7 +25,7 @@ import fedpact
 from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
 from fedpact.errors import FedpactError
 from fedpact.metrics import METRICS, Metric, check_names
-from fedpact.persample.apart import separable
+from fedpact.persample.apart import batch_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -52,8 +52,8 @@ def before(line: str, text: str, added: str) -> str:
 ADDED = {
     "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
     "rule": (
-        "persample/apart/separable.py",
-        lambda text: text + '\n\nRULES |= _named(pointwise, "sinc")\n',
+        "persample/apart/batch_table.py",
+        lambda text: text + '\n\nRULES |= _named(rules.pointwise, "sinc")\n',
     ),
     "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),
     "features": ("features/kinds.py", lambda text: text + "\n\n" + block("features")),
@@ -230,7 +230,7 @@ def test_a_command_is_found_and_has_help(told):
 
 
 def test_a_rule_is_used(told):
-    assert "aten.sinc.default" not in separable.RULES
+    assert "aten.sinc.default" not in batch_table.RULES
     assert told["way"] == "graph"
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.func import vmap
 
 from fedpact.persample import products, rules
-from fedpact.persample.apart import separable, unsafe
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart import batch_table, record_safety
+from fedpact.persample.apart.vmap import for_vmap
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")
@@ -142,11 +142,11 @@ def test_every_test_that_is_named_is_there():
 
 
 def test_every_operator_of_a_table_is_one_of_torchs():
-    for name in {*rules._RULES, *separable.RULES}:
+    for name in {*rules._RULES, *batch_table.RULES}:
         library, operator, overload = name.split(".")
         if library == "aten":
             assert hasattr(getattr(torch.ops.aten, operator), overload), name
-    assert not [name for name in unsafe.LOOKS if not hasattr(torch.ops.aten, name)]
+    assert not [name for name in record_safety.CHECKED if not hasattr(torch.ops.aten, name)]
 
 
 def test_layers_have_the_bases_that_they_are_known_by():

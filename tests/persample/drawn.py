@@ -16,9 +16,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fedpact.persample.apart.export import evaluated
-from fedpact.persample.apart.places import Mixed, Where
-from fedpact.persample.apart.separable import states
+from fedpact.persample.apart.batch_rules import Mixed, Where
+from fedpact.persample.apart.batch_table import states
+from fedpact.persample.apart.program import evaluated
 
 aten = torch.ops.aten
 

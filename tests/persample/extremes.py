@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fedpact.persample.apart.batch_table import RULES
+from fedpact.persample.apart.record_safety import CHECKED, UNBOUNDED
 from fedpact.persample.apart.replacements import DONE_AS
-from fedpact.persample.apart.separable import RULES
-from fedpact.persample.apart.unsafe import LOOKS, WORSE
 
 # Of indices, far enough that nothing lies there; of points, as a record may hold.
 WHOLE = (-(2**63), 2**63 - 1, -(10**12), 10**9, -1)
@@ -39,12 +39,13 @@ def tried(op: Any) -> bool:
     pointwise = torch.Tag.pointwise in getattr(
         getattr(getattr(torch.ops.aten, name, None), "default", None), "tags", ()
     )
-    known = name in LOOKS or name in TABLE or pointwise
+    known = name in CHECKED or name in TABLE or pointwise
     return (
         known
         and name.lstrip("_") not in BY_ARGUMENT + UNTRACED
+        and not op.name.startswith("sparse.")
         and name not in REPLACED
-        and not any(word in name for word in WORSE)
+        and not any(word in name for word in UNBOUNDED)
     )
 
 

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from fedpact.persample.apart.places import Where
+from fedpact.persample.apart.batch_rules import Where
 from fedpact.persample.call import Call, replayed
 from fedpact.persample.convolution import Convolved, Geometry, layout_of
 from fedpact.persample.gradients import Outer, difference

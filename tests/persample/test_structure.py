@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedpact.errors import ModelError
 from fedpact.losses import cross_entropy, squared_error
+from fedpact.params import FlatModel
 from fedpact.persample import norms
+from fedpact.persample.kernel import PerSampleKernel
 
 
 @pytest.mark.parametrize(
@@ -268,3 +271,52 @@ def test_a_batch_measured_in_several_slices(reference, way, monkeypatch):
     # Slices of one length and a rest: one record more moves no other to another place.
     assert len(set(seen[:-1])) == 1
     assert reference.error(found, reference.clipped(rows, 2.0, 1 + losses)) < 1e-13
+
+
+PICKS = {
+    "last": lambda o, n: o[torch.arange(o.shape[0]), n],
+    "last by size": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
+    "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
+    "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
+    "mask": lambda o, n: o[
+        torch.arange(o.shape[0])[:, None, None, None], torch.arange(o.shape[1])[None, None, None]
+    ].sum((1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_the_last_step_of_each_record_is_picked_in_a_batch(reference, name):
+    """As classifiers of sequences take it, and as masks are looked up, by the record's number."""
+
+    def picked(m, x):
+        o = torch.tanh(m.body(m.table(x)))
+        return m.head(PICKS[name](o, (x != 0).sum(1) - 1))
+
+    x = torch.randint(1, 7, (6, 5), generator=torch.Generator().manual_seed(0))
+    x[:, 3:] = 0
+    x[2, 2:] = 0
+    layers = {"table": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    reference.check_structure(reference.Apply(picked, **layers), x)
+
+
+PLACES = {
+    "weighted": lambda h: h * torch.arange(h.shape[0])[:, None],
+    "next": lambda h: h[(torch.arange(h.shape[0]) + 1) % h.shape[0]],
+    "twice": lambda h: h[torch.arange(2 * h.shape[0]) // 2],
+    "backwards": lambda h: h[torch.arange(h.shape[0]).flip(0)],
+    "columns": lambda h: (
+        h + h[:, :2][torch.arange(h.shape[0]), torch.arange(h.shape[0]) % 2][:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_record_s_place_is_nothing_to_compute_with(reference, name):
+    model = reference.Apply(
+        lambda m, x: PLACES[name](torch.tanh(m.linear(x))), linear=nn.Linear(4, 4)
+    )
+    kernel = PerSampleKernel(FlatModel(model), lambda out, y: out.sum(1)[: len(y)] + y)
+    try:
+        assert kernel.way(torch.randn(6, 4), torch.zeros(6)) == "records"
+    except ModelError:
+        return

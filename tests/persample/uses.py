@@ -171,7 +171,15 @@ add(
     _then(_one_of([1], [2], [3], [1, 1], [2, 1], [1, 2], [2, 2]), _dim),
 )
 add("chunk tensor_split.sections", _then(_one_of(1, 2, 3), _dim))
-add("cat concat concatenate", lambda g: (lambda x: ([x, g.partner(x)], g.dim(x)))(g.x()))
+
+
+def _several(g: Draw) -> tuple[object, ...]:
+    x = g.x()
+    nothing = g.call(aten.new_zeros.default, x, [0]) if g.likely() else g.constant(0)
+    return [*([] if g.likely() else [nothing]), x, g.partner(x)], g.dim(x)
+
+
+add("cat concat concatenate", _several)
 add("stack", lambda g: (lambda x: ([x, g.partner(x)], g.dim(x, 1)))(g.x()))
 add(
     "repeat tile",
@@ -192,8 +200,34 @@ add("new_full", _then(lambda g, _: [2, g.batch], lambda g, _: 0.5 if g.likely() 
 def _index(g: Draw) -> tuple[object, ...]:
     skipped = [None] * g.rng.randint(0, 2)
     if g.likely():
+        return _picked(g)
+    if g.likely():
         return (g.x(), [*skipped, g.constant(*g.sizes(g.rng.randint(0, 2)), kind="i")])
-    return (g.constant(3, *g.sizes(2)), [*skipped[:1], g.x(kind="i")])
+    return (g.constant(3, 3, *g.sizes(1)), [*skipped[:1], g.x(kind="i")])
+
+
+def _picked(g: Draw) -> tuple[object, ...]:
+    """x[arange(B), i], with the batch where it may be and i a constant or each record's own."""
+    count = g.rng.randint(1, 3)
+    place = g.rng.randrange(count)
+    new = g.rng.randint(0, 2)
+    x = g.like([2] * place + [1] + [2] * (count - place - 1), place, plain=0.9)
+    numbers = g.call(aten.arange.default, g.batch)
+    numbers = g.call(aten.view.default, numbers, [g.batch] + [1] * new)
+    same = [1] * g.rng.randint(0, 1) + [g.batch] + [1] * new
+    numbers = numbers if g.likely() else g.call(aten.expand.default, numbers, same)
+
+    def other() -> fx.Node:
+        chosen = (
+            g.like([1] + [2] * new, 0, "i", plain=1)
+            if g.likely()
+            else g.constant(*[2] * new, kind="i")
+        )
+        return g.call(aten.remainder.Scalar, chosen, 2)
+
+    indices = [other() if g.likely() else None for _ in range(count)]
+    indices[place if g.likely() else g.rng.randrange(count)] = numbers
+    return x, indices
 
 
 add("index.Tensor", _index)

@@ -170,7 +170,7 @@ def _file(thing: ModuleType, seen: _Seen) -> _Parts:
 
 def _class(thing: type, seen: _Seen) -> _Parts:
     name = f"{thing.__module__}.{thing.__qualname__}"
-    if _is_known(thing):
+    if _is_known(thing) or (seen.forms and _is_installed(thing)):
         return [name]
     # What Python itself puts into a class is no code, and what abc does is this process's.
     own = {
@@ -193,7 +193,7 @@ def _function(thing: Any, seen: _Seen) -> _Parts | None:
         return [thing.__qualname__, *_code(thing.__self__, seen)]
     if not isinstance(thing, FunctionType):
         return None
-    if _is_known(thing):
+    if _is_known(thing) or (seen.forms and _is_installed(thing)):
         return [f"{thing.__module__}.{thing.__qualname__}"]
     code, space = thing.__code__, thing.__globals__
     used = {name: space[name] for name in sorted(_globals(code)) if name in space}
@@ -246,6 +246,16 @@ def _bytes(code: CodeType) -> _Parts:
 def _is_known(thing: Any) -> bool:
     """Whether a class or function is Python's own, numpy's or torch's: then its name says which."""
     return _is_of_known(str(thing.__module__))
+
+
+def _is_installed(thing: Any) -> bool:
+    """Whether it is an installed package's by its name, whose code this process has read once."""
+    module = sys.modules.get(str(thing.__module__))
+    found: Any = module
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    parts = Path(getattr(module, "__file__", None) or "").parts
+    return found is thing and bool({"site-packages", "dist-packages"} & set(parts))
 
 
 def _is_of_known(module: str) -> bool:

@@ -18,9 +18,10 @@ from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, model_name
 from fedpact.persample import norms
-from fedpact.persample.apart.export import Program, Untraceable
-from fedpact.persample.apart.unsafe import own_tables
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart.export import Untraceable
+from fedpact.persample.apart.program import Program
+from fedpact.persample.apart.record_safety import own_tables
+from fedpact.persample.apart.vmap import for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.share import Share
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from fedpact.persample.apart.places import Where
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart.batch_rules import Where
+from fedpact.persample.apart.vmap import for_vmap
 from fedpact.persample.gradients import Made
 from fedpact.persample.layout import aligned
 from fedpact.persample.share import Share

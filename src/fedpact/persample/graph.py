@@ -1,7 +1,7 @@
 """A model that was traced: what runs is what was traced, with a tap at every use of a parameter.
 
 Model and loss are traced with a batch of no fixed size (trace). Each operation is looked up in the
-table of those that keep records apart (separable), so that a batched pass is shown to map each
+table of those that keep records apart (batch_rules), so that a batched pass is shown to map each
 record by itself. Operations with a parameter are tapped: one backward pass leaves the gradients of
 their outputs, and rules make shares of them (rules).
 """
@@ -19,9 +19,9 @@ from torch.fx import Node
 from fedpact.losses import Loss
 from fedpact.params import FlatModel
 from fedpact.persample import norms, recurrent
-from fedpact.persample.apart.export import Program, arguments, draws, evaluated, operation
-from fedpact.persample.apart.places import Mixed, Where, is_size, kind_of, shape_of
-from fedpact.persample.apart.vmapped import for_vmap
+from fedpact.persample.apart.batch_rules import Mixed, Where, is_size, kind_of, shape_of
+from fedpact.persample.apart.program import Program, arguments, draws, evaluated, operation
+from fedpact.persample.apart.vmap import for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
 from fedpact.persample.layout import overhead
 from fedpact.persample.rules import Call, Place, of_arguments, results_of, shares_of

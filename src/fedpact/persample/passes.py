@@ -21,8 +21,8 @@ from fedpact.losses import Loss, is_ours
 from fedpact.params import FlatModel, at_hand
 from fedpact.persample import norms
 from fedpact.persample.alone import Alone
+from fedpact.persample.apart.batch_rules import Mixed
 from fedpact.persample.apart.export import Untraceable
-from fedpact.persample.apart.places import Mixed
 from fedpact.persample.chain import Chain, chain_of
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.dense import Dense

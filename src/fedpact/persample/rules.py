@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.persample.apart.places import Where
+from fedpact.persample.apart.batch_rules import Where
 from fedpact.persample.call import Call, Place, Rule, Shares, replayed
 from fedpact.persample.call import results_of as results_of
 from fedpact.persample.convolution import Convolved, Geometry

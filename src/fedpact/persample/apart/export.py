@@ -10,8 +10,7 @@ import logging
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,29 +19,26 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch._export.utils import (
-    _compiling_state_context,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.fx import Graph, Node
-from torch.nn.modules import transformer
-from torch.nn.modules.transformer import (
-    _detect_is_causal_mask,  # pyright: ignore[reportPrivateUsage]
-)
 
 from fedpact.losses import Loss
 from fedpact.own.digests import digest_of_form
-from fedpact.params import FlatModel, model_name, refuse_writing
-from fedpact.persample.apart.places import State, is_size
-from fedpact.persample.apart.replacements import DONE_AS, STANDS_FOR, TRACED_AS
-from fedpact.persample.apart.separable import states
-from fedpact.persample.apart.unsafe import by_argument, follow, unsafe
+from fedpact.params import refuse_writing
+from fedpact.persample.apart.batch_rules import is_size
+from fedpact.persample.apart.batch_table import State, states
+from fedpact.persample.apart.record_safety import by_argument, follow, unsafe
+from fedpact.persample.apart.replacements import STANDS_FOR, TRACED_AS
+from fedpact.persample.apart.trace_context import announced, state_kept, while_tracing
 
 _TRACING: Final = threading.RLock()  # torch's tracer is no more than one thread's at a time
 _BATCH: Final = 3  # records in a made-up batch
 _PATIENCE: Final = 15.0  # seconds of tracing until the log says so
 _KEPT: Final = 64  # traces of this process
 _SET_GRAD: Final = cast(Any, torch)._C._set_grad_enabled
-_logger = logging.getLogger("fedpact")
+_SLOW: Final = (
+    "model %s is being traced, once, which takes long where Python goes over many positions: "
+    "a layer that does so itself, as nn.LSTM does and nn.LSTMCell does not, takes no time"
+)
 
 
 class Untraceable(Exception):
@@ -50,7 +46,7 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Trace:
+class Trace:
     """A traced model and loss.
 
     inputs: of each placeholder, what it is and whose, as ("parameter", "model.0.weight"),
@@ -64,113 +60,21 @@ class _Trace:
 
     @cached_property
     def records(self) -> set[str]:
+        """The placeholders' names that stand for records."""
         return {name for name, (kind, _) in self.inputs.items() if kind == "record"}
 
     @cached_property
     def entered(self) -> set[Node]:
+        """The nodes that records enter."""
         return follow(self.nodes, self.records)
 
     @cached_property
     def states(self) -> dict[Node, State]:
+        """Where every node has the batch. Raises Mixed."""
         return states(self.nodes, self.records)
 
 
-class Program:
-    """A traced model with its loss, for records of the form of x, y [n, ...].
-
-    batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
-    ("parameter", "model.0.weight") or ("record", "x"). names: the trained parameters' names in the
-    model, by those that inputs have. entered: the nodes that records enter. Raises Untraceable.
-    """
-
-    def __init__(
-        self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
-    ) -> None:
-        self._trace = trace = _traced(_WithLoss(model.module, loss), x, y, batch)
-        whole = _WithLoss(model.module, loss)
-        self._held = {"parameter": whole.get_parameter, "buffer": whole.get_buffer}
-        trained = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
-        every = whole.named_parameters(remove_duplicate=False)
-        self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
-        self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
-        self.entered = trace.entered
-
-    @property
-    def states(self) -> dict[Node, State]:
-        """Where every node has the batch; see separable. Raises Mixed."""
-        return self._trace.states
-
-    @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers."""
-        return any(map(draws, self.nodes))
-
-    def given(self, name: str) -> Tensor:
-        """What a placeholder that holds no records stands for now."""
-        kind, target = self.inputs[name]
-        if kind == "constant":
-            return self._trace.constants[target]
-        return self._held[kind](target).detach()
-
-    def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """What the placeholders stand for with the records x, y."""
-        of = {"x": x.detach(), "y": y.detach()}
-        return {
-            name: of[target] if kind == "record" else self.given(name)
-            for name, (kind, target) in self.inputs.items()
-        }
-
-    def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The losses [B] at the weights, by the model's names."""
-        values = self.values(x, y)
-        for name, (kind, target) in self.inputs.items():
-            if kind == "parameter" and target in self.names:
-                values[name] = weights[self.names[target]]
-        return evaluated(self.nodes, values)[self.result]
-
-
-# ---------------------------------------------------------------- what runs
-
-
-def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
-    """The values of nodes in order, from those of the placeholders among them."""
-    env: dict[Node, Any] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            env[node] = values[node.name]
-        else:
-            args, kwargs = arguments(node, env)
-            env[node] = operation(node)(*args, **kwargs)
-    return env
-
-
-def operation(node: Node) -> Callable[..., Any]:
-    """What is done for a node."""
-    return DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
-
-
-def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
-    """A node's arguments, by place and by name, with values for nodes."""
-    return (
-        torch.fx.map_arg(node.args, env.__getitem__),
-        torch.fx.map_arg(node.kwargs, env.__getitem__),
-    )
-
-
-def draws(node: Node) -> bool:
-    """Whether a node draws random numbers; what is told to drop at a rate of 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    options = {a.name: a.default_value for a in cast(Any, node.target)._schema.arguments}
-    options |= {argument.name: value for argument, value in by_argument(node)}
-    rate = next((options[name] for name in ("p", "dropout", "dropout_p") if name in options), 1)
-    return rate != 0 and options.get("train", True) is not False
-
-
-# ---------------------------------------------------------------- tracing
-
-
-class _WithLoss(nn.Module):
+class WithLoss(nn.Module):
     """Losses [B] of records x, y, as one module."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
@@ -178,6 +82,7 @@ class _WithLoss(nn.Module):
         self.model, self.loss = module, loss
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B]."""
         losses = self.loss(self.model(x), y)
         vars(self)["after"] = self.tensors()
         return losses
@@ -192,10 +97,10 @@ class _WithLoss(nn.Module):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
 
-_traces: dict[object, _Trace | str] = {}
+_traces: dict[object, Trace | str] = {}
 
 
-def _traced(whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None) -> _Trace:
+def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     """The trace of this process for a model of this form, made if there is none yet."""
     if any(isinstance(m, torch.jit.ScriptModule) for m in whole.modules()):
         raise Untraceable(
@@ -221,8 +126,9 @@ def _traced(whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None) -> _Trace
     return found
 
 
-def _trace(whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None) -> _Trace:
-    with _announced(whole.model), _while_tracing(whole), warnings.catch_warnings():
+def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
+    slow = announced(_SLOW, whole.model, _PATIENCE, logging.WARNING)
+    with slow, while_tracing(whole.model, whole.loss), warnings.catch_warnings():
         # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
         warnings.simplefilter("ignore")
         recorded = _recorded(whole, x, y, batch, functional=False)
@@ -248,7 +154,7 @@ def _trace(whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None) -> _Trace:
         if not _known(node):
             # Transformations of functions and the like, which would run code of their own.
             raise Untraceable(f"{node.target} is no operation on tensors")
-    trace = _Trace(nodes, result, recorded.inputs, recorded.constants)
+    trace = Trace(nodes, result, recorded.inputs, recorded.constants)
     if (why := unsafe(nodes, trace.entered)) is not None:
         raise Untraceable(why)
     return trace
@@ -256,7 +162,7 @@ def _trace(whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None) -> _Trace:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A graph as torch recorded it; inputs and constants as of _Trace."""
+    """A graph as torch recorded it; inputs and constants as of Trace."""
 
     graph: Graph
     inputs: dict[str, tuple[str, str]]
@@ -264,7 +170,7 @@ class _Recorded:
 
 
 def _recorded(
-    whole: _WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
+    whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
 ) -> _Recorded:
     """Run model and loss on made-up records. functional: write nothing in place.
 
@@ -309,7 +215,7 @@ def _recorded(
         # As in training: without gradients some layers take ways that have none.
         # Where torch has a way for any size beside one for some sizes, it takes the first.
         any_size = cast(Any, shapes).patch(backed_size_oblivious=True)
-        with any_size, enable_python_dispatcher(), fake, torch.enable_grad(), _state_of(whole):
+        with any_size, enable_python_dispatcher(), fake, torch.enable_grad(), state_kept(whole):
             made = make_fx(
                 traced,
                 decomposition_table=TRACED_AS,
@@ -330,7 +236,7 @@ def _recorded(
     return _with_constants(made, [*_kinds(whole, held), ("record", "x"), ("record", "y")], made_up)
 
 
-def _kinds(whole: _WithLoss, held: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _kinds(whole: WithLoss, held: Iterable[str]) -> Iterator[tuple[str, str]]:
     parameters = dict(whole.named_parameters())
     for name in held:
         yield ("parameter" if name in parameters else "buffer"), name
@@ -359,7 +265,7 @@ def _with_constants(
     return _Recorded(graph, inputs, constants)
 
 
-def _check_writes(whole: _WithLoss, recorded: _Recorded) -> None:
+def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
     """Look at what a trace writes to in place.
 
     Raises ModelError where it is a record; Untraceable where it outlasts the pass, so that what one
@@ -449,74 +355,3 @@ def _place(lines: Iterable[FrameSummary]) -> str:
     return (
         f" in {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
     )
-
-
-# ---------------------------------------------------------------- around a trace
-
-
-@contextmanager
-def _announced(module: nn.Module) -> Generator[None]:
-    """Say what goes on where it takes long, as of a loop over many positions."""
-    words = (
-        "model %s is being traced, once, which takes long where Python goes over many positions: "
-        "a layer that does so itself, as nn.LSTM does and nn.LSTMCell does not, takes no time"
-    )
-    timer = threading.Timer(_PATIENCE, _logger.warning, (words, model_name(module)))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def _state_of(whole: nn.Module) -> Generator[None]:
-    """Have modules as they were afterwards: what a trace writes on them has no values."""
-    inner = ("_parameters", "_buffers", "_modules")
-    states = [vars(m) for m in whole.modules()]
-    states += [state[name] for state in states for name in inner]
-    before = [dict(state) for state in states]
-    try:
-        yield
-    finally:
-        for state, held in zip(states, before, strict=True):
-            state.clear()
-            state.update(held)
-
-
-@contextmanager
-def _while_tracing(whole: _WithLoss) -> Generator[None]:
-    """Let models find a tracer at work, `len(x)` be any number, and masks not be looked into.
-
-    Many models ask torch.compiler.is_compiling() before they look at values. Python's own len has
-    to give a number, so a model that calls it would be traced for batches of one size alone: within
-    the files of the model it is x.shape[0]. torch's transformers look whether a mask is the causal
-    one, for which there is a faster way to the same; a branch on its values would end the trace.
-    """
-    functions = [vars(m).get("forward", type(m).forward) for m in whole.model.modules()]
-    scopes = [getattr(f, "__globals__", {}) for f in (*functions, whole.loss)]
-    own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
-    changed = [s for s in own.values() if "len" not in s]
-    name, thread = _detect_is_causal_mask.__name__, threading.get_ident()
-
-    def causal(mask: Any, is_causal: bool | None = None, *size: Any, **named: Any) -> bool:
-        if threading.get_ident() == thread:
-            return is_causal is True
-        return _detect_is_causal_mask(mask, is_causal, *size, **named)
-
-    try:
-        for scope in changed:
-            scope["len"] = _size
-        setattr(transformer, name, causal)
-        with _compiling_state_context():
-            yield
-    finally:
-        for scope in changed:
-            del scope["len"]
-        setattr(transformer, name, _detect_is_causal_mask)
-
-
-def _size(of: Any) -> Any:
-    size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
-    return size if isinstance(size, torch.SymInt) else len(of)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -17,30 +16,18 @@ from torch.nn.modules.instancenorm import (
 
 from fedpact.errors import InputError, ModelError
 from fedpact.params import FlatModel, check_unwritten, model_name
+from fedpact.persample.apart.trace_context import announced
 from fedpact.persample.bounds import SHORTEST
 
-_DROPOUT = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUT = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
 # Relative to a record's gradient: what two orders of the same sums may differ by.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # What stands for rounding in a record whose gradient is at a kink.
 _BESIDE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-_MOST = 4
-"""So many of the given records are looked at one by one."""
-
-_LARGE = 16
-"""Records in the larger batch of a trial, which are those over and over."""
-
+_MOST = 4  # of the given records are looked at one by one
+_LARGE = 16  # records in a larger batch, which are those over and over
 _PATIENCE = 3.0  # seconds until the log says what takes long
-_logger = logging.getLogger("fedpact")
+_SLOW = "model %s is tried on made-up records before the run, for about ten steps' time"
 
 _MIXES = (
     "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
@@ -130,7 +117,7 @@ def check_separation(
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
     module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
-    with _announced(module), _without_dropout(module):
+    with announced(_SLOW, module, _PATIENCE, logging.INFO), _without_dropout(module):
         before, version = _state(module), x._version
         tried.summed(x, y, math.inf, _weights(tried, len(x)))
         _check_state(module, before)
@@ -282,6 +269,10 @@ def _telling_clip(norms: Tensor) -> float:
 
 
 def _norm(vector: Tensor) -> float:
+    square = float(vector.dot(vector))
+    if 1e-30 < square < 1e30:
+        return math.sqrt(square)
+    # A twentieth as fast, and with a range that holds any number's square.
     return float(cast(Any, torch.linalg).vector_norm(vector, dtype=torch.float64))
 
 
@@ -299,19 +290,6 @@ def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
                 f"model {model_name(module)} changes {name!r} in a forward pass: that would "
                 "carry statistics of records around clipping and noise; use a module that does not"
             )
-
-
-@contextmanager
-def _announced(module: nn.Module) -> Generator[None]:
-    """Say in the log what goes on where it takes long."""
-    words = "model %s is tried on made-up records before the run: about ten steps' time"
-    timer = threading.Timer(_PATIENCE, _logger.info, (words, model_name(module)))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager

@@ -46,6 +46,17 @@ def _gru(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
     return (1 - update) * new + update * state
 
 
+def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
+    """take_along_dim; torch's is traced for batches of one size alone."""
+    if dim is None:
+        return x.flatten().gather(0, index.flatten())
+    sizes = [
+        i if d == dim % x.dim() else s
+        for d, (s, i) in enumerate(zip(x.shape, index.shape, strict=True))
+    ]
+    return x.gather(dim, index.expand(sizes))
+
+
 # These are traced as operators of our own that know the shape of what torch's return: torch finds
 # it by computing, be it in a loop over all positions.
 _library: Any = torch.library.Library("fedpact", "FRAGMENT")
@@ -84,6 +95,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.gru_cell.default: _cell(_gru),
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
+    _aten.take_along_dim.default: _taken,
     **{op: _stand_in(op) for op in _SHAPES},
 }
 """By torch's operation: what is called in its place while a model is traced."""

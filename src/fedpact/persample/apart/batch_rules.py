@@ -1,0 +1,382 @@
+"""What keeps the records of a batch apart in an operation, and where it leaves the batch.
+
+A rule is given an operation of a trace. It raises Mixed unless the operation computes what belongs
+to one record from what belongs to that record alone, and returns how the records lie in the batch's
+dimension of the result. Which dimension that is shows in the result's shape, where the batch's
+size is a symbol. batch_table has the operations' names.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Node
+
+Size = int | torch.SymInt
+
+
+class Mixed(Exception):
+    """An operation is not known to keep records apart."""
+
+
+class Where(NamedTuple):
+    """Where a tensor has the batch: its dimension `dim` has outer · B · inner entries."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+class RecordNumber(Where):
+    """The same of a tensor that has the record's number in the batch, and nothing else."""
+
+
+At = Callable[[Any], Where | None]
+Rule = Callable[[Node, At], Where]
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+def kind_of(node: Node) -> str:
+    """An operation's name without its library and overload, as "linear"."""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""
+
+
+def is_size(arg: Any) -> bool:
+    """Whether an argument is a number that follows from the batch's size."""
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(arg, Node) and isinstance(arg.meta.get("val"), kinds)
+
+
+def shape_of(node: Any) -> list[Size]:
+    """The shape of a node's tensor, with symbols where the batch is."""
+    return list(node.meta["val"].shape)
+
+
+def multiple(size: Size) -> int | None:
+    """How many times the batch a size is; None for a number. Raises Mixed for anything else."""
+    if isinstance(size, int):
+        return None
+    expression: Any = cast(Any, size).node.expr
+    if expression.is_number:
+        return None
+    symbols: list[Any] = list(expression.free_symbols)
+    factor: Any = expression / symbols[0]
+    if len(symbols) > 1 or not factor.is_Integer:
+        raise Mixed(f"a dimension of {expression} entries is no multiple of the batch")
+    return int(factor)
+
+
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument, by its place or by its name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _dims(dims: Any, count: int) -> list[int]:
+    """Dimensions of a tensor of so many as 0, 1, ...; all of them where none is named."""
+    several: list[Any] = [dims] if isinstance(dims, int) else list(dims or range(count))
+    if not all(isinstance(d, int) for d in several):
+        raise Mixed("a dimension is not a number")
+    return [d % max(count, 1) for d in several]
+
+
+def _records_in(node: Node, at: At, place: int = 0) -> tuple[Where, int]:
+    """The input's place and number of dimensions. Raises Mixed where it has no records."""
+    where = at(node.args[place])
+    if where is None:
+        raise Mixed(f"operation {node.target} has records elsewhere than in its input")
+    return where, len(shape_of(node.args[place]))
+
+
+def _only(node: Node, at: At, *places: int) -> None:
+    """Raise Mixed where records, or their number, are in other arguments than at the places."""
+    known = {id(node.args[i]) for i in places if i < len(node.args)}
+    for other in node.all_input_nodes:
+        if id(other) not in known and (at(other) is not None or is_size(other)):
+            raise Mixed(f"operation {node.target} has records in other arguments than its input")
+
+
+def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
+    """The one place that arguments have the batch at, its dimension counted from the last: -1."""
+    found: set[Where] = set()
+    for arg in args:
+        if is_size(arg):
+            raise Mixed(f"operation {node.target} depends on the batch's size")
+        if isinstance(arg, Node) and (where := at(arg)) is not None:
+            found.add(where._replace(dim=where.dim - len(shape_of(arg))))
+    if len(found) != 1:
+        raise Mixed(f"operation {node.target} pairs records with others' places")
+    return found.pop()
+
+
+def pointwise(node: Node, at: At) -> Where:
+    """Each number from those at the same place, with broadcasting."""
+    return _aligned(node, at, node.all_input_nodes)
+
+
+def unreduced(place: int) -> Rule:
+    """A loss of each pair of numbers, where the argument at the place says: no reduction."""
+
+    def rule(node: Node, at: At) -> Where:
+        if argument(node, place, "reduction", 1) != 0:
+            raise Mixed(f"operation {node.target} reduces over the batch")
+        return pointwise(node, at)
+
+    return rule
+
+
+def moved(node: Node, at: At) -> Where:
+    """The same numbers, or some, or over and over: what is done to the batch shows in the shape."""
+    where, count = _records_in(node, at)
+    if kind_of(node) == "squeeze" and where.dim in _dims(node.args[1], count):
+        raise Mixed(f"operation {node.target} depends on the batch's size")
+    return where
+
+
+def chosen(node: Node, at: At) -> Where:
+    """The same, at places that do not depend on the batch's size."""
+    _only(node, at, 0)
+    return moved(node, at)
+
+
+def along(place: int, name: str = "dim", default: Any = -1) -> Rule:
+    """Something along some dimensions, which the batch must not be among."""
+
+    def rule(node: Node, at: At) -> Where:
+        where, count = _records_in(node, at)
+        _only(node, at, 0)
+        if where.dim in _dims(argument(node, place, name, default), count):
+            raise Mixed(f"operation {node.target} runs along the batch")
+        return where
+
+    return rule
+
+
+def within(last: int) -> Rule:
+    """Something within the last dimensions, so many of them."""
+
+    def rule(node: Node, at: At) -> Where:
+        where, count = _records_in(node, at)
+        _only(node, at, 0)
+        if where.dim >= count - last:
+            raise Mixed(f"operation {node.target} runs along the batch")
+        return where
+
+    return rule
+
+
+def in_front(least: int, most: int = 99) -> Rule:
+    """[B, C, ...] of so many dimensions: a convolution, or statistics of each record."""
+
+    def rule(node: Node, at: At) -> Where:
+        where, count = _records_in(node, at)
+        _only(node, at, 0)
+        if where != Where(0) or not least <= count <= most:
+            raise Mixed(f"operation {node.target} has no batch in front of its channels")
+        return where
+
+    return rule
+
+
+def regrouped(node: Node, at: At) -> Where:
+    """The same numbers in the same order: the batch keeps what is in front of it and behind."""
+    where, _ = _records_in(node, at)
+    front, before = where.outer, 1
+    for size in shape_of(node.args[0])[: where.dim]:
+        front *= cast(int, size)
+    for dim, size in enumerate(shape_of(node)):
+        times = multiple(size)
+        if times is None:
+            before *= cast(int, size)
+            continue
+        outer, rest = divmod(front, before) if before else (0, 1)
+        inner, left = divmod(times, max(outer, 1))
+        if rest or left or not outer:
+            break
+        return Where(dim, outer, inner)
+    raise Mixed(f"operation {node.target} cuts through the batch")
+
+
+def joined(node: Node, at: At) -> Where:
+    """Tensors one behind the other, all of which have the batch at one place."""
+    # torch passes over [0], whatever the others' form: what a cache begins with.
+    tensors = [t for t in cast(Sequence[Node], node.args[0]) if shape_of(t) != [0]]
+    found = {at(t) for t in tensors}
+    new = kind_of(node) == "stack"
+    where = found.pop()
+    if found or where is None:
+        raise Mixed(f"operation {node.target} joins records with others' places")
+    (dim,) = _dims(argument(node, 1, "dim", 0), len(shape_of(tensors[0])) + new)
+    if dim == where.dim and not new:
+        raise Mixed(f"operation {node.target} joins batches")
+    return where
+
+
+def gathered(node: Node, at: At) -> Where:
+    """Entries picked within each record by indices of its own."""
+    where, count = _records_in(node, at)
+    if at(node.args[2]) != where or _dims(node.args[1], count) == [where.dim]:
+        raise Mixed(f"operation {node.target} reads along the batch")
+    return where
+
+
+def copied(node: Node, at: At) -> Where:
+    """The second's numbers in the first's form."""
+    return _aligned(node, at, [node.args[1]] if at(node.args[1]) else [node.args[0]])
+
+
+def indexed(node: Node, at: At) -> Where:
+    """x[:, index] and table[x]; x[arange(B), i, ...], which picks in each record by its own i."""
+    x = at(node.args[0])
+    indices = list(cast(Sequence[Any], node.args[1]))
+    by_place = {place: index for place, index in enumerate(indices) if index is not None}
+    entered = [index for index in by_place.values() if at(index) is not None]
+    if any(index.meta["val"].dtype == torch.bool for index in by_place.values()):
+        raise Mixed(f"operation {node.target} picks by values")
+    if x is None and len(by_place) == 1 and entered:
+        return cast(Where, at(entered[0]))
+    if x is not None and not entered and x.dim not in by_place:
+        return x
+    if x == (x and Where(x.dim)) and isinstance(x and at(by_place.get(x.dim)), RecordNumber):
+        return _aligned(node, at, entered)
+    raise Mixed(f"operation {node.target} reads along the batch")
+
+
+def overwritten(node: Node, at: At) -> Where:
+    """x with other numbers along a dimension, at places that are the same for each record."""
+    where, count = _records_in(node, at)
+    (dim,) = _dims(argument(node, 2, "dim", 0), count)
+    everything = kind_of(node) == "slice_scatter" and len(node.args) < 3
+    source = at(argument(node, 1, "src"))
+    gone = dim < where.dim and kind_of(node) == "select_scatter"
+    _only(node, at, 0, 1)
+    if (dim == where.dim and not everything) or (
+        source is not None and source != where._replace(dim=where.dim - gone)
+    ):
+        raise Mixed(f"operation {node.target} writes along the batch")
+    return where
+
+
+def contracted(node: Node, at: At) -> Where:
+    """einsum whose operands have the batch under one letter, which the result keeps."""
+    equation = cast(str, node.args[0]).replace(" ", "")
+    operands, arrow, result = equation.partition("->")
+    tensors = cast(Sequence[Node], node.args[1])
+    batch: set[tuple[str, int, int]] = set()
+    others = ""
+    for letters, tensor in zip(operands.split(","), tensors, strict=True):
+        where = at(tensor)
+        if where is None:
+            others += letters
+        elif "." not in letters:
+            batch.add((letters[where.dim], where.outer, where.inner))
+    if not arrow or "." in equation or len(batch) != 1:
+        raise Mixed(f"einsum {equation} is not known to keep records apart")
+    letter, outer, inner = batch.pop()
+    if letter not in result or letter in others:
+        raise Mixed(f"einsum {equation} sums over the batch")
+    return Where(result.index(letter), outer, inner)
+
+
+def matmul(node: Node, at: At) -> Where:
+    """Products of the last two dimensions; of a vector there is but one."""
+    a, b = node.args[:2]
+    where = _aligned(node, at, [x for x in (a, b) if at(x) is not None][:1])
+    both = at(a) is not None and at(b) is not None
+    if both:
+        where = _aligned(node, at, (a, b))
+    along = -1 if at(a) is not None else -min(2, len(shape_of(b)))
+    if where.dim == along or (both and where.dim >= -2):
+        raise Mixed(f"operation {node.target} sums over the batch")
+    return where
+
+
+def addmm(node: Node, at: At) -> Where:
+    """b + x W with records in the rows of x alone."""
+    _only(node, at, 1)
+    where, _ = _records_in(node, at, 1)
+    if where.dim != 0:
+        raise Mixed(f"operation {node.target} sums over the batch")
+    return where
+
+
+def attention(node: Node, at: At) -> Where:
+    """Queries, keys, values [..., T, E], and a mask: the batch in front of the last two."""
+    where = _aligned(node, at, node.all_input_nodes)
+    if where.dim >= -2 or any(at(node.args[i]) is None for i in range(3)):
+        raise Mixed(f"operation {node.target} attends to others' records")
+    return where
+
+
+def bilinear(node: Node, at: At) -> Where:
+    """x W yᵀ of pairs of rows."""
+    where, count = _records_in(node, at)
+    _only(node, at, 0, 1)
+    if at(node.args[1]) != where or where.dim == count - 1:
+        raise Mixed(f"operation {node.target} pairs records with others")
+    return where
+
+
+def padded(node: Node, at: At) -> Where:
+    """More entries around the last dimensions."""
+    return within(len(cast(Sequence[int], node.args[1])) // 2)(node, at)
+
+
+def layer_norm(node: Node, at: At) -> Where:
+    """Normalised over the last dimensions."""
+    return within(len(cast(Sequence[int], node.args[1])))(node, at)
+
+
+def frozen_norm(node: Node, at: At) -> Where:
+    """Batch norm by statistics that are there; those of a batch mix its records."""
+    if node.args[5]:
+        raise Mixed(f"operation {node.target} uses the batch's statistics")
+    return in_front(2)(node, at)
+
+
+def instance_norm(node: Node, at: At) -> Where:
+    """Normalised over each channel of each record."""
+    if not node.args[5] or node.args[3] is not None:
+        raise Mixed(f"operation {node.target} uses or keeps statistics")
+    return in_front(3)(node, at)
+
+
+def embedding(node: Node, at: At) -> Where:
+    """Rows of a table by whole numbers of records."""
+    _only(node, at, 1)
+    return _records_in(node, at, 1)[0]
+
+
+def one_hot(node: Node, at: At) -> Where:
+    """Of whole numbers [...] a one among K zeros, [..., K]; K as large as the largest mixes."""
+    classes = argument(node, 1, "num_classes", -1)
+    if not isinstance(classes, int) or classes < 1:
+        raise Mixed(f"operation {node.target} looks for the largest number of the batch")
+    return _records_in(node, at)[0]
+
+
+def classes(node: Node, at: At) -> Where:
+    """Cross-entropy of logits [N, K, ...] and classes [N, ...], one loss each."""
+    where, count = _records_in(node, at)
+    _only(node, at, 0, 1)
+    by_index = len(shape_of(node.args[1])) == count - 1
+    if argument(node, 3, "reduction", 1) != 0 or count < 2 or where.dim != 0 or not by_index:
+        raise Mixed(f"operation {node.target} reduces over the batch")
+    if at(node.args[1]) != where:
+        raise Mixed(f"operation {node.target} pairs records with others' classes")
+    return where
+
+
+def recurrent(node: Node, at: At) -> Where:
+    """(output, last states): outputs [B, T, H] or [T, B, H], states [layers, B, H]."""
+    where, count = _records_in(node, at)
+    hidden = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    others = [n for n in node.all_input_nodes if n not in (node.args[0], *hidden)]
+    right = where == Where(0 if node.args[-1] else 1) and count == 3
+    if not right or any(at(h) not in (None, Where(1)) for h in hidden) or any(map(at, others)):
+        raise Mixed(f"operation {node.target} has its batch elsewhere")
+    return where
