@@ -35,6 +35,7 @@ from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.persample.alone import Alone
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.layout import Placement
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.report.charts.drawing import Chart
 
@@ -214,6 +215,11 @@ def dealt(w):
     return weights
 
 
+def standing(count, length=8):
+    """A layout that leaves records where they stand when some are taken out: layout.of(others)."""
+    return Placement(torch.arange(count), slots=-(-count // length) * length, length=length)
+
+
 def clipped(rows, clip=math.inf, w=None):
     """Contributions c_j g_j [B, d] with c_j = min(max(w_j, 0), C/‖g_j‖)."""
     w = torch.ones(len(rows), dtype=rows.dtype) if w is None else w.to(rows.dtype)
@@ -337,6 +343,7 @@ def reference():
         per_sample_loop=per_sample_loop,
         clipped=clipped,
         dealt=dealt,
+        standing=standing,
         error=error,
         forced=forced,
         kernels=kernels,

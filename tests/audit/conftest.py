@@ -30,7 +30,7 @@ class Kernel:
 
 
 class Unclipped(Kernel):
-    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None, layout=None):
         return self.inner.clipped_sum(x, y, math.inf, weights)
 
 
@@ -41,14 +41,14 @@ class Constant(Kernel):
         super().__init__(kernel)
         self.longest = longest
 
-    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None, layout=None):
         return self.inner.clipped_sum(x, y, self.longest, weights)
 
 
 class Unclamped(Kernel):
     """FedFDP's contribution as printed: min(1 + λ (ℓ - F), C/‖g‖) g, with no lower bound."""
 
-    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None, layout=None):
         if weights is None:
             return self.inner.clipped_sum(x, y, clip)
 

@@ -65,7 +65,7 @@ class Rows:
         found = vmap(grad(loss), (None, 0, 0))(weights, x, y)
         return torch.cat([found[name].flatten(1) for name in weights], 1).double()
 
-    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None):
+    def clipped_sum(self, x, y, clip, weights=None, most=None, shares=None, layout=None):
         if not len(y):
             return torch.zeros_like(self.model.vector)
         rows = self.rows(x, y)

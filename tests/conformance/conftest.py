@@ -117,7 +117,9 @@ class Federation:
             charge = Charge(self.ledgers[site], task.run, task.round, task.digest)
         terms = self.terms(site, channels, opens)
         left = self.steps_left
-        oracle = PrivateOracle(records, self.kernel, terms, draws, charge, lambda: left)
+        oracle = PrivateOracle(
+            records, self.kernel, terms, draws, charge, lambda: left, placement="compact"
+        )
         return self.around(oracle)
 
     def local(self, method: Method, site: str, task: Task) -> Local:

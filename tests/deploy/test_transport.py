@@ -731,16 +731,16 @@ def test_a_late_answer_tells_of_its_ledger(federation):
     hangs_in(nodes, 1)
     run()
     assert told[1] == (0, "")
-    # Opened, reserved, charged for round 1.
-    assert told[2][0] == 3
+    # Opened, reserved, placement noted, charged for round 1.
+    assert told[2][0] == 4
 
 
 @pytest.mark.parametrize(
     ("change", "refused"),
     [
-        ({"ledger_length": 3, "ledger_head": "f" * 64}, {"site-00": "rejected: ledger"}),
+        ({"ledger_length": 4, "ledger_head": "f" * 64}, {"site-00": "rejected: ledger"}),
         # Whoever relays messages can keep a reply: an older one says nothing of today's ledger.
-        ({"ledger_length": 2, "ledger_head": "f" * 64}, {}),
+        ({"ledger_length": 3, "ledger_head": "f" * 64}, {}),
     ],
 )
 def test_a_late_answer_that_shows_another_ledger_bars_its_site(make, tmp_path, change, refused):
@@ -757,7 +757,7 @@ def test_a_late_answer_that_shows_another_ledger_bars_its_site(make, tmp_path, c
     )
     records = []
     coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
-    assert told[2][0] == 3
+    assert told[2][0] == 4
     missed = [{}, {"site-00": "absent"}]
     assert [record.refused for record in records[1:]] == [*missed, *[refused] * 3]
     for node in nodes:

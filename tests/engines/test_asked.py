@@ -19,7 +19,7 @@ WORDS = np.where(Y > 0, "yes", "no")
 FRAME = pd.DataFrame(X, columns=["a", "b", "c"])
 SETTINGS = {
     "sites": 2,
-    "rounds": 2,
+    "rounds": 4,
     "partition": {"held_out": 0.2},
     "privacy": {"mode": "none"},
     "settings": {"learning_rate": 0.5},

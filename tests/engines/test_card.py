@@ -28,9 +28,8 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("stacked", [1, 2])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_run_is_the_same_run(algorithm, stacked, request, tmp_path, monkeypatch):
+def test_a_run_is_the_same_run(algorithm, request, tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(120, 4, generator=generator), torch.arange(120) % 3
     plan = Plan.parse(
@@ -39,7 +38,6 @@ def test_a_run_is_the_same_run(algorithm, stacked, request, tmp_path, monkeypatc
             "settings": ALGORITHMS[algorithm],
             "rounds": 3,
             "sites": 3,
-            "run": {"stacked": stacked},
         }
     )
     here = simulate(plan, tmp_path / "here", data=from_arrays(x, y))

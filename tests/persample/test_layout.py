@@ -51,6 +51,24 @@ def test_every_layout_gives_the_same_sum(reference, images, count):
             assert torch.allclose(kernel.losses(x, y, one), losses, rtol=1e-12)
 
 
+def test_what_stands_in_empty_slots_is_not_added(reference):
+    """Zeros of class 0, whose loss is ln 2 here; so weights may make of them what is no number."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 2, bias=False).double(), torch.randn(5, 3).double()
+    y = torch.arange(5) % 2
+
+    def weights(losses):
+        return 0.1 / (losses - math.log(2)).abs()
+
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    w = weights(cross_entropy(module(x), y).detach())
+    assert not weights(cross_entropy(module(0 * x), 0 * y)).isfinite().any()
+    for way, kernel in reference.kernels(module, cross_entropy).items():
+        for one in (Placement(length=8), scattered(kernel, x, y, 9)):
+            found = kernel.clipped_sum(x, y, 0.5, weights, layout=one)
+            assert reference.error(found, reference.clipped(rows, 0.5, w)) < 1e-12, way
+
+
 def test_an_empty_scattered_batch_gives_zeros():
     kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(3, 2))), cross_entropy)
     x, y = torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)

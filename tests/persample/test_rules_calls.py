@@ -76,7 +76,7 @@ def check(call, expected, shares=None):
             squares = rows.flatten(1).square().sum(1)
             assert torch.allclose(part.squares, squares, rtol=1e-9)
             total, c = torch.zeros_like(rows[0]), randn(B).abs()
-            part.add(c, total)
+            part.add(c, None, total)
             whole = (c @ rows.flatten(1)).view(total.shape)
             assert (total - whole).abs().max() <= 1e-9 * whole.abs().max()
         negative = rows_of(share.negative()).reshape(rows.shape)
@@ -185,7 +185,7 @@ def test_few_positions_of_a_wide_convolution_make_no_rows():
     part, rows = share.special(), share.rows(slice(0, B)).double()
     assert torch.allclose(part.squares, rows.square().sum(1), rtol=1e-5)
     total, c = torch.zeros_like(weight), torch.rand(B)
-    part.add(c, total)
+    part.add(c, None, total)
     whole = (c.double() @ rows).view(total.shape)
     assert (total - whole).norm() <= 1e-5 * whole.norm()
 

@@ -1,19 +1,15 @@
-"""A step by what is done otherwise on a card: stacked sums, noise, losses. See test_cards."""
+"""A step by what is done otherwise on a card: noise, losses. See test_cards."""
 
-import copy
 import math
 
-import pytest
 import torch
 
 from fedpact.draws import grid
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.stacked import Seat, SeatDraws, Stack
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample.dense import SiteSum
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
@@ -27,56 +23,16 @@ def case(name, count=9, dtype=torch.float64):
     return module, torch.randn(count, 1, 12, 12, dtype=dtype), torch.arange(count) % 3
 
 
-@pytest.mark.parametrize("name", ["logistic", "mlp"])
-def test_stacked_sums(reference, name, card, nobody_looks):
-    """Two sites, one of them with records and a label that cannot be; and one without a clip."""
-    module, x, y = case(name)
-    model = FlatModel(module)
-    other = FlatModel(copy.deepcopy(module))
-    other.load(model.vector * 0.5)
-    bad_x, bad_y = x.clone(), y.clone()
-    bad_x[3, 0, 2, 2], bad_y[6] = math.inf, 3
-    used = torch.tensor([0, 1, 2, 4, 5, 7, 8])
-    stack = Stack.of(model, cross_entropy)
-    asked = [
-        SiteSum(model, x, y, 0.5, None),
-        SiteSum(other, bad_x, bad_y, 0.5, lambda ell: ell + 1),
-        SiteSum(model, x, y, math.inf, None),
-    ]
-    with nobody_looks:
-        found = stack.answers(asked)
-    for total, own, rows, clip, weigh in zip(
-        found, (model, other, model), (torch.arange(9), used, torch.arange(9)),
-        (0.5, 0.5, math.inf), (None, lambda ell: ell + 1, None), strict=True,
-    ):  # fmt: skip
-        each = reference.per_sample(own.module, cross_entropy, x[rows], y[rows])
-        w = None if weigh is None else weigh(cross_entropy(own.module(x[rows]), y[rows]).detach())
-        assert reference.error(total, reference.clipped(each, clip, w)) < 1e-12
-    # In a plain run nothing is left out, as a plain kernel leaves nothing out.
-    for spoilt in ((bad_x, y), (x, bad_y)):
-        (spread,) = stack.answers([SiteSum(model, *spoilt, math.inf, None, plain=True)])
-        assert spread.isnan().any()
-        (kept,) = stack.answers([SiteSum(model, *spoilt, math.inf, None)])
-        assert kept.isfinite().all()
-
-
 def terms(**sigmas):
     return Terms("site", 18.0, 0.5, 0.5, sigmas, 10**6, Budget(1.0, 1e-5), "best")
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_step_looks_at_no_number(stacked, card, no_operation_looks):
+def test_a_step_looks_at_no_number(card, no_operation_looks):
     """From sampling to the new weights: batch, sum, a simulation's noise, step."""
     module, x, y = case("mlp", 18, torch.float32)
     model = FlatModel(module)
-    stack = Stack.of(model, cross_entropy)
-
-    def ask(question):
-        return stack.answers([question])[0]
-
-    seat = Seat(model, cross_entropy, ask) if stacked else PerSampleKernel(model, cross_entropy)
-    draws = SeatDraws(ask, 0, "site", 1) if stacked else SeededDraws(0, "site", 1)
-    oracle = PrivateOracle(Records(x, y), seat, terms(gradient=1.0), draws, lambda *_: None)
+    kernel, draws = PerSampleKernel(model, cross_entropy), SeededDraws(0, "site", 1)
+    oracle = PrivateOracle(Records(x, y), kernel, terms(gradient=1.0), draws, lambda *_: None)
     w = model.vector.clone()
     before = w.clone()
     with no_operation_looks:

@@ -34,9 +34,11 @@ def kernel_of(reference, level, module):
             TRACED[form] = reference.forced(level, module, cross_entropy)
         TRACED[form].model.load(model.vector)
         return TRACED[form]
-    if level != "stacked":
+    # A GPU stacks no sums.
+    stack = Stack.of(model, cross_entropy) if level == "stacked" else None
+    if stack is None:
+        level = "dense" if level == "stacked" else level
         return reference.forced(level, module, cross_entropy)
-    stack = Stack.of(model, cross_entropy)
 
     def ask(question):
         (answer,) = stack.answers([question])

@@ -82,7 +82,7 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
     """As where the memory is enough for one of them."""
     x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)
 
-    def take(some, _, shares=None):
+    def take(some, _, shares=None, layout=None):
         if len(some) > 1:
             raise MemoryError
         if some[0, 0] == x[2, 0]:
@@ -94,7 +94,7 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
     assert torch.allclose(total, x[[0, 1, 3, 4]].sum(0) / 2)
     assert total.dtype == like.dtype
     assert not guarded.summed(take, x, y, None, like, None).any()
-    losses = guarded.measured(lambda some, labels: take(some, labels)[:1], x, y)
+    losses = guarded.measured(lambda some, labels, layout: take(some, labels)[:1], x, y)
     assert losses.isnan().tolist() == [False, False, True, False, False]
 
 

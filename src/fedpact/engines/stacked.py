@@ -85,13 +85,16 @@ class PlainSeat(PlainKernel):
         super().__init__(model, loss)
         self._ask = ask
 
-    def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
+    def weighted_sum(
+        self, x: Tensor, y: Tensor, weights: Weights | None = None, shares: Tensor | None = None
+    ) -> Tensor:
         """See PlainKernel."""
         if x.shape[0]:
-            total = self._ask(SiteSum(self.model, x.detach(), y, math.inf, weights, plain=True))
+            asked = SiteSum(self.model, x.detach(), y, math.inf, weights, plain=True, shares=shares)
+            total = self._ask(asked)
             if total is not None:
                 return total
-        return super().weighted_sum(x, y, weights)
+        return super().weighted_sum(x, y, weights, shares)
 
 
 class SeatDraws(SeededDraws):

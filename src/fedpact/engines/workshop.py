@@ -160,8 +160,8 @@ class Workshop:
             raise PlanError(
                 f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
                 "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
-                "mlp are, and the cross entropy of classes; use run.stacked = 1, which larger "
-                "models lose nothing by"
+                "mlp are, the cross entropy of classes, and a CPU; use run.stacked = 1, which "
+                "larger models lose nothing by"
             )
         return stacked.Lockstep(seats, partial(self._seat, stacked), stack.answers)
 

@@ -91,6 +91,7 @@ class PerSampleKernel:
         """
         check_clip("clip", clip)
         with all_digits(self.model.vector):
+            self._mixers.check()
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
             if (dense := self._passes.at_once(x, y)) is not None:
@@ -124,6 +125,7 @@ class PerSampleKernel:
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
         measure = partial(self._passes.differences, w=w, anchor=anchor)
         with all_digits(self.model.vector):
+            self._mixers.check()
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
             total = self._sum(measure, x, y, bound, None, most, shares, layout)
@@ -249,7 +251,6 @@ class PerSampleKernel:
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
-        self._mixers.check()
         length = layout.length or self._passes.length(x, y, layout.expected)
         exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
@@ -316,26 +317,32 @@ class PlainKernel:
         with torch.no_grad():
             return self._each(x, y)
 
-    def weighted_sum(self, x: Tensor, y: Tensor, weights: Weights | None = None) -> Tensor:
-        """Σ_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
+    def weighted_sum(
+        self, x: Tensor, y: Tensor, weights: Weights | None = None, shares: Tensor | None = None
+    ) -> Tensor:
+        """Σ_j s_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
 
-        They are asked for slice by slice, and w_j must depend on ℓ_j alone.
+        They are asked for slice by slice, and w_j must depend on ℓ_j alone. shares: s_j [B], ones
+        by default.
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
-        each = slices(len(x), self._length)
-        return reduce(Tensor.add_, (self._summed(x[r], y[r], weights)[1] for r in each))
+        parts = (
+            self._summed(x[r], y[r], weights, None if shares is None else shares[r])[1]
+            for r in slices(len(x), self._length)
+        )
+        return reduce(Tensor.add_, parts)
 
     def difference(
-        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, weights: Weights | None = None
+        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, shares: Tensor | None = None
     ) -> Tensor:
-        """Σ_j w_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
+        """Σ_j s_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
         self.model.load(anchor)
-        before = self.weighted_sum(x, y, weights)
+        before = self.weighted_sum(x, y, shares=shares)
         self.model.load(w)
-        return self.weighted_sum(x, y, weights) - before
+        return self.weighted_sum(x, y, shares=shares) - before
 
     def mean_over(self, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:
         """Return the mean loss of the records x, y [n, ...] at w [d], and its gradient [d].
@@ -352,12 +359,15 @@ class PlainKernel:
         count = max(len(y), 1)
         return loss / count, gradient / count
 
-    def _summed(self, x: Tensor, y: Tensor, weights: Weights | None) -> tuple[Tensor, Tensor]:
+    def _summed(
+        self, x: Tensor, y: Tensor, weights: Weights | None, shares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The losses [B > 0], and the weighted sum of their gradients [d]."""
         self._mixers.check()
         with _requiring_grad(self._trainable) as parameters:
             losses = self._each(x.detach(), y)
             w = weights_of(weights, losses.detach()).clamp_min(0)
+            w = w if shares is None else w * shares.to(w)
             return losses.detach(), _gradient((w * losses).sum(), parameters)
 
     def _each(self, x: Tensor, y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fedpact.params import FlatModel
 from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.layout import Placement
-from fedpact.persample.weighting import UNIFORM, Uniform, Weighting, Weights
+from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.guarded import measured, summed
 
 
@@ -109,15 +109,16 @@ class PlainBatch(Channels):
         """See Batch."""
         self.use("gradient")
         self._kernel.model.load(w)
-        weights = self._weights(weighting)
-        return self._kernel.weighted_sum(self._x, self._y, weights) / self._expected
+        weights = None if isinstance(weighting, Uniform) else weighting
+        total = self._kernel.weighted_sum(self._x, self._y, weights, self._shares)
+        return total / self._expected
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """See Batch; here the differences are not clipped."""
         self.use("difference")
         del bound
-        weights = self._weights(UNIFORM)
-        return self._kernel.difference(self._x, self._y, w, anchor, weights) / self._expected
+        total = self._kernel.difference(self._x, self._y, w, anchor, self._shares)
+        return total / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
         """See Batch; here the losses are not clipped."""
@@ -134,12 +135,6 @@ class PlainBatch(Channels):
         losses = self._kernel.losses(self._x, self._y)
         votes = shared((losses <= bound).double() - 0.5, self._shares)
         return float(votes.sum()) / self._expected + 0.5
-
-    def _weights(self, weighting: Weighting) -> Weights | None:
-        shares = self._shares
-        if shares is None:
-            return None if isinstance(weighting, Uniform) else weighting
-        return lambda losses: weighting(losses) * shares.to(losses.dtype)
 
 
 def shared(values: Tensor, shares: Tensor | None) -> Tensor:
