@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
 from fedpact.params import FlatModel, all_digits, at_hand
-from fedpact.persample.apart.independence import Mixers, check_separation
+from fedpact.persample.apart.independence import Mixers, check_agreement, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.invariance import is_invariant
@@ -176,9 +176,10 @@ class PerSampleKernel:
         self._mixers.check()
         with all_digits(self.model.vector):
             x, y = _recorded(x, y)
-            check_separation(_Way(self, self._by_passes), x, y, self._passes.draws)
+            passes = _Way(self, self._by_passes)
+            norms = check_separation(passes, x, y, self._passes.draws)
             if self._passes.dense is not None:
-                check_separation(_Way(self, self._at_once), x, y)
+                check_agreement(passes, self._at_once, x, y, norms)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """How records of the form of x, y [B, ...] are kept apart: "chain", "graph" or "records".

@@ -24,7 +24,7 @@ _DROPOUT = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # What stands for rounding in a record whose gradient is at a kink.
 _BESIDE = {torch.float32: 1e-6, torch.float64: 1e-12}
-_MOST = 4  # of the given records are looked at one by one
+_MOST = 3  # of the given records are looked at one by one
 _LARGE = 16  # records in a larger batch, which are those over and over
 _PATIENCE = 3.0  # seconds until the log says what takes long
 _SLOW = "model %s is tried on made-up records before the run, for about ten steps' time"
@@ -101,10 +101,13 @@ class Tried(Protocol):
         ...
 
 
+_Sum = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+
+
 def check_separation(
     tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] | None = None
-) -> None:
-    """Raise ModelError unless sums over records x, y [B, ...] are those of each record alone.
+) -> Tensor:
+    """Return the norms of records x, y [B, ...]; ModelError unless sums are those of each alone.
 
     A second lock: that records are kept apart follows from the way that the kernel takes, for
     records and weights of any values. Tried is what each of a few records adds to a batch of
@@ -129,8 +132,29 @@ def check_separation(
                 f"model {model_name(module)} draws random numbers outside dropout layers: it "
                 "cannot be checked; leave them out (clipping and noise regularise already)"
             )
-        _check_large(tried, x, y, _check_each(tried, x, y))
+        norms = _check_each(tried, x, y)
+        _check_large(tried, x, y, norms)
         _check_outputs(module, x)
+    return norms
+
+
+def check_agreement(tried: Tried, summed: _Sum, x: Tensor, y: Tensor, norms: Tensor) -> None:
+    """Raise ModelError where another way to sum differs from one that check_separation passed.
+
+    norms: of the first of the records, as that returned them.
+    """
+    clip = _telling_clip(norms)
+    if not SHORTEST <= clip < math.inf:
+        return
+    x, y = _over_and_over(x[:_MOST]), _over_and_over(y[:_MOST])
+    w = torch.linspace(0.5, 1.5, _LARGE).to(tried.model.vector)
+    found = _norm(summed(x, y, clip, w).sub_(tried.summed(x, y, clip, w)))
+    if not found <= 100 * _TOLERANCE[w.dtype] * _LARGE * clip:
+        raise _mixing(tried, f"the sum over a batch of {_LARGE}", x[:_MOST], y[:_MOST])
+
+
+def _over_and_over(rows: Tensor) -> Tensor:
+    return rows[torch.arange(_LARGE, device=rows.device) % len(rows)]
 
 
 def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
