@@ -166,6 +166,18 @@ def test_the_realised_batch_size_fails(model, seed, audited):
     assert not measure_sensitivity(broken).passed
 
 
+def test_a_mechanism_that_adds_nothing_is_not_passed():
+    class Silent(Rows):
+        def clipped_sum(self, *args, **kwargs):
+            raise RuntimeError("this kernel adds nothing")
+
+    one = target()
+    found = measure_sensitivity(dataclasses.replace(one, make=by(Silent, one.records)))
+    assert not found.passed
+    (check,) = checks({"sensitivity": found}, 0.95)
+    assert "nothing was measured" in check.text
+
+
 def test_a_clip_is_measured_to_the_digits():
     """Twice the clip is twice as long as right, and an unclipped bias has a factor of its own."""
     one = target("models_of_sums:cnn")

@@ -79,8 +79,8 @@ class ChannelSensitivity:
 
     @property
     def passed(self) -> bool:
-        """Whether both are within their bounds."""
-        return self.ratio <= 1 + self.slack
+        """Whether both are within their bounds, and something was measured."""
+        return self.single.size > 0 and self.ratio <= 1 + self.slack
 
     @property
     def ratio(self) -> float:
@@ -102,6 +102,8 @@ class ChannelSensitivity:
             f"move {self.in_batch.size:.6g} {unit}; bound {unit} (1 + {self.slack:.2g}){most}; "
             "exact"
         )
+        if not self.single.size > 0:
+            return f"{line}; no record tried added anything, so nothing was measured: see the log"
         if not self.passed:
             return f"{line}; {self.worst.text}"
         return line if self.single.size >= _CLIPPED else f"{line}; no record tried was clipped"
