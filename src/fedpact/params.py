@@ -39,6 +39,16 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, copied there from the CPU without waiting for the device.
+
+    A GPU reads pinned memory by itself; for a copy from any other the host waits.
+    """
+    if device.type == "cuda" and at_hand(tensor):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def model_name(module: nn.Module) -> str:
     """Return what messages call a model: its class, or what a module around one says it is."""
     return str(getattr(module, "called", type(module).__name__))
@@ -140,7 +150,7 @@ def all_digits(vector: Tensor) -> Iterator[None]:
     kind = vector.device.type
     with ExitStack() as stack:
         stack.enter_context(_without_tf32() if kind == "cuda" else _WHOLE.held())
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand
+from fedpact.params import FlatModel, all_digits, at_hand, sent
 from fedpact.persample.apart.independence import Mixers, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
 from fedpact.persample.convolution import pixelwise
@@ -257,7 +257,7 @@ class PerSampleKernel:
             for one in self._passes.over(x, y, layout):
                 found = measure(one)
                 w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
-                share = None if shares is None else one.placed(shares)
+                share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied
                 if every_slot_finite(found.losses, found.norms, w):
                     c = c if good is None else torch.where(good, c, 0)
