@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand, sent
+from fedpact.params import FlatModel, all_digits, at_hand, model_name, sent
 from fedpact.persample.apart.independence import Mixers, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
+from fedpact.persample.capture import Captures
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.invariance import is_invariant
 from fedpact.persample.layout import COMPACT, EXPECTED, Pass, Placement, collected
@@ -51,6 +52,7 @@ class PerSampleKernel:
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._passes = Passes(model, loss)
+        self._captures = Captures(model_name(model.module), model.vector.device)
         self._trainable = trainable(model)
         self._layouts: dict[object, Placement] = {}
 
@@ -122,11 +124,11 @@ class PerSampleKernel:
         check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
-        measure = partial(self._passes.differences, w=w, anchor=anchor)
         with all_digits(self.model.vector):
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
-            total = self._sum(measure, x, y, bound, None, most, shares, layout)
+            measure, points = self._passes.differences, (w, anchor)
+            total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
         return total
 
@@ -156,9 +158,8 @@ class PerSampleKernel:
             if dense is not None:
                 return dense.measured(SiteSum(self.model, x, y, 1.0, None, layout=fixed))
             (one,) = self._passes.over(x, y, fixed)
-            found = self._passes.gradients(one)
-            squares = [part.squares for part in found.parts.values()]
-            return [v.clone() for v in (found.losses, *squares, *found.factors())]
+            found = self._passes.gradients(one.x, one.y)
+            return [v.clone() for v in (found.losses, *found.factors())]
 
         with torch.no_grad():
             return is_invariant(measure, x, y, length)
@@ -236,7 +237,7 @@ class PerSampleKernel:
 
     def _sum(
         self,
-        measure: Callable[[Pass], Measured],
+        measure: Callable[..., Measured],
         x: Tensor,
         y: Tensor,
         clip: float,
@@ -244,8 +245,12 @@ class PerSampleKernel:
         most: int | None = None,
         shares: Tensor | None = None,
         layout: Placement = COMPACT,
+        points: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        """The sum [d] of what `measure` finds. See `slack` for what float32 may add to it."""
+        """The sum [d] of what `measure` finds of records and points.
+
+        See `slack` for what float32 may add to it.
+        """
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
@@ -253,9 +258,10 @@ class PerSampleKernel:
         length = layout.length or self._passes.length(x, y, layout.expected)
         exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
+        state = self._passes.state()
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
-                found = measure(one)
+                found = self._captures.measured(state, measure, one.x, one.y, *points)
                 w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied

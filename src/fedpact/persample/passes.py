@@ -30,7 +30,7 @@ from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
 from fedpact.persample.layout import Pass, Placement, laid_out, length_for
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.share import Part, Share, Space
+from fedpact.persample.share import Share, Space
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -47,24 +47,16 @@ _Way = Graph | Alone
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass: losses [P], ‖g_j‖ [P] in float64, and the parts of the model's parameters.
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
 
-    Of empty slots they are anything. factors: what the parts are made of, each [P, ...].
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
     """
 
     losses: Tensor
     norms: Tensor
-    parts: dict[str, Part]
-    model: FlatModel
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
     factors: Callable[[], list[Tensor]]
-
-    def add(self, c: Tensor, good: Tensor | None, total: Tensor) -> None:
-        """Add Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part."""
-        for name, one in self.parts.items():
-            place = self.model.own[name]
-            # model.views in one operation.
-            view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-            one.add(c, good, view)
 
 
 class Passes:
@@ -122,21 +114,21 @@ class Passes:
 
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""
-        x, y = self._given(one)
+        x, y = self._given(one.x, one.y)
         if (chain := self._chain(x)) is not None:
             return chain.losses(x, y, self._loss)
         return self._traced(x, y).losses(x, y)
 
-    def gradients(self, one: Pass) -> Measured:
-        """Measure g_j = ∇ℓ_j at the model's weights."""
-        return self._measured(*self._pass(*self._given(one), held=False))
+    def gradients(self, x: Tensor, y: Tensor) -> Measured:
+        """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
+        return self._measured(*self._pass(*self._given(x, y), held=False))
 
-    def differences(self, one: Pass, w: Tensor, anchor: Tensor) -> Measured:
+    def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
 
         The losses are those at w, and not finite where one of the two is not.
         """
-        given = self._given(one)
+        given = self._given(x, y)
         self._model.load(anchor)
         below, before = self._pass(*given, held=True)
         self._model.load(w)
@@ -145,9 +137,8 @@ class Passes:
         both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
         return self._measured(torch.where(below.isfinite(), above, below), both)
 
-    def _given(self, one: Pass) -> tuple[Tensor, Tensor]:
+    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """A pass's records as their way takes them: images by pixel where that is worth it."""
-        x, y = one.x, one.y
         if not self._images or x.dim() != 4:
             return x, y
         # Record by record it is the model's own code: see by_pixel.
@@ -192,15 +183,23 @@ class Passes:
         parts = {name: part(some, self._space) for name, some in shares.items() if some}
         squares = [one.squares for one in parts.values()]
 
+        def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
+            for name, one in parts.items():
+                place = self._model.own[name]
+                # model.views in one operation.
+                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
+                one.add(c, good, view)
+
         def factors() -> list[Tensor]:
-            return [t for some in shares.values() for share in some for t in share.factors()]
+            made = [t for some in shares.values() for share in some for t in share.factors()]
+            return squares + made
 
         if not squares:
             none = losses.new_zeros(len(losses), dtype=torch.float64)
-            return Measured(losses, none, parts, self._model, factors)
+            return Measured(losses, none, add, factors)
         total = torch.stack(squares).sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
-        return Measured(losses, lengths, parts, self._model, factors)
+        return Measured(losses, lengths, add, factors)
 
 
 _CACHED: Final = 128

@@ -57,13 +57,13 @@ class Space:
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
+        if not at_hand(like):
+            # A GPU's memory is kept by torch, and what a captured pass works on is its own.
+            return like.new_empty(rows, columns)
         if self._next == len(self._blocks):
             self._blocks.append(like.new_empty(0))
         block = self._blocks[self._next]
-        if block.numel() < rows * columns or (block.dtype, block.device) != (
-            like.dtype,
-            like.device,
-        ):
+        if block.numel() < rows * columns or block.dtype != like.dtype:
             block = self._blocks[self._next] = like.new_empty(rows * columns)
         self._next += 1
         return block[: rows * columns].view(rows, columns)
