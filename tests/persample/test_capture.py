@@ -1,17 +1,12 @@
-"""Captured passes, tried on a CPU with a recorder that has a CUDA graph's semantics.
-
-Replayed are the operations that torch was asked for, on the memory that they were asked for with,
-and no line of Python: whatever is not read from there is as it was when it was captured.
-"""
+"""Captured passes, tried on a CPU with a recorder that has a CUDA graph's semantics."""
 
 import logging
 import math
 
 import pytest
 import torch
+from tests.persample.taped import recorded
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
@@ -21,43 +16,14 @@ from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.layout import Placement
 
 
-class Tape(TorchDispatchMode):
-    """Records operations, and does them again on the same memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.done = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.done.append((func, args, kwargs or {}, found))
-        return found
-
-    def replay(self):
-        for func, args, kwargs, before in self.done:
-            inputs = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
-            now = func(*args, **kwargs)
-            for place, value in zip(tensors(before), tensors(now), strict=True):
-                # A view, or what was written in place, is there already.
-                if place.untyped_storage().data_ptr() not in inputs:
-                    place.copy_(value)
-
-
-def tensors(tree):
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
 @pytest.fixture
 def tapes(monkeypatch, card):
     """What was recorded, one after another."""
     made = []
 
     def record(run):
-        run()
-        with Tape() as tape:
-            run()
-        made.append(tape)
-        return tape.replay
+        made.append(recorded(run))
+        return made[-1]
 
     monkeypatch.setattr(capture, "recorder_for", lambda _: record)
     return made

@@ -13,6 +13,7 @@ from fedpact.draws.secure import SecureDraws
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
+from fedpact.persample import memory
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy import guarded
 from fedpact.privacy.oracle import UNIFORM, Fair, PrivateOracle, Records, Terms
@@ -33,6 +34,7 @@ def nothing_is_caught(monkeypatch):
         raise error
 
     monkeypatch.setattr(guarded, "_good", refused)
+    monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
 
 
 class Recurrent(nn.Module):

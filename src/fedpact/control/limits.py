@@ -1,8 +1,8 @@
 """The [budget] and [run] tables of a plan: what ends a run, and how it is carried out."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -67,8 +67,9 @@ class Running(BaseModel):
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
     (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
-    CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
+    device: where sites train and models are evaluated, "cpu", "cuda" or "cuda:1"; a GPU draws other
+    noise than the CPU from the same seed, so its runs are repeated on one only. Sites take turns on
+    a GPU, so workers and stacked stay as they are. Deployed sites choose their own.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
     ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
@@ -84,3 +85,13 @@ class Running(BaseModel):
     evaluate_every: int = Field(default=0, ge=0)
     ledgers: str | None = None
     log: list[Literal["tensorboard", "mlflow"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
+        for name, value in (("workers", self.workers), ("stacked", self.stacked)):
+            if self.device != "cpu" and value > 1:
+                raise ValueError(
+                    f"run.{name} = {value} with run.device = {self.device!r}: sites take turns on "
+                    f"a GPU, which each of them fills; leave {name} out"
+                )
+        return self

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
 from fedpact.params import FlatModel, at_hand
-from fedpact.persample import norms
+from fedpact.persample import memory, norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.batch_rules import Mixed
 from fedpact.persample.apart.export import Untraceable
@@ -74,6 +74,7 @@ class Passes:
         # A GPU gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
         self._ways: dict[object, _Way] = {}
+        self._fits: dict[object, int] = {}
         self._space = Space()
         self._modules = list(model.module.modules())
         self._images = _gains(self._modules)
@@ -99,14 +100,32 @@ class Passes:
         way = self._chain(x) or self._traced(x, y)
         if isinstance(way, Alone):
             return way.step
+        if not at_hand(x):
+            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, exact=exact)
         instance, activations, overhead = way.cost(x)
         keep = norms.keep_bytes(self._model.vector)
         most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
-        if not at_hand(x):
-            overhead = _GPU_OVERHEAD
-        elif overhead < _BUSY:
+        if overhead < _BUSY:
             most = min(most, _CACHED)
         return length_for(expected, most, overhead, exact=exact)
+
+    def _fitting(self, x: Tensor, y: Tensor) -> int:
+        """How many slots a pass on a GPU may have, as public numbers say.
+
+        By what passes over made-up records take of its memory, and by all that it has: what of it
+        is free follows from how many records lie there.
+        """
+        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if form not in self._fits:
+
+            def run(length: int) -> None:
+                found = self.gradients(*(v.new_zeros(length, *v.shape[1:]) for v in (x, y)))
+                c = found.norms.to(self._model.vector.dtype)
+                found.add(c, found.norms.isfinite(), torch.zeros_like(self._model.vector))
+
+            with torch.no_grad():
+                self._fits[form] = memory.fitting(run, x.device)
+        return self._fits[form]
 
     def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
         """Return the passes over records x, y [B, ...]."""
