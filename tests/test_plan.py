@@ -264,3 +264,8 @@ def test_numpys_numbers_and_arrays_are_settings_too():
 def test_sites_take_turns_on_a_gpu(name: str) -> None:
     with pytest.raises(PlanError, match=f"run.{name} = 2 with run.device = 'cuda': sites take"):
         Plan.parse({"run": {"device": "cuda", name: 2}})
+
+
+def test_stacked_sites_have_all_digits() -> None:
+    with pytest.raises(PlanError, match=r"run\.precision = 'bf16' with run\.stacked = 2"):
+        Plan.parse({"run": {"precision": "bf16", "stacked": 2}})

@@ -66,3 +66,23 @@ def test_records_are_moved_to_the_device_once(tmp_path, monkeypatch):
     x, y = torch.randn(120, 4), torch.arange(120) % 3
     simulate(Plan.parse({"rounds": 3, "sites": 3}), tmp_path / "run", data=from_arrays(x, y))
     assert len(moved) == 3  # one a site, however many rounds
+
+
+@pytest.mark.parametrize("mode", ["none", "per_sample", "batch"])
+def test_a_run_in_bf16_is_nearly_the_same_run(mode, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 4, generator=generator), torch.arange(120) % 3
+    kind = {"algorithm": "ldp_fedsgd"} if mode == "batch" else {"privacy": {"mode": mode}}
+    # A coarse grid would round the two to the same model.
+    kind["compression"] = {"kind": "none"}
+    runs = [
+        simulate(
+            Plan.parse({"rounds": 3, "sites": 3, "run": {"precision": precision}, **kind}),
+            tmp_path / precision,
+            data=from_arrays(x, y),
+        )
+        for precision in ("float32", "bf16")
+    ]
+    a, b = (FlatModel(run.model).vector for run in runs)
+    assert 0 < float((a - b).norm()) <= 2**-6 * float(a.norm())
+    assert [r.epsilon for r in runs[0].records] == [r.epsilon for r in runs[1].records]

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand, model_name, sent
+from fedpact.params import FlatModel, all_digits, at_hand, autocast, fewer_digits, model_name, sent
 from fedpact.persample.apart.independence import Mixers, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
+from fedpact.persample.call import wide
 from fedpact.persample.capture import Captures
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.invariance import is_invariant
@@ -173,7 +174,8 @@ class PerSampleKernel:
         nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        with all_digits(self.model.vector):
+        # Separation is no matter of digits, which it is found by.
+        with all_digits(self.model.vector), _in_float32(self.model):
             x, y = _recorded(x, y)
             check_separation(_Way(self, self._by_passes), x, y, self._passes.draws)
             if self._passes.dense is not None:
@@ -368,7 +370,8 @@ class PlainKernel:
 
     def _each(self, x: Tensor, y: Tensor) -> Tensor:
         given = pixelwise(x) if self._images and x.dim() == 4 else x
-        return one_each(self.loss(self.model.module(given), y), len(x))
+        with fewer_digits(self.model), autocast(self.model):
+            return one_each(wide(self.loss(self.model.module(given), y)), len(x))
 
 
 def check_precision(model: FlatModel) -> None:
@@ -378,6 +381,21 @@ def check_precision(model: FlatModel) -> None:
             f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
             "whose norms are exact enough to clip by; convert it with .float()"
         )
+    if model.precision != "float32" and model.vector.dtype != torch.float32:
+        raise ModelError(
+            f"precision is {model.precision!r} and the model's weights are {model.vector.dtype}: "
+            "expected float32, which is what is computed less exactly; convert it with .float()"
+        )
+
+
+@contextmanager
+def _in_float32(model: FlatModel) -> Generator[None]:
+    """Have the model's passes use all digits."""
+    before, model.precision = model.precision, "float32"
+    try:
+        yield
+    finally:
+        model.precision = before
 
 
 @contextmanager

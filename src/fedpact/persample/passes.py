@@ -10,7 +10,7 @@ records  each record by itself (alone)
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand
+from fedpact.params import FlatModel, at_hand, fewer_digits
 from fedpact.persample import memory, norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.batch_rules import Mixed
@@ -70,12 +70,13 @@ class Passes:
         _keep_memory()
         self._model, self._loss = model, loss
         # A chain does not look at the loss; any other is traced with the model.
-        self.chain = Chain.of(model) if is_ours(loss) else None
+        full = model.precision != "bf16"  # autocast is for what autograd differentiates
+        self.chain = Chain.of(model) if is_ours(loss) and full else None
         # A GPU gains nothing from numpy, and the passes are written for it.
-        self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
+        self.dense = Dense.of(model, loss) if at_hand(model.vector) and full else None
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
-        self._space = Space()
+        self._space = Space(partial(fewer_digits, model))
         self._modules = list(model.module.modules())
         self._images = _gains(self._modules)
 
@@ -134,9 +135,10 @@ class Passes:
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""
         x, y = self._given(one.x, one.y)
-        if (chain := self._chain(x)) is not None:
-            return chain.losses(x, y, self._loss)
-        return self._traced(x, y).losses(x, y)
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.losses(x, y, self._loss)
+            return self._traced(x, y).losses(x, y)
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
@@ -166,10 +168,11 @@ class Passes:
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
-        if (chain := self._chain(x)) is not None:
-            return chain.run(x, y, self._loss)
-        way = self._traced(x, y)
-        return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.run(x, y, self._loss)
+            way = self._traced(x, y)
+            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain

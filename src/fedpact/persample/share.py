@@ -8,6 +8,7 @@ Sums: docs/privacy.md proves how far one record moves them; what it assumes of t
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +45,11 @@ class Part:
 class Space:
     """Memory for gradients that is used again in every pass: new memory costs as much as a product.
 
-    What was taken is somebody else's after `reset`.
+    What was taken is somebody else's after `reset`. digits: a context that gradients are made in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, digits: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.digits = digits
         self._blocks: list[Tensor] = []
         self._next = 0
 
