@@ -33,6 +33,7 @@ from fedpact import draws, persample, privacy
 from fedpact.engines.workshop import Workshop
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
+from fedpact.persample import memory
 from fedpact.persample.alone import Alone
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.layout import Placement
@@ -134,6 +135,7 @@ def card(monkeypatch):
             module = importlib.import_module(found.name)
             if "at_hand" in vars(module):
                 monkeypatch.setattr(module, "at_hand", lambda _: False)
+    monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
 
 
 class Looked(Exception):

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
@@ -15,6 +16,16 @@ from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 
 losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in func.name()
+        return func(*args, **(kwargs or {}))
 
 
 class Scores(nn.Module):
@@ -302,3 +313,10 @@ def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
 def test_fairness_refuses_no_sites() -> None:
     with pytest.raises(InputError, match="no site has a score"):
         fairness({})
+
+
+def test_evaluate_reads_two_numbers_however_many_batches() -> None:
+    x, y = torch.randn(50, 4), torch.arange(50) % 4
+    with Reads() as reads:
+        evaluate(Scores(), cross_entropy, x, y, 10)
+    assert reads.count == 2

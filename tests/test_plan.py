@@ -258,3 +258,14 @@ def test_numpys_numbers_and_arrays_are_settings_too():
     assert Plan(**given) == Plan.parse(given) == same
     with pytest.raises(PlanError, match=r"sites is 2\.5"):
         Plan(sites=np.float64(2.5))
+
+
+@pytest.mark.parametrize("name", ["workers", "stacked"])
+def test_sites_take_turns_on_a_gpu(name: str) -> None:
+    with pytest.raises(PlanError, match=f"run.{name} = 2 with run.device = 'cuda': sites take"):
+        Plan.parse({"run": {"device": "cuda", name: 2}})
+
+
+def test_stacked_sites_have_all_digits() -> None:
+    with pytest.raises(PlanError, match=r"run\.precision = 'bf16' with run\.stacked = 2"):
+        Plan.parse({"run": {"precision": "bf16", "stacked": 2}})

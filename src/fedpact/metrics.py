@@ -76,19 +76,21 @@ def evaluate(
             f"x has {len(x)} records and y has {len(y)}: expected equally many and at least one; "
             "leave a site without held-out records out of the evaluation"
         )
-    right, total, version = 0.0, 0.0, x._version
+    right, total = (torch.zeros((), dtype=torch.float64, device=x.device) for _ in range(2))
+    version = x._version
     # Convolutions and pooling take half the time where channels lie side by side.
     images = x.dim() == 4 and by_pixel(module)
     with _evaluating(module, images):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
             # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
-            total += float(loss(outputs, ys).double().sum())
+            # Nothing is read before the end, so a GPU is not waited for.
+            total += loss(outputs, ys).double().sum()
             right += _right(outputs, ys)
             if kept is not None:
-                kept.append((outputs.cpu(), ys.cpu()))
+                kept.append((outputs, ys))
     check_unwritten(module, x, version)
-    return SiteScore(accuracy=right / len(y), loss=total / len(y), records=len(y))
+    return SiteScore(float(right) / len(y), float(total) / len(y), len(y))
 
 
 @contextmanager
@@ -110,11 +112,12 @@ def _evaluating(module: nn.Module, images: bool) -> Iterator[None]:
             part.training = training
 
 
-def _right(outputs: Tensor, y: Tensor) -> float:
+def _right(outputs: Tensor, y: Tensor) -> Tensor | float:
+    """Return how many records are right, a part of one counted as it is, in float64."""
     if y.is_floating_point() and outputs.shape == y.shape and y.dim() == 2:
         # Several labels: the share of those that are right.
         right = ((outputs > 0) == (y > 0.5)) & ~outputs.isnan()
-        return float(right.double().mean(1).sum())
+        return right.double().mean(1).sum()
     if outputs.dim() > 2 and outputs.shape[2:] == y.shape[1:]:
         # A class for each pixel: scores stand behind the record's place.
         outputs = outputs.movedim(1, -1)
@@ -122,7 +125,7 @@ def _right(outputs: Tensor, y: Tensor) -> float:
         return math.nan
     # NaN is the largest number to argmax: a broken model would be right about class 0.
     right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
-    return float(right.reshape(len(y), -1).double().mean(1).sum())
+    return right.reshape(len(y), -1).double().mean(1).sum()
 
 
 def psi(losses: Sequence[float], weights: Sequence[float]) -> float:

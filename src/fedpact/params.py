@@ -9,10 +9,10 @@ GPU then idles until the host has queued more.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from threading import Lock
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, Literal, NoReturn, cast
 
 import torch
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from fedpact.errors import InputError, ModelError
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
+
+
+Precision = Literal["float32", "tf32", "bf16"]
+"""How forward and backward passes multiply: as the weights are, in TF32, or by bfloat16."""
 
 
 def all_finite(vector: Tensor) -> bool:
@@ -37,6 +41,16 @@ def all_finite(vector: Tensor) -> bool:
 def at_hand(tensor: Tensor) -> bool:
     """Whether the host can look at the numbers without waiting."""
     return tensor.device.type == "cpu"
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, copied there from the CPU without waiting for the device.
+
+    A GPU reads pinned memory by itself; for a copy from any other the host waits.
+    """
+    if device.type == "cuda" and at_hand(tensor):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def model_name(module: nn.Module) -> str:
@@ -112,7 +126,7 @@ _WHOLE: Final = _Whole()
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def _tf32(allowed: bool) -> Iterator[None]:
     """On a GPU, by the older of torch's two ways: to trace a model torch reads it by that one."""
     backends = cast(Any, torch.backends)
     try:
@@ -124,7 +138,7 @@ def _without_tf32() -> Iterator[None]:
             "allow_tf32 = torch.backends.cudnn.allow_tf32 = False; sums are made without it anyway"
         ) from None
     try:
-        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
         yield
     finally:
         backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
@@ -135,16 +149,39 @@ def all_digits(vector: Tensor) -> Iterator[None]:
     """Compute in the type of the numbers, whatever the caller has asked torch for.
 
     TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits; in inference mode
-    torch records nothing to differentiate. Raises InputError: see _without_tf32.
+    torch records nothing to differentiate. Raises InputError: see _tf32.
     """
     kind = vector.device.type
     with ExitStack() as stack:
-        stack.enter_context(_without_tf32() if kind == "cuda" else _WHOLE.held())
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_tf32(False) if kind == "cuda" else _WHOLE.held())
+        stack.enter_context(without_autocast(kind))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         yield
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Have a kind of device compute in the types of the numbers."""
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def fewer_digits(model: "FlatModel") -> AbstractContextManager[object]:
+    """Let products be as the model's precision says, within all_digits; autocast is by itself.
+
+    For numbers that are measured before they are added, and never for what adds them.
+    """
+    reduced = model.precision != "float32" and model.vector.device.type == "cuda"
+    return _tf32(True) if reduced else nullcontext()
+
+
+def autocast(model: "FlatModel") -> AbstractContextManager[object]:
+    """Have a forward pass use bfloat16 where the model's precision is that; see torch.autocast."""
+    if model.precision != "bf16":
+        return nullcontext()
+    # Without its cache of weights, which a captured pass would read anew as they were.
+    return torch.autocast(model.vector.device.type, torch.bfloat16, cache_enabled=False)
 
 
 def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:
@@ -171,11 +208,12 @@ class FlatModel:
     vector: w [d], contiguous, in the order of `module.named_parameters()`; writing to it changes
     the model, and `load` is the way to set it. A parameter shared by two modules stands in it once.
     own: the trainable parameters by name, as views of the vector.
+    precision: of the passes that a kernel makes over the model.
     Raises ModelError: no trainable parameter, or trainable parameters of several types or devices.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, precision: Precision = "float32") -> None:
+        self.module, self.precision = module, precision
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ModelError(

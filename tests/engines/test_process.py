@@ -8,13 +8,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from fedpact.engines import process
 from fedpact.engines.process import (
     allow_open_files,
     available_cores,
+    device_of,
     keep_freed_memory,
 )
+from fedpact.errors import PlanError
 
 
 @pytest.fixture
@@ -136,3 +139,20 @@ def test_freed_memory_is_not_asked_for_again():
 def test_other_libraries_are_left_as_they_are(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     keep_freed_memory()
+
+
+def test_precisions_that_a_machine_does_not_have_are_refused(monkeypatch):
+    for precision in ("float32", "bf16"):
+        assert device_of("cpu", precision).type == "cpu"
+    with pytest.raises(PlanError, match=r'"tf32" with device = "cpu".*or take "bf16"'):
+        device_of("cpu", "tf32")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for capability, good in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=capability: has)
+        assert device_of("cuda", "float32").type == "cuda"
+        for precision in ("tf32", "bf16"):
+            if good:
+                assert device_of("cuda", precision).type == "cuda"
+                continue
+            with pytest.raises(PlanError, match=r"has compute capability 7\.5: expected 8\.0"):
+                device_of("cuda", precision)

@@ -150,3 +150,11 @@ def test_shared_noise_has_both_of_a_person():
         alone = epsilon_per_person({own: steps}, site["delta"], 5)
         assert site["epsilon_alone_per_person"]["5"] == pytest.approx(alone)
     assert "Without other sites' noise: 2 records" in told["per_person"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [("float32", "compute in float32"), ("bf16", "compute by bfloat16; norms")],
+)
+def test_it_names_the_precision(precision, said):
+    assert said in statement(run={"precision": precision})["precision"]

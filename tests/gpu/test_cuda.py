@@ -1,22 +1,24 @@
 """The same code on a graphics card: run where torch finds one, else skipped with the reason."""
 
+import copy
 import math
 
 import pytest
 import torch
+from torch import nn
 
 from fedpact.data.datasets import from_arrays
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.simulation import simulate
-from fedpact.engines.stacked import Seat, Stack
 from fedpact.ledger.ledger import read_entries
 from fedpact.losses import cross_entropy
 from fedpact.models import papers
 from fedpact.params import FlatModel
-from fedpact.persample.dense import SiteSum
 from fedpact.persample.kernel import PerSampleKernel
+from fedpact.persample.layout import Placement
 from fedpact.plan import Plan
+from fedpact.privacy import guarded
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
@@ -45,18 +47,6 @@ def test_the_kernels_sums_are_those_of_the_cpu(reference, name, way):
         assert float((found.cpu() - total).norm()) <= 1e-10 * float(total.norm())
 
 
-def test_stacked_sums_are_those_of_the_cpu():
-    model = FlatModel(papers.mlp((3, 4), 3).double())
-    w = 0.2 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).double()
-    model.load(w)
-    x, y = torch.ones(6, 3, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
-    (here,) = Stack.of(model, cross_entropy).answers([SiteSum(model, x, y, 0.5, None)])
-    there = FlatModel(model.module.to(CARD))
-    both = [SiteSum(there, x.to(CARD), y.to(CARD), 0.5, None)] * 2
-    for found in Stack.of(there, cross_entropy).answers(both):
-        assert float((found.cpu() - here).norm()) <= 1e-10 * float(here.norm())
-
-
 def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():
     """A million numbers: a right σ is rejected once in 10^6, one 1 % off passes less often."""
     total = torch.zeros(10**6, device=CARD)
@@ -72,8 +62,13 @@ def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():
 
 
 @pytest.fixture
-def nobody_waits():
-    """Whoever waits for the card gets an exception."""
+def nobody_waits(monkeypatch):
+    """Whoever waits for the card gets an exception, which is not taken for a record's fault."""
+
+    def refused(take, count, error):
+        raise error
+
+    monkeypatch.setattr(guarded, "_good", refused)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -83,26 +78,84 @@ def nobody_waits():
 @pytest.mark.parametrize("way", ["any", "graph"])
 @pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_step_waits_for_nothing(reference, name, secure, way, request):
+def test_a_step_waits_for_nothing(reference, name, secure, way, request, caplog):
     shape = (1, 28, 28)
     model = FlatModel(getattr(papers, name)(shape, 10).to(CARD))
     records = Records(torch.rand(40, *shape, device=CARD), torch.arange(40, device=CARD) % 10)
     terms = Terms("site", 20.0, 0.5, 0.5, {"gradient": 1.0}, 10**6, Budget(1.0, 1e-5), "best")
     draws = SecureDraws() if secure else SeededDraws(0, "site", 1)
     kernel = PerSampleKernel(model, cross_entropy)
-    stack = Stack.of(model, cross_entropy)
     if way == "graph":
         kernel = reference.forced(way, model.module, cross_entropy)
-    elif stack is not None:  # a chain of dense layers, which sites may be stacked of
-        kernel = Seat(model, cross_entropy, lambda question: stack.answers([question])[0])
-    oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None)
+    oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None, placement="scattered")
     w = model.vector.clone()
-    # What is made once may wait.
+    # What is made once, as the capture, may wait.
     for batch in oracle.batches(1, "gradient"):
         w -= 0.1 * batch.gradient(w)
     request.getfixturevalue("nobody_waits")
     for batch in oracle.batches(2, "gradient"):
         w -= 0.1 * batch.gradient(w)
+    assert not caplog.messages  # of what cannot be captured
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(1))
+
+
+MODELS = {
+    "cnn": (lambda: papers.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "recurrent": (Recurrent, (7, 5)),
+    "attention": (Attention, (7, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_sums_are_those_of_the_cpu(name, caplog):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    module = make().double()
+    x, y = torch.randn(40, *shape, dtype=torch.float64), torch.arange(40) % 3
+    here = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy)
+    there = PerSampleKernel(FlatModel(module.to(CARD)), cross_entropy)
+    for step in range(3):
+        some = slice(step, 20 + 5 * step)
+        layout = Placement(length=16)
+        expected = here.clipped_sum(x[some], y[some], 0.1 * (step + 1), layout=layout)
+        x_there, y_there = x[some].to(CARD), y[some].to(CARD)
+        found = there.clipped_sum(x_there, y_there, 0.1 * (step + 1), layout=layout)
+        assert float((found.cpu() - expected).norm()) <= 1e-8 * float(expected.norm())
+        here.model.vector -= 0.1 * expected
+        there.model.vector -= 0.1 * found
+    assert not caplog.messages
+
+
+def test_a_pass_is_as_long_as_fits():
+    module = papers.cnn((1, 28, 28), 10).to(CARD)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    x, y = torch.rand(4, 1, 28, 28, device=CARD), torch.arange(4, device=CARD)
+    slots, length = kernel.scattered(x, y, 1000)
+    assert 64 <= length <= slots
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kernel.clipped_sum(x, y, 0.5, layout=Placement(length=length))
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < torch.cuda.mem_get_info()[1] / 2
 
 
 @pytest.mark.parametrize("way", ["chain", "graph", "records"])
@@ -118,8 +171,7 @@ def test_records_that_are_not_finite_add_nothing(reference, way):
 
 
 @pytest.mark.parametrize("mode", ["none", "per_sample"])
-@pytest.mark.parametrize("stacked", [1, 2])
-def test_a_run_on_the_card_trains_and_charges_as_on_the_cpu(mode, stacked, tmp_path):
+def test_a_run_on_the_card_trains_and_charges_as_on_the_cpu(mode, tmp_path):
     generator = torch.Generator().manual_seed(0)
     data = from_arrays(
         torch.randn(90, 4, generator=generator), torch.randint(3, (90,), generator=generator)
@@ -131,7 +183,7 @@ def test_a_run_on_the_card_trains_and_charges_as_on_the_cpu(mode, stacked, tmp_p
                     "rounds": 3,
                     "sites": 3,
                     "privacy": {"mode": mode},
-                    "run": {"device": device, "stacked": stacked},
+                    "run": {"device": device},
                 }
             ),
             tmp_path / device,

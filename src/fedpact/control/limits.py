@@ -1,8 +1,8 @@
 """The [budget] and [run] tables of a plan: what ends a run, and how it is carried out."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,15 +60,20 @@ class Limits(BaseModel):
 class Running(BaseModel):
     """How the run is carried out; none of it changes what is trained but for rounding and noise.
 
-    All of it may change when a run is resumed, except stacked and device.
+    All of it may change when a run is resumed, except stacked, device and precision.
 
     workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
     less than a million parameters times records: Python is then most of it.
     stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
     sites with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
     (1e-5 of a step's length), not bit for bit.
-    device: where sites train, "cpu", "cuda" or "cuda:1"; a GPU draws other noise than the
-    CPU from the same seed, so its runs are repeated on one only. Deployed sites choose their own.
+    device: where sites train and models are evaluated, "cpu", "cuda" or "cuda:1"; a GPU draws other
+    noise than the CPU from the same seed, so its runs are repeated on one only. Sites take turns on
+    a GPU, so workers and stacked stay as they are. Deployed sites choose their own.
+    precision: of training passes: "float32"; "tf32", which GPUs since 2020 multiply several times
+    faster; or "bf16", forward and backward by bfloat16 (PyTorch's autocast). What one record may
+    move a sum by, and so ε, is the same: norms and sums are of the numbers that come of it, in
+    float32. With "bf16" recurrent layers stay in float32.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
     ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
@@ -81,6 +86,22 @@ class Running(BaseModel):
     workers: int = Field(default=0, ge=0)
     stacked: int = Field(default=1, ge=1, le=256)
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
     evaluate_every: int = Field(default=0, ge=0)
     ledgers: str | None = None
     log: list[Literal["tensorboard", "mlflow"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        for name, value in (("workers", self.workers), ("stacked", self.stacked)):
+            if self.device != "cpu" and value > 1:
+                raise ValueError(
+                    f"run.{name} = {value} with run.device = {self.device!r}: sites take turns on "
+                    f"a GPU, which each of them fills; leave {name} out"
+                )
+        if self.stacked > 1 and self.precision != "float32":
+            raise ValueError(
+                f"run.precision = {self.precision!r} with run.stacked = {self.stacked}: stacked "
+                "sites compute in float32; leave one of them out"
+            )
+        return self

@@ -38,7 +38,7 @@ from fedpact.check import positive
 from fedpact.draws.keystream import CHUNK
 from fedpact.draws.seeded import empty
 from fedpact.errors import InputError, PrivacyError
-from fedpact.params import at_hand
+from fedpact.params import at_hand, sent
 
 _COARSENESS: Final = 2.0**-10
 # Of a smaller Λ 1/Λ is infinite, and times 0 no number: whether a sum is 0 would be seen.
@@ -83,7 +83,7 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     # The noise goes to a GPU, which need not be waited for.
     noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
     release = (sums.double() * (1 / step)).round_().mul_(step)
-    return release.add_(noise.to(sums.device, non_blocking=True)).add_(0.0).to(sums.dtype)
+    return release.add_(sent(noise, sums.device)).add_(0.0).to(sums.dtype)
 
 
 def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:

@@ -22,6 +22,7 @@ from fedpact.draws import grid
 from fedpact.draws.keystream import KeyStream, Parts, Words, injection, normals, poisson
 from fedpact.draws.seeded import empty
 from fedpact.draws.shares import shared
+from fedpact.params import sent
 
 # Of one key, in words: 8 GiB, an eighth of what there is from a place on.
 _KEY_LASTS: Final = 1 << 30
@@ -100,13 +101,13 @@ class SecureDraws:
         noise = empty(size, like.dtype)
         for part, z in self._parts(size):
             noise[part] = z
-        return noise.to(like.device, non_blocking=True)
+        return sent(noise, like.device)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """See seeded.Draws."""
         del step, purpose
         parts = self._parts(len(total))
-        return shared(total, unit, units, ((part, z.to(total.device)) for part, z in parts))
+        return shared(total, unit, units, ((part, sent(z, total.device)) for part, z in parts))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str

@@ -9,6 +9,7 @@ algorithm.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.methods.released import CONSTANTS
 from fedpact.methods.server import averaged
 from fedpact.metrics import evaluate, of_sites
-from fedpact.params import FlatModel, threads
+from fedpact.params import FlatModel, at_hand, threads
+from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.batch_clipped import BatchClippedKernel
 from fedpact.privacy.columns import scaled_by
 from fedpact.records.rounds import SumsBySite
 from fedpact.theory.accounting import History
@@ -52,6 +55,8 @@ class Evaluator:
         self._model = FlatModel(scene.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
         self._threads = torch.get_num_threads()
+        # Records on the device, by the id of those in the scene.
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         # What the sites' columns are scaled by, in the state that is measured.
         self._by: Tensor | None = None
         self._began, self._spent = time.perf_counter(), 0.0
@@ -125,7 +130,7 @@ class Evaluator:
     def _measured_of(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
         if not self._measures or not kept:
             return {}
-        outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
         return {name: of(outputs, y) for name, of in self._measures.items()}
 
     def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
@@ -155,7 +160,7 @@ class Evaluator:
 
     def _exact(self, at: Checkpoint) -> SumsBySite:
         """The sums that sites released, without the noise, to be seen beside them."""
-        scene, kernel, own = self._scene, self._scene.bench().kernel, self._own_models(at)
+        scene, kernel, own = self._scene, self._kernel, self._own_models(at)
         w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
         sums = {
             s.name: scene.held_out(s).totals(scene.shown, kernel, own.get(s.name, w), by)
@@ -163,12 +168,22 @@ class Evaluator:
         }
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
 
+    @cached_property
+    def _kernel(self) -> PerSampleKernel | BatchClippedKernel | PlainKernel:
+        workshop = replace(self._scene.workshop, device=self._scene.plan.run.device)
+        return workshop.bench().kernel
+
     def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
+        # The scene's records are there once and for all, so they are moved once.
+        if id(x) not in self._moved:
+            self._moved[id(x)] = x.to(self._device), y.to(self._device)
+        x, y = self._moved[id(x)]
         if self._by is not None:
             x = scaled_by(x, self._scene.released, self._by)
-        x, y = x.to(self._device), y.to(self._device)
         wanted = kept if self._measures else None
-        return evaluate(self._model.module, self._loss, x, y, kept=wanted)
+        # A GPU has no cache to stay in, and takes long to begin.
+        batch = 128 if at_hand(x) else 1024
+        return evaluate(self._model.module, self._loss, x, y, batch, wanted)
 
 
 def judged(scene: Scene) -> Tensor:

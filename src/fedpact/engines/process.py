@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from fedpact.errors import PlanError
+from fedpact.params import Precision
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _USUAL_FILES = 512
+_AMPERE = 8  # the compute capability of GPUs that have TF32 and bfloat16
 
 # malloc.h: sizes in bytes from which a block has a mapping of its own, from which free memory is
 # given back, and by which the heap grows beyond what was asked for. 2^25 is the largest allowed.
@@ -29,8 +31,11 @@ def available_cores() -> int:
     return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(_OWN, _GROUPS))]))
 
 
-def device_of(name: str) -> torch.device:
-    """Return the device "cpu", "cuda" or "cuda:1". Raises PlanError: this machine has none such."""
+def device_of(name: str, precision: Precision = "float32") -> torch.device:
+    """Return the device "cpu", "cuda" or "cuda:1".
+
+    Raises PlanError: this machine has none such, or none that computes in this precision.
+    """
     device = torch.device(name)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and not (device.index or 0) < gpus:
@@ -38,6 +43,18 @@ def device_of(name: str) -> torch.device:
             f"device is {name!r}: torch {torch.__version__} finds {gpus} CUDA devices on this "
             'machine; use device = "cpu", or install a torch and a driver that see the GPU'
         )
+    if precision == "tf32" and device.type == "cpu":
+        raise PlanError(
+            'run.precision is "tf32" with device = "cpu", which multiplies float32 as it is: leave '
+            'it out, or take "bf16"'
+        )
+    if precision != "float32" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < _AMPERE:
+            raise PlanError(
+                f"run.precision is {precision!r}, and {name} has compute capability "
+                f"{major}.{minor}: expected {_AMPERE}.0 or more; leave it out"
+            )
     return device
 
 

@@ -96,7 +96,7 @@ class Scene:
         held_out = any(len(site.y_held) for site in sites)
         early = plan.budget.early, plan.private, plan.evaluation
         check_public(*early, test=public, held=held_out)
-        device_of(plan.run.device)
+        device_of(plan.run.device, plan.run.precision)
         scene.workshop.table()
         check_shares(plan, terms, FlatModel(scene.module()).size)
         check_grid(terms.values())

@@ -241,7 +241,9 @@ def _on_threads(
 
 
 def _sensible_workers(sites: list[VirtualSite], workshop: Workshop) -> int:
-    """Return one a core, or one in all where they would only wait for the interpreter."""
+    """Return one a core, or one in all where they would only wait: for Python, or for the GPU."""
+    if workshop.device != "cpu":
+        return 1
     d = FlatModel(workshop.module()).size
     short = d * max(site.batch_size for site in sites) < _SHORT
     return 1 if short else available_cores()

@@ -63,6 +63,14 @@ _SIMULATOR_ONLY = [
 ]
 
 
+_MEASURED = "norms, clipping and sums are of the numbers that come of it, in float32"
+_PRECISION = {
+    "float32": "Passes compute in float32.",
+    "tf32": f"Passes multiply in TF32; {_MEASURED}.",
+    "bf16": f"Passes compute by bfloat16; {_MEASURED}.",
+}
+
+
 @dataclass(frozen=True)
 class Side:
     """What a statement has of whoever carries the run out.
@@ -98,6 +106,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
         "placement": _placement(plan, side.seeded),
+        "precision": _PRECISION[plan.run.precision] if plan.private else "",
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if plan.private else "none",

@@ -1,7 +1,7 @@
 """A site of a simulation, wherever it is trained: by a thread of this process, or by an actor."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +97,9 @@ class VirtualSite:
         held, form, once = self.held, self.form, self.plan.evaluation_terms
         if ledger is None or held is None or form is None or once is None:
             return None
+
+        device = torch.device(self.plan.run.device)
+        held = replace(held, x=held.x.to(device), y=held.y.to(device))
 
         def examine(task: Task, memory: State, bench: Bench) -> Vectors:
             draws = bench.draws(self.plan.seed, self.name, task.round)

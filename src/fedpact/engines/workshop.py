@@ -170,7 +170,7 @@ class Workshop:
         module, views = self.module(), self.plan.views
         if views.used:
             module = Views(module, views, tuple(self.example.shape))
-        return FlatModel(module.to(self.device))
+        return FlatModel(module.to(self.device), self.plan.run.precision)
 
     def _seat(self, stacked: ModuleType, ask: "Ask") -> Bench:
         model = self._model()

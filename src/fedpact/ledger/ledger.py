@@ -60,7 +60,7 @@ class Ledger:
         self.path, self.site, self.hypothetical = path, site, hypothetical
         self._lock = threading.Lock()
         self._reserved: dict[str, FixedSequence] = {}
-        self._placements: dict[str, str] = {}
+        self._placements: dict[str, dict[str, str]] = {}
         self._requests: dict[_Request, int] = {}
         self._rounds: dict[str, int] = {}
         self._attempts: set[tuple[str, int, int]] = set()
@@ -233,15 +233,17 @@ class Ledger:
         with self._lock:
             self._append({"kind": "unprotected", "run": run, "round": round_number})
 
-    def note_placement(self, run: str, placement: str) -> None:
-        """Write down how a run's records are placed from now on, where that is not written yet.
+    def note_placement(self, run: str, placement: str, precision: str) -> None:
+        """Write down how a run's records are placed and computed from now on, where it is not yet.
 
-        placement: a key of persample.layout.PLACEMENTS. Raises LedgerError: it cannot be written.
+        placement: a key of persample.layout.PLACEMENTS. precision: "float32", "tf32" or "bf16".
+        Raises LedgerError: it cannot be written.
         """
+        found = {"placement": placement, "precision": precision}
         with self._lock:
-            if self._placements.get(run) != placement:
-                self._append({"kind": "placement", "run": run, "placement": placement})
-                self._placements[run] = placement
+            if self._placements.get(run) != found:
+                self._append({"kind": "placement", "run": run, **found})
+                self._placements[run] = found
 
     def spent(self, run: str) -> Mapping[SampledGaussian, int]:
         """Return the events charged to a run so far."""
@@ -339,7 +341,8 @@ class Ledger:
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count
             case "placement":
-                self._placements[entry["run"]] = entry["placement"]
+                names = ("placement", "precision")
+                self._placements[entry["run"]] = {name: entry[name] for name in names}
             case "unprotected":
                 self._exposed.add(entry["run"])
             case _:

@@ -119,16 +119,15 @@ def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
         # Exact numbers left the site: no ε bounds what the run has told.
         budget = cost = budget_alone = alone = math.inf
     reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
+    placed = [e for e in entries if e["kind"] == "placement" and e["run"] == run]
     return {
         "accounting": FIXED,
         # Whom ε is of.
         "unit": reservation["unit"],
         # How its records stand in passes: "checked on this machine", or "by construction".
-        "placement": [
-            _PLACED[entry["placement"]]
-            for entry in entries
-            if entry["kind"] == "placement" and entry["run"] == run
-        ],
+        "placement": [_PLACED[entry["placement"]] for entry in placed],
+        # What its passes compute in: "float32", "tf32" or "bf16".
+        "precision": [entry["precision"] for entry in placed],
         # The run whose records these are not; None: of the records that are trained on.
         "beside": reservation.get("beside"),
         "epsilon_reserved": budget,

@@ -16,12 +16,13 @@ from torch.func import grad_and_value, vmap
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, model_name
+from fedpact.params import FlatModel, autocast, model_name
 from fedpact.persample import norms
 from fedpact.persample.apart.export import Untraceable
 from fedpact.persample.apart.program import Program
 from fedpact.persample.apart.record_safety import own_tables
 from fedpact.persample.apart.vmap import for_vmap
+from fedpact.persample.call import wide
 from fedpact.persample.gradients import Made
 from fedpact.persample.share import Share
 
@@ -65,11 +66,11 @@ class Alone:
     def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
         """Losses [B] of at most `step` records, and shares by the parameters' names."""
         losses, rows = self._rows(x, y)
-        return losses, {name: [Made(found)] for name, found in rows.items()}
+        return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of at most `step` records."""
-        return self._rows(x, y)[0]
+        return wide(self._rows(x, y)[0])
 
     def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
         """Whether vmap can batch the trace, found on records of the form of x, y, all of them 0.
@@ -107,7 +108,8 @@ class Alone:
 
     def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
-            return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w))
+            with autocast(self._model):
+                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w))
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
@@ -120,7 +122,7 @@ class Alone:
         losses: list[Tensor] = []
         rows: list[tuple[Tensor, ...]] = []
         for j in range(len(x)):
-            with torch.enable_grad():
+            with torch.enable_grad(), autocast(self._model):
                 # Each lies as the others lie, and nothing of another's behind it.
                 one, target = (
                     v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)

@@ -47,7 +47,7 @@ class Call:
     def at(self, place: Place) -> Tensor:
         """The argument at a place."""
         found = self.args[place] if isinstance(place, int) else self.args[place[0]][place[1]]
-        return cast(Tensor, found).detach()
+        return wide(cast(Tensor, found).detach())
 
     def input(self, place: Place = 0) -> Tensor:
         """An argument with records, apart: [B, ...], each with a batch of one in its place."""
@@ -83,6 +83,11 @@ Shares = dict[Place, Share]
 """By the place of the argument."""
 
 Rule = Callable[[Call], Shares]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32 where it has 16 bits, whose sums and squares would be none."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def results_of(found: Any) -> list[Tensor]:

@@ -207,7 +207,7 @@ class Convolved(Share):
             geometry.groups, weight, self._positions, cpu=at_hand(g)
         )
         patches = self._positions * weight[0].numel() * geometry.groups
-        one = max(1, norms.CHUNK_BYTES // max(1, patches * self.element))
+        one = max(1, norms.chunk_bytes(g) // max(1, patches * self.element))
         self.most = _GROUPS if self._layout == "torch" else one
 
     @property

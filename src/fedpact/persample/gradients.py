@@ -68,7 +68,9 @@ def _by_rows(share: Share, space: Space) -> Part:
         # Made again by the same call from the same numbers, it has the bits that were measured.
         if chunk.start in made:
             return made[chunk.start]
-        return share.quick_rows(chunk, memory[chunk if kept else slice(chunk.stop - chunk.start)])
+        place = memory[chunk if kept else slice(chunk.stop - chunk.start)]
+        with space.digits():
+            return share.quick_rows(chunk, place)
 
     for chunk in pieces:
         found = rows(chunk)

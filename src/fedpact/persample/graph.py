@@ -17,14 +17,14 @@ from torch.func import vjp, vmap
 from torch.fx import Node
 
 from fedpact.losses import Loss
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, autocast
 from fedpact.persample import norms, recurrent
 from fedpact.persample.apart.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.persample.apart.program import Program, arguments, draws, evaluated, operation
 from fedpact.persample.apart.vmap import for_vmap
 from fedpact.persample.gradients import Made, Outer, Through
 from fedpact.persample.layout import overhead
-from fedpact.persample.rules import Call, Place, of_arguments, results_of, shares_of
+from fedpact.persample.rules import Call, Place, of_arguments, results_of, shares_of, wide
 from fedpact.persample.share import Share
 
 Shares = dict[str, list[Share]]
@@ -103,6 +103,7 @@ class Graph:
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
+        self._model = model
         self._program = program = Program(model, loss, x, y, None)
         self._states = program.states
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
@@ -138,8 +139,8 @@ class Graph:
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
-        with torch.no_grad():
-            return self._forward(x, y, None, held=False)
+        with torch.no_grad(), autocast(self._model):
+            return wide(self._forward(x, y, None, held=False))
 
     def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
         """Losses [B] of records x, y [B, ...], and shares by the parameters' names.
@@ -147,8 +148,8 @@ class Graph:
         held: the shares outlast a change of the weights.
         """
         calls: list[_Tapped] = []
-        with torch.enable_grad():
-            losses = self._forward(x, y, calls, held)
+        with torch.enable_grad(), autocast(self._model):
+            losses = wide(self._forward(x, y, calls, held))
         _backward(losses, calls)
         return losses.detach(), self._shares(calls)
 
@@ -317,8 +318,8 @@ def _backward(losses: Tensor, calls: "list[_Tapped]") -> None:
     found = torch.autograd.grad(
         losses, [*(t for _, _, t in taps), *starts], torch.ones_like(losses), allow_unused=True
     )
-    for (call, i, _), grad in zip(taps, found, strict=False):
-        call.grads[i] = grad
+    for (call, i, _), grad in zip(taps, cast(tuple[Tensor | None, ...], found), strict=False):
+        call.grads[i] = None if grad is None else wide(grad)
 
 
 def _flat(node: Node) -> "list[tuple[Place, Node]]":

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand
+from fedpact.params import FlatModel, all_digits, at_hand, autocast, fewer_digits, model_name, sent
 from fedpact.persample.apart.independence import Mixers, check_agreement, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
+from fedpact.persample.call import wide
+from fedpact.persample.capture import Captures
 from fedpact.persample.convolution import pixelwise
 from fedpact.persample.invariance import is_invariant
 from fedpact.persample.layout import COMPACT, EXPECTED, Pass, Placement, collected
@@ -51,6 +53,7 @@ class PerSampleKernel:
         self._mixers = Mixers(model.module)
         self._mixers.check()
         self._passes = Passes(model, loss)
+        self._captures = Captures(model_name(model.module), model.vector.device)
         self._trainable = trainable(model)
         self._layouts: dict[object, Placement] = {}
 
@@ -123,12 +126,12 @@ class PerSampleKernel:
         check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
         w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
-        measure = partial(self._passes.differences, w=w, anchor=anchor)
         with all_digits(self.model.vector):
             self._mixers.check()
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
-            total = self._sum(measure, x, y, bound, None, most, shares, layout)
+            measure, points = self._passes.differences, (w, anchor)
+            total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
         return total
 
@@ -158,9 +161,8 @@ class PerSampleKernel:
             if dense is not None:
                 return dense.measured(SiteSum(self.model, x, y, 1.0, None, layout=fixed))
             (one,) = self._passes.over(x, y, fixed)
-            found = self._passes.gradients(one)
-            squares = [part.squares for part in found.parts.values()]
-            return [v.clone() for v in (found.losses, *squares, *found.factors())]
+            found = self._passes.gradients(one.x, one.y)
+            return [v.clone() for v in (found.losses, *found.factors())]
 
         with torch.no_grad():
             return is_invariant(measure, x, y, length)
@@ -174,7 +176,8 @@ class PerSampleKernel:
         nor a single record can be differentiated. Dropout layers are held still meanwhile.
         """
         self._mixers.check()
-        with all_digits(self.model.vector):
+        # Separation is no matter of digits, which it is found by.
+        with all_digits(self.model.vector), _in_float32(self.model):
             x, y = _recorded(x, y)
             passes = _Way(self, self._by_passes)
             norms = check_separation(passes, x, y, self._passes.draws)
@@ -239,7 +242,7 @@ class PerSampleKernel:
 
     def _sum(
         self,
-        measure: Callable[[Pass], Measured],
+        measure: Callable[..., Measured],
         x: Tensor,
         y: Tensor,
         clip: float,
@@ -247,19 +250,24 @@ class PerSampleKernel:
         most: int | None = None,
         shares: Tensor | None = None,
         layout: Placement = COMPACT,
+        points: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        """The sum [d] of what `measure` finds. See `slack` for what float32 may add to it."""
+        """The sum [d] of what `measure` finds of records and points.
+
+        See `slack` for what float32 may add to it.
+        """
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
         length = layout.length or self._passes.length(x, y, layout.expected)
         exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
+        state = self._passes.state()
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
-                found = measure(one)
+                found = self._captures.measured(state, measure, one.x, one.y, *points)
                 w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
-                share = None if shares is None else one.placed(shares)
+                share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied
                 if every_slot_finite(found.losses, found.norms, w):
                     c = c if good is None else torch.where(good, c, 0)
@@ -368,12 +376,13 @@ class PlainKernel:
         with _requiring_grad(self._trainable) as parameters:
             losses = self._each(x.detach(), y)
             w = weights_of(weights, losses.detach()).clamp_min(0)
-            w = w if shares is None else w * shares.to(w)
+            w = w if shares is None else w * sent(shares, w.device).to(w.dtype)
             return losses.detach(), _gradient((w * losses).sum(), parameters)
 
     def _each(self, x: Tensor, y: Tensor) -> Tensor:
         given = pixelwise(x) if self._images and x.dim() == 4 else x
-        return one_each(self.loss(self.model.module(given), y), len(x))
+        with fewer_digits(self.model), autocast(self.model):
+            return one_each(wide(self.loss(self.model.module(given), y)), len(x))
 
 
 def check_precision(model: FlatModel) -> None:
@@ -383,6 +392,21 @@ def check_precision(model: FlatModel) -> None:
             f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
             "whose norms are exact enough to clip by; convert it with .float()"
         )
+    if model.precision != "float32" and model.vector.dtype != torch.float32:
+        raise ModelError(
+            f"precision is {model.precision!r} and the model's weights are {model.vector.dtype}: "
+            "expected float32, which is what is computed less exactly; convert it with .float()"
+        )
+
+
+@contextmanager
+def _in_float32(model: FlatModel) -> Generator[None]:
+    """Have the model's passes use all digits."""
+    before, model.precision = model.precision, "float32"
+    try:
+        yield
+    finally:
+        model.precision = before
 
 
 @contextmanager

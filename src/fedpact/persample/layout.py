@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpact.params import sent
+
 EXPECTED = 64.0
 """The expected batch size of a caller that names none."""
 
@@ -88,7 +90,7 @@ class Pass:
 def laid_out(x: Tensor, y: Tensor, length: int, layout: Placement) -> Iterator[Pass]:
     """Yield the passes of so many slots over records x, y [B, ...]; none without any slot."""
     if layout.places is not None:
-        places, slots = layout.places.to(x.device), layout.slots
+        places, slots = sent(layout.places, x.device), layout.slots
         occupied = _scattered(torch.ones_like(places, dtype=torch.bool), places, slots)
         x, y = (_scattered(v, places, slots) for v in (x, y))
         for i in range(0, slots, length):
@@ -108,7 +110,7 @@ def laid_out(x: Tensor, y: Tensor, length: int, layout: Placement) -> Iterator[P
 def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
     """Return numbers [P] of each pass as those of the batch's records [B]."""
     values = torch.cat(parts)
-    return values[:batch] if layout.places is None else values[layout.places.to(values.device)]
+    return values[:batch] if layout.places is None else values[sent(layout.places, values.device)]
 
 
 def aligned(rows: Tensor) -> Tensor:

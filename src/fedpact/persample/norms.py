@@ -116,6 +116,11 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
+def chunk_bytes(like: Tensor) -> int:
+    """About how many bytes are worked on at a time."""
+    return CHUNK_BYTES if at_hand(like) else CHUNK_BYTES_GPU
+
+
 def keep_bytes(like: Tensor) -> int:
     """Up to how many bytes a layer's per-sample gradients are kept from the norms to the sum."""
     return KEEP_BYTES if at_hand(like) else KEEP_BYTES_GPU
@@ -123,6 +128,5 @@ def keep_bytes(like: Tensor) -> int:
 
 def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
-    room = CHUNK_BYTES if at_hand(like) else CHUNK_BYTES_GPU
-    step = max(1, min(room // max(1, size), most or batch))
+    step = max(1, min(chunk_bytes(like) // max(1, size), most or batch))
     return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]

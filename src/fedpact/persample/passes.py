@@ -10,7 +10,7 @@ records  each record by itself (alone)
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand
-from fedpact.persample import norms
+from fedpact.params import FlatModel, at_hand, fewer_digits
+from fedpact.persample import memory, norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.batch_rules import Mixed
 from fedpact.persample.apart.export import Untraceable
@@ -30,7 +30,7 @@ from fedpact.persample.gradients import difference, part
 from fedpact.persample.graph import Graph
 from fedpact.persample.layout import Pass, Placement, laid_out, length_for
 from fedpact.persample.norms import LONGEST
-from fedpact.persample.share import Part, Share, Space
+from fedpact.persample.share import Share, Space
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -47,24 +47,16 @@ _Way = Graph | Alone
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass: losses [P], ‖g_j‖ [P] in float64, and the parts of the model's parameters.
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
 
-    Of empty slots they are anything. factors: what the parts are made of, each [P, ...].
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
     """
 
     losses: Tensor
     norms: Tensor
-    parts: dict[str, Part]
-    model: FlatModel
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
     factors: Callable[[], list[Tensor]]
-
-    def add(self, c: Tensor, good: Tensor | None, total: Tensor) -> None:
-        """Add Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part."""
-        for name, one in self.parts.items():
-            place = self.model.own[name]
-            # model.views in one operation.
-            view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-            one.add(c, good, view)
 
 
 class Passes:
@@ -78,11 +70,13 @@ class Passes:
         _keep_memory()
         self._model, self._loss = model, loss
         # A chain does not look at the loss; any other is traced with the model.
-        self.chain = Chain.of(model) if is_ours(loss) else None
+        full = model.precision != "bf16"  # autocast is for what autograd differentiates
+        self.chain = Chain.of(model) if is_ours(loss) and full else None
         # A GPU gains nothing from numpy, and the passes are written for it.
-        self.dense = Dense.of(model, loss) if at_hand(model.vector) else None
+        self.dense = Dense.of(model, loss) if at_hand(model.vector) and full else None
         self._ways: dict[object, _Way] = {}
-        self._space = Space()
+        self._fits: dict[object, int] = {}
+        self._space = Space(partial(fewer_digits, model))
         self._modules = list(model.module.modules())
         self._images = _gains(self._modules)
 
@@ -107,14 +101,32 @@ class Passes:
         way = self._chain(x) or self._traced(x, y)
         if isinstance(way, Alone):
             return way.step
+        if not at_hand(x):
+            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, exact=exact)
         instance, activations, overhead = way.cost(x)
         keep = norms.keep_bytes(self._model.vector)
         most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
-        if not at_hand(x):
-            overhead = _GPU_OVERHEAD
-        elif overhead < _BUSY:
+        if overhead < _BUSY:
             most = min(most, _CACHED)
         return length_for(expected, most, overhead, exact=exact)
+
+    def _fitting(self, x: Tensor, y: Tensor) -> int:
+        """How many slots a pass on a GPU may have, as public numbers say.
+
+        By what passes over made-up records take of its memory, and by all that it has: what of it
+        is free follows from how many records lie there.
+        """
+        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if form not in self._fits:
+
+            def run(length: int) -> None:
+                found = self.gradients(*(v.new_zeros(length, *v.shape[1:]) for v in (x, y)))
+                c = found.norms.to(self._model.vector.dtype)
+                found.add(c, found.norms.isfinite(), torch.zeros_like(self._model.vector))
+
+            with torch.no_grad():
+                self._fits[form] = memory.fitting(run, x.device)
+        return self._fits[form]
 
     def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
         """Return the passes over records x, y [B, ...]."""
@@ -122,21 +134,22 @@ class Passes:
 
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""
-        x, y = self._given(one)
-        if (chain := self._chain(x)) is not None:
-            return chain.losses(x, y, self._loss)
-        return self._traced(x, y).losses(x, y)
+        x, y = self._given(one.x, one.y)
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.losses(x, y, self._loss)
+            return self._traced(x, y).losses(x, y)
 
-    def gradients(self, one: Pass) -> Measured:
-        """Measure g_j = ∇ℓ_j at the model's weights."""
-        return self._measured(*self._pass(*self._given(one), held=False))
+    def gradients(self, x: Tensor, y: Tensor) -> Measured:
+        """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
+        return self._measured(*self._pass(*self._given(x, y), held=False))
 
-    def differences(self, one: Pass, w: Tensor, anchor: Tensor) -> Measured:
+    def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
 
         The losses are those at w, and not finite where one of the two is not.
         """
-        given = self._given(one)
+        given = self._given(x, y)
         self._model.load(anchor)
         below, before = self._pass(*given, held=True)
         self._model.load(w)
@@ -145,9 +158,8 @@ class Passes:
         both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
         return self._measured(torch.where(below.isfinite(), above, below), both)
 
-    def _given(self, one: Pass) -> tuple[Tensor, Tensor]:
+    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """A pass's records as their way takes them: images by pixel where that is worth it."""
-        x, y = one.x, one.y
         if not self._images or x.dim() != 4:
             return x, y
         # Record by record it is the model's own code: see by_pixel.
@@ -156,10 +168,11 @@ class Passes:
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
-        if (chain := self._chain(x)) is not None:
-            return chain.run(x, y, self._loss)
-        way = self._traced(x, y)
-        return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.run(x, y, self._loss)
+            way = self._traced(x, y)
+            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain
@@ -192,15 +205,23 @@ class Passes:
         parts = {name: part(some, self._space) for name, some in shares.items() if some}
         squares = [one.squares for one in parts.values()]
 
+        def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
+            for name, one in parts.items():
+                place = self._model.own[name]
+                # model.views in one operation.
+                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
+                one.add(c, good, view)
+
         def factors() -> list[Tensor]:
-            return [t for some in shares.values() for share in some for t in share.factors()]
+            made = [t for some in shares.values() for share in some for t in share.factors()]
+            return squares + made
 
         if not squares:
             none = losses.new_zeros(len(losses), dtype=torch.float64)
-            return Measured(losses, none, parts, self._model, factors)
+            return Measured(losses, none, add, factors)
         total = torch.stack(squares).sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
-        return Measured(losses, lengths, parts, self._model, factors)
+        return Measured(losses, lengths, add, factors)
 
 
 _CACHED: Final = 128

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedpact.errors import ModelError
+from fedpact.params import without_autocast
 
 Record = Callable[[int, Tensor, Tensor | None], None]
 """Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
@@ -302,7 +303,9 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
     kind = _CELLS[op]
     inputs, hx, listed, biased, layers, dropout, train, both, batch_first = cast(Any, args)
     params = [p.detach() for p in cast(Sequence[Tensor], listed)]
-    starts = list(zip(*(s.unbind(0) for s in (hx if kind is _Lstm else [hx])), strict=True))
+    # In float32 under autocast, too: errors add up over the steps.
+    inputs, *states = (v.to(params[0].dtype) for v in (inputs, *(hx if kind is _Lstm else [hx])))
+    starts = list(zip(*(s.unbind(0) for s in states), strict=True))
     x = cast(Tensor, inputs.transpose(0, 1) if batch_first else inputs)
     # Autograd passes where something requires grad: x and h0 may both be data.
     anchor = torch.zeros((), requires_grad=True)
@@ -315,7 +318,8 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
             reverse, place = k % directions == 1, k * size
             cell = kind(params[place : place + size], biased, place, record)
             read = x.flip(0) if reverse else x
-            y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
+            with without_autocast(x.device.type):
+                y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
             made.append(y.flip(0) if reverse else y)
             lasts.append(tuple(last))
         x = torch.cat(made, 2) if both else made[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedpact.persample.apart.batch_rules import Where
 from fedpact.persample.call import Call, Place, Rule, Shares, replayed
 from fedpact.persample.call import results_of as results_of
+from fedpact.persample.call import wide as wide
 from fedpact.persample.convolution import Convolved, Geometry
 from fedpact.persample.gradients import Lookup, Made, Outer
 from fedpact.persample.norms import flattened
@@ -232,28 +233,26 @@ def _option(call: Call, place: int, default: Any) -> Any:
 
 
 def _layer_normal(call: Call) -> Tensor:
-    x = cast(Tensor, call.args[0]).detach()
+    x = call.at(0)
     return F.layer_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
 
 
 def _rms_normal(call: Call) -> Tensor:
-    return F.rms_norm(
-        cast(Tensor, call.args[0]).detach(), call.args[1], None, _option(call, 3, None)
-    )
+    return F.rms_norm(call.at(0), call.args[1], None, _option(call, 3, None))
 
 
 def _group_normal(call: Call) -> Tensor:
-    x = cast(Tensor, call.args[0]).detach()
+    x = call.at(0)
     return F.group_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
 
 
 def _frozen_normal(call: Call) -> Tensor:
-    x, _, _, mean, variance, _, _, eps = call.args[:8]
-    return F.batch_norm(x.detach(), mean, variance, None, None, False, 0.0, eps)
+    _, _, _, mean, variance, _, _, eps = call.args[:8]
+    return F.batch_norm(call.at(0), mean, variance, None, None, False, 0.0, eps)
 
 
 def _instance_normal(call: Call) -> Tensor:
-    return F.instance_norm(cast(Tensor, call.args[0]).detach(), eps=call.args[7])
+    return F.instance_norm(call.at(0), eps=call.args[7])
 
 
 def _reduced(call: Call, g: Tensor, place: Place) -> Made:

@@ -8,6 +8,7 @@ Sums: docs/privacy.md proves how far one record moves them; what it assumes of t
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +45,11 @@ class Part:
 class Space:
     """Memory for gradients that is used again in every pass: new memory costs as much as a product.
 
-    What was taken is somebody else's after `reset`.
+    What was taken is somebody else's after `reset`. digits: a context that gradients are made in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, digits: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.digits = digits
         self._blocks: list[Tensor] = []
         self._next = 0
 
@@ -57,13 +59,13 @@ class Space:
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
+        if not at_hand(like):
+            # A GPU's memory is kept by torch, and what a captured pass works on is its own.
+            return like.new_empty(rows, columns)
         if self._next == len(self._blocks):
             self._blocks.append(like.new_empty(0))
         block = self._blocks[self._next]
-        if block.numel() < rows * columns or (block.dtype, block.device) != (
-            like.dtype,
-            like.device,
-        ):
+        if block.numel() < rows * columns or block.dtype != like.dtype:
             block = self._blocks[self._next] = like.new_empty(rows * columns)
         self._next += 1
         return block[: rows * columns].view(rows, columns)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedpact.check import non_negative, positive
 from fedpact.errors import PolicyRefused
-from fedpact.params import FlatModel
+from fedpact.params import FlatModel, sent
 from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.layout import Placement
@@ -139,7 +139,7 @@ class PlainBatch(Channels):
 
 def shared(values: Tensor, shares: Tensor | None) -> Tensor:
     """Return what each record [B] adds where it has a share of a person's part; None: all of it."""
-    return values if shares is None else values * shares
+    return values if shares is None else values * sent(shares, values.device)
 
 
 class Kernel(Protocol):

@@ -48,7 +48,7 @@ def summed(
     try:
         return take(x, y, shares, layout)
     except Exception as error:  # whatever a model may raise at a record
-        good = _good(some, len(y), y, error)
+        good = _good(some, len(y), error)
     try:
         return some(good) if len(good) else torch.zeros_like(like)
     except Exception as error:
@@ -70,21 +70,21 @@ def measured(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = Non
     try:
         return losses(x, y, layout).double()
     except Exception as error:  # whatever a model may raise at a record
-        good = _good(some, len(y), y, error)
+        good = _good(some, len(y), error)
     found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
     for j in map(int, good):
         found[j] = some(slice(j, j + 1)).double()[0]
     return found
 
 
-def _good(take: _TakeRows, count: int, like: Tensor, error: Exception) -> Tensor:
-    """Return the places of the records at which `take` does not raise when given them alone."""
+def _good(take: _TakeRows, count: int, error: Exception) -> Tensor:
+    """Return the places, on the CPU, of the records at which `take` does not raise alone."""
     good = [j for j in range(count) if _taken(take, slice(j, j + 1))]
     _tell(
         f"the model raises at some records of a batch, which are given weight 0: {_words(error)}; "
         "declare the ranges, categories or vocabulary that it takes"
     )
-    return torch.tensor(good, dtype=torch.int64, device=like.device)
+    return torch.tensor(good, dtype=torch.int64)
 
 
 def _taken(take: _TakeRows, rows: slice) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedpact.draws.seeded import Draws
+from fedpact.params import sent
 from fedpact.persample.layout import aligned
 
 
@@ -59,17 +60,19 @@ class Records:
 
     @cached_property
     def _shares(self) -> Tensor | None:
-        """1/m [n] for each of a person's m records, in float64, on the records' device."""
+        """1/m [n] for each of a person's m records, in float64, in the CPU's memory."""
         if self.persons is None:
             return None
         each = torch.bincount(self.persons).double()[self.persons]
         # Rounded down, so that a person's add up to 1 at most.
-        return ((2.0**40 / each).floor() / 2.0**40).to(self.x.device)
+        return (2.0**40 / each).floor() / 2.0**40
 
     def batch(
         self, draws: Draws, rate: float, step: int, *, lent: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a Poisson batch of records, or of persons with all their records and shares.
+
+        Shares are in the CPU's memory, wherever the records are.
 
         lent: see `at`.
         """
@@ -79,7 +82,7 @@ class Records:
         drawn = torch.zeros(self.count, dtype=torch.bool)
         drawn[chosen] = True
         places = drawn[self.persons].nonzero()[:, 0]
-        return *self.at(places, lent=lent), self._shares[places.to(self._shares.device)]
+        return *self.at(places, lent=lent), self._shares[places]
 
     def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
         """Return copies of the records of these indices, which ascend.
@@ -88,6 +91,6 @@ class Records:
         """
         if chosen.shape == self.y.shape[:1]:
             return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
-        chosen = chosen.to(self.x.device, non_blocking=True)
+        chosen = sent(chosen, self.x.device)
         # A quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)

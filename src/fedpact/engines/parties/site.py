@@ -93,7 +93,7 @@ class Site:
         self._masker = masker_of(directory, self.name, self.federation, self.plan)
         self._terms = self.federation.terms(self.plan)[self.name]
         check_grid([self._terms])
-        self._device = device_of(self.settings.device)
+        self._device = device_of(self.settings.device, self.plan.run.precision)
         workshop = self.federation.workshop(self.plan, directory)
         workshop = replace(workshop, device=self.settings.device)
         self._bench = workshop.bench(check=True)
@@ -279,7 +279,7 @@ class Site:
         terms = self._terms
         promised = terms.history(terms.steps)
         self.ledger.reserve(self.run, terms.budget, promised, terms.shared, unit=terms.protects)
-        self.ledger.note_placement(self.run, self.placement)
+        self.ledger.note_placement(self.run, self.placement, self.plan.run.precision)
         self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
