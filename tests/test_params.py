@@ -234,3 +234,16 @@ def test_a_caller_who_asked_for_medium_precision_has_it_afterwards():
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_gpu_adds_in_the_same_order_every_time(settings_of_torch):
+    vector = types.SimpleNamespace(device=torch.device("cuda"))
+    enabled, filled = torch.are_deterministic_algorithms_enabled, torch.utils.deterministic
+    before = filled.fill_uninitialized_memory
+    with all_digits(vector):
+        assert enabled()
+        assert not filled.fill_uninitialized_memory
+    assert not enabled()
+    assert filled.fill_uninitialized_memory == before
+    with all_digits(torch.zeros(1)):
+        assert not enabled()

@@ -8,6 +8,7 @@ On a GPU the host must not read a number: that blocks until all work it has queu
 GPU then idles until the host has queued more.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
@@ -145,15 +146,39 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
+def _same_order() -> Iterator[None]:
+    """Have a GPU add in an order that does not follow from who comes first, where torch can."""
+    switch, memory = torch.use_deterministic_algorithms, cast(Any, torch.utils).deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = memory.fill_uninitialized_memory
+    # What cuBLAS's products need for it; one stream at a time does anyway, but torch would warn.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        switch(True, warn_only=True)
+        # What is written before it is read needs no NaN in it.
+        memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        switch(before, warn_only=only_warns)
+        memory.fill_uninitialized_memory = fills
+
+
+@contextmanager
 def all_digits(vector: Tensor) -> Iterator[None]:
     """Compute in the type of the numbers, whatever the caller has asked torch for.
 
     TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits; in inference mode
-    torch records nothing to differentiate. Raises InputError: see _tf32.
+    torch records nothing to differentiate. A GPU adds in the same order every time, where torch has
+    an algorithm that does. Raises InputError: see _tf32.
     """
     kind = vector.device.type
     with ExitStack() as stack:
-        stack.enter_context(_tf32(False) if kind == "cuda" else _WHOLE.held())
+        if kind == "cuda":
+            stack.enter_context(_tf32(False))
+            stack.enter_context(_same_order())
+        else:
+            stack.enter_context(_WHOLE.held())
         stack.enter_context(without_autocast(kind))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

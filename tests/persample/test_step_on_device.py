@@ -101,7 +101,7 @@ def on_meta(name):
         for node in traced._program.nodes:
             if "device" in node.kwargs:  # zeros to begin with, as a recurrence has
                 node.update_kwarg("device", META)
-        constants = traced._program._trace.constants
+        constants = traced._program._constants
         constants.update({name: value.to(META) for name, value in constants.items()})
     model.__init__(module.to(META))
     kernel = moved_kernel(kernel, model)

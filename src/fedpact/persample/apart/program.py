@@ -34,6 +34,9 @@ class Program:
         self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
         self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
         self.entered = trace.entered
+        # A number that a model writes down is the CPU's, and would be copied in every pass.
+        device = model.vector.device
+        self._constants = {name: v.to(device) for name, v in trace.constants.items()}
 
     @property
     def states(self) -> dict[Node, State]:
@@ -49,7 +52,7 @@ class Program:
         """What a placeholder that holds no records stands for now."""
         kind, target = self.inputs[name]
         if kind == "constant":
-            return self._trace.constants[target]
+            return self._constants[target]
         return self._held[kind](target).detach()
 
     def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
